@@ -51,7 +51,7 @@ def model(run: Run) -> nn.Module:
     section = run.model
     torch.manual_seed(run.train.seed)
     if isinstance(section, FactoryModel):
-        made = _call_factory(section)
+        module = _call_factory(section)
     else:
         arguments = msgspec.structs.asdict(section)
         del arguments["loss"]
@@ -59,12 +59,12 @@ def model(run: Run) -> nn.Module:
             if isinstance(section, GPTModel):
                 wanted = run.data.sequence_length if isinstance(run.data, TextData) else 1024
                 arguments["sequence_length"] = section.sequence_length or wanted
-                made = models.GPT(models.GPTConfig(**arguments))
+                module = models.GPT(models.GPTConfig(**arguments))
             else:
-                made = _OURS[type(section).__name__](**arguments)
+                module = _OURS[type(section).__name__](**arguments)
         except ValueError as error:
             raise FileFormatError(str(error), where="model", remedy="correct the sizes in [model]") from None
-    return made.to(getattr(torch, run.train.dtype))
+    return module.to(getattr(torch, run.train.dtype))
 
 
 def loss_function(run: Run) -> LossFunction:
@@ -96,14 +96,14 @@ def _call_factory(section: FactoryModel) -> nn.Module:
             where="model.arguments",
             remedy=f"its signature is {inspect.signature(factory)}",
         ) from None
-    made = factory(**section.arguments)
-    if not isinstance(made, nn.Module):
+    module = factory(**section.arguments)
+    if not isinstance(module, nn.Module):
         raise FileFormatError(
-            f"{section.factory} returned a {type(made).__name__}",
+            f"{section.factory} returned a {type(module).__name__}",
             where="model.factory",
             remedy="return a torch.nn.Module",
         )
-    return made
+    return module
 
 
 def _imported(name: str, key: str) -> Callable[..., Any]:
@@ -111,16 +111,16 @@ def _imported(name: str, key: str) -> Callable[..., Any]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise FileFormatError(
             f"{name!r} cannot be imported: {error}",
             where=key,
             remedy="write package.module:function; run where the package is installed, or in its folder",
         ) from None
-    if not callable(found):
-        raise FileFormatError(f"{name!r} is a {type(found).__name__}", where=key, remedy="name a function or class")
-    return cast(Callable[..., Any], found)
+    if not callable(function):
+        raise FileFormatError(f"{name!r} is a {type(function).__name__}", where=key, remedy="name a function or class")
+    return cast(Callable[..., Any], function)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -206,10 +206,10 @@ def _read_text(section: TextData) -> tuple[bytes, bytes]:
         return standard_library_text(size - held_out, held_out)
     texts = []
     for pattern in paths:
-        found = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-        if not found:
+        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
+        if not matches:
             raise DataError("no file matches", where=f"data.paths: {pattern}", remedy="correct the path or glob")
-        for path in found:
+        for path in matches:
             try:
                 texts.append(Path(path).read_bytes())
             except OSError as error:
@@ -254,8 +254,8 @@ def _read_file(path: Path) -> Tensors:
             remedy=f"give one of {', '.join(readers)}",
         )
     try:
-        found = dict(readers[path.suffix](path))
-        return {name: torch.as_tensor(value) for name, value in found.items()}
+        contents = dict(readers[path.suffix](path))
+        return {name: torch.as_tensor(value) for name, value in contents.items()}
     except ImportError:
         raise DataError("safetensors is not installed", where=where, remedy="pip install safetensors") from None
     except OSError as error:

@@ -46,10 +46,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def tables(text: bytes, *, where: str) -> dict[str, Any]:
     """The tables of a TOML text. Raise a FileFormatError if the text is not TOML."""
     try:
-        found: dict[str, Any] = msgspec.toml.decode(text)
+        document: dict[str, Any] = msgspec.toml.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FileFormatError(f"not valid TOML: {error}", where=where, remedy="correct that line") from None
-    return found
+    return document
 
 
 def make(raw: dict[str, Any], *, where: str) -> Run:
@@ -94,10 +94,10 @@ def completed(raw: dict[str, Any]) -> dict[str, Any]:
 
 def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspect.StructType]:
     """The struct types that a value of the type may have; with ``raw``, only those that match its tag."""
-    found = [one for one in files.alternatives(node) if isinstance(one, inspect.StructType)]
+    candidates = [struct for struct in files.alternatives(node) if isinstance(struct, inspect.StructType)]
     if raw is None:
-        return found
-    return [one for one in found if one.tag_field is None or raw.get(one.tag_field) == one.tag]
+        return candidates
+    return [struct for struct in candidates if struct.tag_field is None or raw.get(struct.tag_field) == struct.tag]
 
 
 def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
@@ -106,7 +106,7 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
         return
     every, meant = structs(node), structs(node, raw)
     if not meant and every and every[0].tag_field:
-        tag, known = every[0].tag_field, [str(one.tag) for one in every]
+        tag, known = every[0].tag_field, [str(candidate.tag) for candidate in every]
         place = f"{where}: {at}"
         if tag not in raw:
             raise FileFormatError(f"`{tag}` is missing", where=place, remedy=f"add {tag} = one of {', '.join(known)}")
@@ -181,7 +181,7 @@ def changes(path: Path, run: Run) -> list[str]:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

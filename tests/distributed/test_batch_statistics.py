@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
 from meshwright.errors import LayoutError, PlanError
+from meshwright.ir.plan_check import check_fits
 from meshwright.models import ResNet, classification_loss
 from tests.distributed.oracle import TOLERANCE, Batch, largest_error, shards
 from tests.distributed.pipelines import once_a_step
@@ -175,7 +176,7 @@ def test_a_gradient_must_go_on_with_the_statistics_of_its_forward() -> None:
     edited = {**plan.stage.strategies, name: {"dp": "b"}}
     stage = msgspec.structs.replace(plan.stage, strategies=edited)
     with pytest.raises(PlanError, match="own samples are split over dp, those of its gradient over nothing"):
-        msgspec.structs.replace(plan, stages=(stage,)).check(graph)
+        check_fits(msgspec.structs.replace(plan, stages=(stage,)), graph)
 
 
 def test_what_one_process_does_not_compute_is_not_verified() -> None:

@@ -30,7 +30,7 @@ from meshwright.comm.groups import collectives
 from meshwright.comm.transport import base, segment, shared_memory
 from meshwright.comm.transport.base import Lane
 from meshwright.comm.transport.loopback import Loopback
-from meshwright.comm.transport.point_to_point import Wire
+from meshwright.comm.transport.point_to_point import TorchLane
 from meshwright.comm.transport.progress import Progress
 from meshwright.errors import LostRankError, RankError
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, leaves, read, written
@@ -148,7 +148,7 @@ def _ours() -> Collectives:
 
 def _over_wires() -> Collectives:
     rank, size = _world().rank(), _world().size()
-    lanes: dict[int, Lane] = {peer: Wire(_world(), peer, Progress()) for peer in range(size) if peer != rank}
+    lanes: dict[int, Lane] = {peer: TorchLane(_world(), peer, Progress()) for peer in range(size) if peer != rank}
     return Collectives(rank, size, lanes, f"rank {rank}")
 
 
@@ -262,7 +262,7 @@ def in_boxes(boxes: str) -> tuple[int, str]:
             assert lane is not None
             lanes[peer] = lane
         elif peer != rank:
-            lanes[peer] = Wire(_world(), peer, Progress())
+            lanes[peer] = TorchLane(_world(), peer, Progress())
     with small_messages(1024):
         done = run_along(Collectives(rank, size, lanes), boxes)
     return done, " ".join(type(lanes[peer]).__name__ if peer in lanes else "." for peer in range(size))
@@ -273,7 +273,7 @@ def test_every_algorithm_along_levels_over_memory_and_links(ranks: Ranks, boxes:
     found = ranks(4, in_boxes, boxes)
     assert [done for done, _ in found] == [24 if boxes == "0.1.2|3" else 33] * 4
     if boxes == "2x2":
-        assert found[0][1] == ". SharedMemory Wire Wire"
+        assert found[0][1] == ". SharedMemory TorchLane TorchLane"
 
 
 @pytest.mark.parametrize("boxes", ["2x2", "2x3", "2x2x2", "0.1|2||3.4"])

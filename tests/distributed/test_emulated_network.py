@@ -72,8 +72,8 @@ def test_boxes_share_a_link_and_their_ranks_memory(tmp_path: Path) -> None:
     lanes, sent, seconds = run_in_boxes(
         sent_over_links, names, boxes=(0, 1, 0, 1), rates_bits_per_s=(RATE_BITS_PER_S,) * 2, directory=tmp_path
     )
-    assert lanes[0] == ["Wire", "SharedMemory", "Wire"]
-    assert lanes[3] == ["Wire", "SharedMemory", "Wire"]
+    assert lanes[0] == ["TorchLane", "SharedMemory", "TorchLane"]
+    assert lanes[3] == ["TorchLane", "SharedMemory", "TorchLane"]
     for each in sent["ring"]:
         assert 3 * SENT <= each < 3.2 * SENT
     for each in sent["star+ring@0.2|1.3"]:

@@ -14,6 +14,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.errors import LayoutError
 from meshwright.ir.placement import Shard
+from meshwright.ir.plan_check import check_fits
 from meshwright.ir.trace import Trace
 from meshwright.models import (
     VGG,
@@ -158,7 +159,7 @@ def planned(name: str, **layout: object) -> mw.Plan:
     subject = NETWORKS[name]()
     graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
     plan = mw.plan(graph, layout=mw.Layout(**layout))  # type: ignore[arg-type]
-    plan.check(graph)
+    check_fits(plan, graph)
     return plan
 
 

@@ -12,6 +12,7 @@ import torch
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.ir.placement import Placement, Shard
+from meshwright.ir.plan_check import check_fits
 from meshwright.models import MLP, classification_loss
 from tests.distributed.oracle import TOLERANCE, error_of, largest_error
 from tests.distributed.pool import Ranks
@@ -72,7 +73,7 @@ def test_two_axes_of_more_ranks_than_a_factor_has_are_refused() -> None:
     with pytest.raises(
         PlanError, match=r"factor 'b' has size 3, axes 'dp', 'tp' have 4\n  -> no rank can have nothing"
     ):
-        plan_over_both(graph).check(graph)
+        check_fits(plan_over_both(graph), graph)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_storage_over_two_axes(shards: dict[str, Placement], fits: bool) -> None
     stage: Any = msgspec.structs.replace(plan.stage, storage={"layers.0.weight": shards})
     edited = msgspec.structs.replace(plan, stages=(stage,))
     if fits:
-        edited.check(graph)
+        check_fits(edited, graph)
         return
     with pytest.raises(PlanError, match=r"storage\['layers.0.weight'\]: S\(1\) over 'dp' and .* do not cut dim 1 of"):
-        edited.check(graph)
+        check_fits(edited, graph)

@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright.catalog import load_cluster
 from meshwright.errors import PlanError
 from meshwright.ir import files
+from meshwright.ir.plan_check import check_fits
 from meshwright.models import GPT, MLP, classification_loss
 from meshwright.models.losses import IGNORED
 from tests.distributed import oracle
@@ -758,10 +759,10 @@ def test_edit_that_would_compute_something_else_is_refused(
 ) -> None:
     """Sums that nobody makes or that are made twice: the plan is checked before it runs."""
     plan, graph = plan_of("GPT", mw.Layout(dp=2, tp=2)), graph_of("GPT")
-    plan.check(graph)
+    check_fits(plan, graph)
     assert operator in plan.stage.strategies
     with pytest.raises(PlanError) as caught:
-        edited(plan, operator, **strategy).check(graph)
+        check_fits(edited(plan, operator, **strategy), graph)
     assert message in str(caught.value)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from meshwright.comm import backend, groups, member  # noqa: F401 - backend gives the collective operators their kernels
 from meshwright.comm.transport import process, shared_memory, stream
 from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane, Trouble
-from meshwright.comm.transport.point_to_point import PointToPoint, Wire
+from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
@@ -46,7 +46,7 @@ def _connected(slots: int = 8) -> SharedMemory:
 
 def _messages(kind: str, slots: int) -> int:
     """Messages of all sizes and dtypes, each of which the peer takes ``slots`` - 1 later."""
-    lane: Lane = Wire(_world(), 1 - dist.get_rank(), Progress()) if kind == "wire" else _connected(slots)
+    lane: Lane = TorchLane(_world(), 1 - dist.get_rank(), Progress()) if kind == "wire" else _connected(slots)
     sizes = [0, 1, 7, 1000, MESSAGE_BYTES // 8]
     sent = [torch.arange(num).to(dtype) for num in sizes for dtype in DTYPES]
     for number in range(len(sent) + slots - 1):

@@ -13,6 +13,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import OptimizerError
+from meshwright.ir.plan_check import check_fits
 from meshwright.models import MLP, classification_loss
 from meshwright.planner.explicit import adapt_plan
 from meshwright.runtime.trainer import Trainer
@@ -93,7 +94,7 @@ def compare(case: Case) -> tuple[list[float], Comparison | None, int]:
         def parallelize(model: Any, loss_fn: oracle.LossFunction, _: Any, **options: Any) -> mw.Trainer:
             layout = options.pop("plan")
             plan = mw.plan(graph.graph, devices=layout.num_ranks, layout=layout)
-            plan.check(graph.graph)
+            check_fits(plan, graph.graph)
             cpu = torch.device("cpu")
             return Trainer(model, loss_fn, graph, plan, **options, seed=0, device=cpu, replan=adapt_plan)
 
@@ -208,7 +209,7 @@ def edited() -> list[float]:
     )
     gathers = [msgspec.structs.replace(plan.gathers[0], parameters=names) for names in ((third,), (fourth,))]
     plan = msgspec.structs.replace(plan, stages=(stage,), gathers=tuple(gathers), buckets=())
-    plan.check(graph)
+    check_fits(plan, graph)
     trainer = mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=plan, optimizer=OPTIMIZERS["SGD"])
     assert not trainer.parameters.is_sharded(first)
     losses = [float(trainer.step(batch)) for batch in subject.batches]

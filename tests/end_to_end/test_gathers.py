@@ -16,6 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Plan
+from meshwright.ir.plan_check import check_fits
 from meshwright.lower.partition import LoweredStage
 from meshwright.lower.stage import lower_stage
 from meshwright.models import MLP, classification_loss
@@ -43,7 +44,7 @@ def planned(zero: Any, **options: Any) -> Plan:
 
     (gathered,), (reduced,) = plan.gathers, plan.buckets
     plan = msgspec.structs.replace(plan, gathers=tuple(by_layer(gathered)), buckets=tuple(by_layer(reduced)))
-    plan.check(captured().graph)
+    check_fits(plan, captured().graph)
     return plan
 
 
@@ -174,5 +175,5 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         ),
     ):
         with pytest.raises(PlanError) as caught:
-            one.check(captured().graph)
+            check_fits(one, captured().graph)
         assert str(caught.value).startswith(message)

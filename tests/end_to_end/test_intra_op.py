@@ -18,6 +18,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import Shard
+from meshwright.ir.plan_check import check_fits
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.planner.explicit import Ask, plan_layout
@@ -58,7 +59,7 @@ def step_s(graph: Graph, cluster: mw.Cluster, layout: mw.Layout) -> tuple[float,
     """The seconds of a step in the integer program, and those of the lowered program."""
     ask = Ask(explains=False, lower=PlanLowering(graph), fits_buckets=False)
     plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
-    plan.check(graph)
+    check_fits(plan, graph)
     work = step_work(PlanLowering(graph)(plan), plan, cluster, optimizer=ask.optimizer)
     in_program = next((one.solution.seconds for one in ask.known.values()), 0.0)
     return in_program, predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s

@@ -14,6 +14,7 @@ from meshwright.cost.program import stage_held
 from meshwright.errors import CaptureError, LaunchError, LayoutError, PlanError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
+from meshwright.ir.plan_check import check_fits
 from meshwright.ir.precision import Precision
 from meshwright.ir.run import RunLayout
 from meshwright.lower.plans import PlanLowering
@@ -50,7 +51,7 @@ def test_a_plan_says_its_precision_and_is_told_from_others() -> None:
     assert (plan.precision, plan.layout.precision) == ("bfloat16", "bfloat16")
     assert mw.plan(plain, layout=mw.Layout(dp=2)).precision is None
     with pytest.raises(PlanError, match="the plan computes in bfloat16, the step was captured in the model's own dtyp"):
-        plan.check(plain)
+        check_fits(plan, plain)
     with pytest.raises(LayoutError) as caught:
         mw.plan(plain, layout=mw.Layout(dp=2, precision="bfloat16"))
     assert str(caught.value) == (

@@ -78,7 +78,7 @@ def test_a_lowered_stream_takes_what_the_same_bytes_take(name: str) -> None:
     for size in (10, 10**4, 10**7):
         one = meta(size)
         for target, kind in ((aten.neg.default, "pointwise"), (aten.gelu.default, "activation")):
-            assert counted(rates, target, (one,), one).seconds == rates.stream(kind, 8 * size).seconds
+            assert counted(rates, target, (one,), one).seconds == rates.memory_bound(kind, 8 * size).seconds
 
 
 def test_rows_that_are_added_in_place_are_all_that_is_read_and_written() -> None:
@@ -122,7 +122,7 @@ def test_attention_that_forms_its_scores_pays_for_them(name: str, dropout: float
     moved = 4 * ((8 if backward else 4) * part.numel() + rest.numel())
     fused_s = rates.seconds("attention_backward" if backward else "attention", "float32", flops, moved)
     assert found.bytes > 10 * scores
-    assert found.seconds > rates.stream("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
+    assert found.seconds > rates.memory_bound("pointwise", 8 * scores).seconds + 0.5 * products / 5 * fused_s
     assert scratch_bytes(kernel, on_cpu=name == "calibrated") >= 2 * scores
     assert found.flops == flops
 

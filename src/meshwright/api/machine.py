@@ -56,9 +56,9 @@ def calibrate(
         measured = (measured_by or measure_machine)()
         return from_rank_0(lambda: _keep(measured, target))
     scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
-    found = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
+    cluster = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
     shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
-    return _keep(found, target)
+    return _keep(cluster, target)
 
 
 def recalibrate(ledger: Ledger) -> Cluster:
@@ -77,16 +77,16 @@ def recalibrate(ledger: Ledger) -> Cluster:
     return _keep(corrected(known, ledger), calibration_file())
 
 
-def _keep(found: Cluster | None, target: Path) -> Cluster:
-    assert found is not None
+def _keep(cluster: Cluster | None, target: Path) -> Cluster:
+    assert cluster is not None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        files.save(found, target)
+        files.save(cluster, target)
     except OSError as error:
         raise LaunchError(
             f"the cluster file cannot be written: {error.strerror}", where=str(target), remedy="choose another path"
         ) from None
-    return found
+    return cluster
 
 
 def measure_machine(progress: Progress | None = None) -> Cluster | None:
@@ -100,9 +100,9 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
             progress.begin(what)
             shown = what
 
-    found = calibration.measure(calibration.Effort(), advance)
+    cluster = calibration.measure(calibration.Effort(), advance)
     progress.end()
-    return found
+    return cluster
 
 
 def calibrated() -> Cluster | None:
@@ -112,20 +112,20 @@ def calibrated() -> Cluster | None:
     if not path.exists():
         return None
     try:
-        found = files.load(path, Cluster)
+        cluster = files.load(path, Cluster)
     except MeshwrightError as error:  # damaged, or of another version: it can be measured again
         log.warning("%s cannot be used: %s", path, error)
         return None
-    reason = stale(found, time.time())
+    reason = stale(cluster, time.time())
     if reason:
         log.info("%s is stale: %s", path, reason)
         return None
-    return found
+    return cluster
 
 
-def is_busy(found: Calibration) -> bool:
+def is_busy(measurement: Calibration) -> bool:
     """Whether other programs used the machine while it was calibrated."""
-    return found.spread > BUSY_SPREAD
+    return measurement.spread > BUSY_SPREAD
 
 
 def calibration_file() -> Path:

@@ -22,6 +22,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
+from meshwright.ir.plan_check import check_fits
 from meshwright.ir.precision import Precision
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
@@ -133,7 +134,7 @@ def simulate(
         PlanError: the plan is not of this graph, or its stages have different submeshes.
         ClusterError: the cluster is unknown, or too small.
     """
-    plan.check(graph)
+    check_fits(plan, graph)
     known = known_cluster(cluster, torch.device("cpu"), plan.mesh.world_size)
     return foretell(
         PlanLowering(graph, rules), plan, known, optimizer=optimizer, clips=clips, threads=threads,
@@ -168,7 +169,7 @@ def choose(
             seconds=seconds, rules=rules,
         )  # fmt: skip
     chosen, where = loaded(wanted)
-    chosen.check(graph, where)
+    check_fits(chosen, graph, where)
     if chosen.mesh.world_size != world_size:
         raise LayoutError(
             f"the plan is for {chosen.mesh.world_size} ranks, there are {world_size}",
@@ -188,18 +189,18 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
     try:
-        made: Any = factory([(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()])
+        opt: Any = factory([(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()])
     except Exception as error:  # noqa: BLE001 - by code that we do not know; where it is wrong, training says so
         log.info("planned as for AdamW: over parameters without memory the optimizer cannot be made: %s", error)
         return ADAMW
-    if isinstance(made, torch.optim.SGD) and any(group["momentum"] for group in made.param_groups):
+    if isinstance(opt, torch.optim.SGD) and any(group["momentum"] for group in opt.param_groups):
         return cost.MOMENTUM
-    found = next((one for kinds, one in _COSTS if isinstance(made, kinds)), None)
-    if found is None:
-        log.info("planned as for AdamW: what %s keeps and moves is not known", type(made).__name__)
+    base = next((entry for kinds, entry in _COSTS if isinstance(opt, kinds)), None)
+    if base is None:
+        log.info("planned as for AdamW: what %s keeps and moves is not known", type(opt).__name__)
         return ADAMW
-    more = sum(any(group.get(option) for group in made.param_groups) for option in _STATES.get(type(made), ()))
-    return msgspec.structs.replace(found, states=found.states + more, moved=found.moved + 2 * more)
+    more = sum(any(group.get(option) for group in opt.param_groups) for option in _STATES.get(type(opt), ()))
+    return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more)
 
 
 _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (

@@ -72,17 +72,17 @@ def plan_run(
     Raises:
         LayoutError: the layout does not fit the model or the batch; or no layout that may be searched fits in memory.
     """
-    graph, made, optimizer = _planned(run, ranks, memory_bytes, progress)
-    known = _cluster(run, CPU, made.mesh.world_size)
+    graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress)
+    known = _cluster(run, CPU, chosen.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
-    programs = _programs(graph, made, program_of) if program_of is not None else None
-    planned = Planned(plan=made, constants=known.constants, memory_bytes=limit, programs=programs)
-    if made.uneven:
+    programs = _programs(graph, chosen, program_of) if program_of is not None else None
+    planned = Planned(plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs)
+    if chosen.uneven:
         return planned
     clips = run.train.max_grad_norm > 0
-    found = foretell(PlanLowering(graph), made, known, optimizer=optimizer, clips=clips).prediction
-    made = msgspec.structs.replace(made, prediction=found)
-    return msgspec.structs.replace(planned, plan=made, verdict=memory_verdict(found.peak_memory_bytes, limit))
+    prediction = foretell(PlanLowering(graph), chosen, known, optimizer=optimizer, clips=clips).prediction
+    chosen = msgspec.structs.replace(chosen, prediction=prediction)
+    return msgspec.structs.replace(planned, plan=chosen, verdict=memory_verdict(prediction.peak_memory_bytes, limit))
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
@@ -103,11 +103,11 @@ def simulate_run(
     seed: int = 0,
 ) -> Trace:
     """Simulate one step of a run file; see ``simulate``."""
-    graph, made, optimizer = _planned(run, ranks, None)
+    graph, chosen, optimizer = _planned(run, ranks, None)
     return simulate(
         graph,
         run.layout.cluster or None,
-        made,
+        chosen,
         optimizer=optimizer,
         clips=run.train.max_grad_norm > 0,
         contention=contention,
@@ -132,7 +132,7 @@ def _planned(
     optimizer, clips = cost_of(build.optimizer(run), graph), run.train.max_grad_norm > 0
     if not run.layout.searched:
         return graph, choose(asked, graph, world_size, cluster, CPU, optimizer, clips=clips), optimizer
-    made = plan(
+    chosen = plan(
         graph,
         cluster,
         devices=world_size,
@@ -143,7 +143,7 @@ def _planned(
         seconds=run.layout.seconds,
         progress=progress,
     )
-    return graph, made, optimizer
+    return graph, chosen, optimizer
 
 
 def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:
@@ -247,10 +247,10 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         progress=progress,
     )
     progress.begin("looking for a checkpoint")
-    found = loop.resume()
+    checkpoint = loop.resume()
     progress.end()
     first = trainer.step_number
-    from_rank_0(lambda: _note_run(run, trainer, directory, found))
+    from_rank_0(lambda: _note_run(run, trainer, directory, checkpoint))
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
     ledger = _ledger(run, trainer, directory, loop.traces, foretold, held_bytes)
     text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
@@ -314,16 +314,16 @@ def _ledger(
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
     ledger = make_ledger(plan, predicted, measured, cluster)
     try:
-        for name, found in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
-            files.save(found, directory / name)
+        for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
+            files.save(content, directory / name)
     except OSError as error:
         log.warning("the ledger is not kept: %s", error)
     return ledger
 
 
-def _note_run(run: Run, trainer: Trainer, directory: Path, found: Path | None) -> None:
+def _note_run(run: Run, trainer: Trainer, directory: Path, checkpoint: Path | None) -> None:
     """Write run.toml and plan.json. Log that a run is continued, and which of its settings have changed."""
-    if found is not None:
+    if checkpoint is not None:
         done = "this run is complete" if trainer.step_number >= run.train.steps else "going on"
         log.info("%s at step %d of %d", done, trainer.step_number, run.train.steps)
         for change in config.changes(directory / "run.toml", run):

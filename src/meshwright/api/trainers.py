@@ -21,6 +21,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
+from meshwright.ir.plan_check import check_fits
 from meshwright.ir.precision import Precision
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import adapt_plan
@@ -168,26 +169,26 @@ def verify(
     factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     doubled = batch_in_float64(batch)
     progress.begin("capturing and planning")
-    mine = in_float64(model, seed)
+    copy = in_float64(model, seed)
     if not isinstance(plan, Layout) and plan != "auto":
         launch.start("cpu")
         computed_in = from_rank_0(lambda: precision_of(plan, None))
         graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in)
-        plan = _in_float64(plan, graph, capture(mine, loss_fn, doubled, rules=rules))
+        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules))
     elif isinstance(plan, Layout):
         plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
-        mine, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
+        copy, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
         rules=rules, strict=strict,
     )  # fmt: skip
     _check_comparable(trainer)
     progress.begin("parallel steps", steps)
-    found = parallel_steps(trainer, doubled, steps, progress)
+    record = parallel_steps(trainer, doubled, steps, progress)
 
     def against_eager() -> tuple[Comparison, ...]:
         progress.begin("one process", steps)
         twin = in_float64(model, seed)
-        return compare(found, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
+        return compare(record, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
 
     rows = from_rank_0(against_eager)
     progress.end()
@@ -197,7 +198,7 @@ def verify(
 def _check_comparable(trainer: Trainer) -> None:
     """Raise a LayoutError if one process would compute something else."""
     statistics = trainer.plan.layout.batch_statistics
-    norm = next((one for one in trainer.graph.operators if "batch_norm" in one.target), None)
+    norm = next((operator for operator in trainer.graph.operators if "batch_norm" in operator.target), None)
     if statistics != "global" and norm is not None:
         raise LayoutError(
             f"batch_statistics={statistics!r} is another computation than that of one process, which is compared",
@@ -213,7 +214,7 @@ def _in_float64(plan: Any, graph: Graph, doubled: Graph) -> Plan:
         given, where = loaded(plan)
         if given.graph_fingerprint == doubled.fingerprint:
             return given
-        given.check(graph, where)
+        check_fits(given, graph, where)
         return adapt_plan(given, doubled)
 
     return _plan_of_rank_0(adapted)

@@ -101,12 +101,12 @@ def batch_size(
     cases = cases_of(run, sizes, rules, seeds)
     by_size = {case.batch: case.runs[0] for case in cases}
     progress.begin("planning", len(by_size))
-    for one in by_size.values():
-        api.plan_run(one, ranks)
+    for variant in by_size.values():
+        api.plan_run(variant, ranks)
         progress.advance()
     with measuring(progress):
         progress.begin(f"training {len(cases)} x {seeds} times to a loss of {target:g}")
-        found = api.run_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
+        counted = api.run_ranks(measure, cases, target, evaluate_every, repetitions, steps, threads, num_ranks=ranks)
     return Result(
         date=today(),
         name="batch-size",
@@ -120,8 +120,8 @@ def batch_size(
             seeds="one seed" if seeds == 1 else f"{seeds} seeds", most=run.train.steps, repetitions=repetitions,
             steps=steps, warmup=WARMUP_STEPS,
         ),
-        settings={name_of(size): settings_of(one, ranks, threads) for size, one in by_size.items()},
-        findings=(finding(cases, found, target, steps),),
+        settings={name_of(size): settings_of(variant, ranks, threads) for size, variant in by_size.items()},
+        findings=(finding(cases, counted, target, steps),),
     )  # fmt: skip
 
 
@@ -239,16 +239,16 @@ def name_of(size: int) -> str:
     return f"batch {size}"
 
 
-def finding(cases: Sequence[Case], found: Counted, target: float, steps: int) -> BatchSizes:
+def finding(cases: Sequence[Case], counted: Counted, target: float, steps: int) -> BatchSizes:
     """Steps, samples and time of every case, and the knee of every rule."""
     run, base = uuid.uuid4().hex[:12], cases[0].batch
     series = {
         size: Series.of(seconds, steps=steps, settings=name_of(size), run=run)
-        for size, seconds in found.seconds.items()
+        for size, seconds in counted.seconds.items()
     }
     rules = list(dict.fromkeys(case.rule for case in cases))
     points = []
-    for case, counts, losses in zip(cases, found.steps, found.losses, strict=True):
+    for case, counts, losses in zip(cases, counted.steps, counted.losses, strict=True):
         median = round(statistics.median(counts)) if all(counts) else 0
         first = case.runs[0]
         points += [
@@ -260,16 +260,16 @@ def finding(cases: Sequence[Case], found: Counted, target: float, steps: int) ->
             for rule in (rules if case.batch == base else [case.rule])
         ]  # fmt: skip
     knees = {
-        rule: knee({one.batch: one.steps_to_target for one in points if one.rule == rule and one.steps_to_target})
+        rule: knee({p.batch: p.steps_to_target for p in points if p.rule == rule and p.steps_to_target})
         for rule in rules
     }
-    reached = [one for one in points if one.steps_to_target]
-    best = min(reached, key=lambda one: one.target_s, default=None)
-    told = [f"{rule}: {_in_words(value)}" for rule, value in knees.items()]
+    reached = [p for p in points if p.steps_to_target]
+    best = min(reached, key=lambda p: p.target_s, default=None)
+    phrases = [f"{rule}: {_in_words(value)}" for rule, value in knees.items()]
     if best is not None:
-        told.append(f"least time at batch {best.batch} ({best.rule}): {best.target_s:.3g} s")
+        phrases.append(f"least time at batch {best.batch} ({best.rule}): {best.target_s:.3g} s")
     return BatchSizes(
-        target=f"steps and time to a {METRIC} of {target:g}", verdict="reported", measured="; ".join(told),
+        target=f"steps and time to a {METRIC} of {target:g}", verdict="reported", measured="; ".join(phrases),
         metric=METRIC, goal=target, points=tuple(points),
         knees={rule: value for rule, value in knees.items() if value is not None and math.isfinite(value)},
     )  # fmt: skip

@@ -67,8 +67,8 @@ def hidden_times(result: Result) -> Found:
                 if name.endswith(OF_TIMES):
                     yield f"{key}.notes.{name}", "a time or rate stands in a check, where no rule sees it", remedy
             for name in ("target", "measured"):
-                if found := IN_WORDS.search(getattr(finding, name)):
-                    yield f"{key}.{name}", f"{found[0]!r} stands in a check, where no rule sees it", remedy
+                if match := IN_WORDS.search(getattr(finding, name)):
+                    yield f"{key}.{name}", f"{match[0]!r} stands in a check, where no rule sees it", remedy
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def best_peer(result: Result) -> Found:
     """The baseline is the fastest of the peers."""
     for key, finding in result.keyed():
         if isinstance(finding, Comparison) and finding.baseline in finding.series:
-            peers = {name: one.value_s for name, one in finding.series.items() if name != finding.ours}
+            peers = {name: series.value_s for name, series in finding.series.items() if name != finding.ours}
             best = min(peers, key=peers.__getitem__, default="")
             if best and peers[best] < peers.get(finding.baseline, 0.0):
                 yield f"{key}.baseline", f"{best!r} is faster", f"compare with {best!r}, the best of the peers"
@@ -115,8 +115,8 @@ def same_run(result: Result) -> Found:
                 problem = f"is from run {series.run!r}, the first from {first.run!r}"
                 yield f"{key}.run", problem, "measure both sides in one run, by turns"
             if series.machine != first.machine:
-                one, other = (name or result.machine.cpu for name in (series.machine, first.machine))
-                yield f"{key}.machine", f"is from {one!r}, the first from {other!r}", "measure both on one machine"
+                machine, other = (name or result.machine.cpu for name in (series.machine, first.machine))
+                yield f"{key}.machine", f"is from {machine!r}, the first from {other!r}", "measure both on one machine"
 
 
 def alike(result: Result) -> Found:
@@ -127,14 +127,14 @@ def alike(result: Result) -> Found:
         names = ["dtype", "threads"]
         names += ["ranks"] if not isinstance(finding, Scaling) else []
         names += ["sizes"] if isinstance(finding, Comparison) else []
-        several = [(key, one) for key, one in series_of(finding, index) if one.settings in result.settings]
+        several = [(key, series) for key, series in series_of(finding, index) if series.settings in result.settings]
         for key, series in several:
-            mine, first = result.settings_of(series), result.settings_of(several[0][1])
+            settings, first = result.settings_of(series), result.settings_of(several[0][1])
             for name in names:
-                if not getattr(mine, name) and name != "sizes":
+                if not getattr(settings, name) and name != "sizes":
                     yield f"settings.{series.settings}.{name}", "is not given", f"give the {name} that it ran with"
-                elif getattr(mine, name) != getattr(first, name):
-                    problem = f"{name} {getattr(mine, name)!r} beside {getattr(first, name)!r}"
+                elif getattr(settings, name) != getattr(first, name):
+                    problem = f"{name} {getattr(settings, name)!r} beside {getattr(first, name)!r}"
                     yield f"{key}.settings", problem, f"measure all sides with the same {name}"
 
 
@@ -164,26 +164,26 @@ def ratio(result: Result) -> Found:
 
 
 def _speedups(result: Result, key: str, finding: Scaling) -> Found:
-    for k, one in enumerate(finding.points):
+    for k, point in enumerate(finding.points):
         first = finding.points[0]
-        if not first.work or not one.series.value_s:
+        if not first.work or not point.series.value_s:
             yield f"{key}.points[{k}].work", "is not given", "give the work of a step and its seconds"
             continue
-        speedup = one.work / first.work * first.series.value_s / one.series.value_s
-        yield from _follows(f"{key}.points[{k}].speedup", one.speedup, speedup, "by work / value_s")
-        efficiency = one.speedup * _ranks(result, first) / max(1, _ranks(result, one))
-        yield from _follows(f"{key}.points[{k}].efficiency", one.efficiency, efficiency, "as speedup over ranks")
+        speedup = point.work / first.work * first.series.value_s / point.series.value_s
+        yield from _follows(f"{key}.points[{k}].speedup", point.speedup, speedup, "by work / value_s")
+        efficiency = point.speedup * _ranks(result, first) / max(1, _ranks(result, point))
+        yield from _follows(f"{key}.points[{k}].efficiency", point.efficiency, efficiency, "as speedup over ranks")
 
 
 def _to_goal(key: str, finding: BatchSizes) -> Found:
-    for k, one in enumerate(finding.points):
-        at, count = f"{key}.points[{k}]", one.steps_to_target
-        median = statistics.median(one.steps) if one.steps and all(one.steps) else 0.0
+    for k, p in enumerate(finding.points):
+        at, count = f"{key}.points[{k}]", p.steps_to_target
+        median = statistics.median(p.steps) if p.steps and all(p.steps) else 0.0
         if round(median) != count:
-            problem = f"{count}, but the median of {list(one.steps)} (0: not reached) is {median:g}"
+            problem = f"{count}, but the median of {list(p.steps)} (0: not reached) is {median:g}"
             yield f"{at}.steps_to_target", problem, "give the median, or 0 where a seed did not reach the goal"
-        yield from _follows(f"{at}.samples_to_target", one.samples_to_target, count * one.batch, "by steps and batch")
-        yield from _follows(f"{at}.target_s", one.target_s, count * one.series.value_s, "by steps and value_s")
+        yield from _follows(f"{at}.samples_to_target", p.samples_to_target, count * p.batch, "by steps and batch")
+        yield from _follows(f"{at}.target_s", p.target_s, count * p.series.value_s, "by steps and value_s")
 
 
 def _follows(key: str, given: float, right: float, how: str) -> Found:
@@ -201,7 +201,7 @@ def spread(result: Result) -> Found:
             shown.append((key, finding.fraction, finding.interval))
         elif isinstance(finding, Scaling):
             points = enumerate(finding.points[1:], 1)
-            shown += ((f"{key}.points[{k}]", one.speedup, one.interval) for k, one in points)
+            shown += ((f"{key}.points[{k}]", point.speedup, point.interval) for k, point in points)
     for key, value, interval in shown:
         remedy = "give [low, high] that hold 95 % of resampled repetitions"
         if interval is None:
@@ -221,13 +221,13 @@ def verdict(result: Result) -> Found:
             kept = _all_kept((finding.ratio, *(finding.interval or ())), most=limit)
         elif isinstance(finding, Scaling):
             limit, last = finding.limit, finding.points[-1:]
-            kept = bool(last) and all(_all_kept((one.speedup, *(one.interval or ())), least=limit) for one in last)
+            kept = bool(last) and all(_all_kept((p.speedup, *(p.interval or ())), least=limit) for p in last)
         elif isinstance(finding, Duration):
             limit = finding.limit_s
             kept = _all_kept((finding.series.value_s, *_interval(finding.series)), most=limit)
         elif isinstance(finding, Prediction):
             limit = finding.limit
-            errors = (finding.predicted_s / one - 1 for one in _interval(finding.series))
+            errors = (finding.predicted_s / bound_s - 1 for bound_s in _interval(finding.series))
             kept = _all_kept((abs(finding.error), *map(abs, errors)), most=limit)
         elif isinstance(finding, Check):
             limit, kept = finding.total, finding.passed == finding.total > 0
@@ -253,7 +253,7 @@ def cores(result: Result) -> Found:
     """A judged finding has at most one rank per core or GPU: ranks that share a core measure the operating system."""
     known = result.machine.num_devices
     for key, finding in result.keyed():
-        most = max((result.settings_of(one).ranks for _, one in series_of(finding, key)), default=0)
+        most = max((result.settings_of(series).ranks for _, series in series_of(finding, key)), default=0)
         if finding.verdict != "reported" and known and most > known:
             problem = f"is judged, but {most} ranks shared {known} cores (or GPUs)"
             yield f"{key}.verdict", problem, 'say "reported", or use fewer ranks'
@@ -276,21 +276,21 @@ def scaling_as_named(result: Result) -> Found:
         if not isinstance(finding, Scaling) or finding.scaling not in KINDS:
             continue
         kind = finding.scaling
-        for k, (before, one) in enumerate(pairwise(finding.points), 1):
+        for k, (before, point) in enumerate(pairwise(finding.points), 1):
             first, at = finding.points[0], f"{key}.points[{k}]"
-            if not _ranks(result, before) < _ranks(result, one):
+            if not _ranks(result, before) < _ranks(result, point):
                 yield at, "does not have more ranks than the point before", "order points by their ranks"
                 continue
-            growth = _ranks(result, one) / max(1, _ranks(result, first))
+            growth = _ranks(result, point) / max(1, _ranks(result, first))
             batch = first.batch * (growth if kind == "batch" else 1)
             remedy = "name the kind that was measured: strong, batch or model"
-            if one.batch != batch:
-                yield f"{at}.batch", f"{one.batch}, but in {kind} scaling it would be {batch:g}", remedy
-            if (one.parameters > first.parameters) != (kind == "model") or one.parameters < first.parameters:
-                problem = f"{one.parameters} after {first.parameters}: that is not {kind} scaling"
+            if point.batch != batch:
+                yield f"{at}.batch", f"{point.batch}, but in {kind} scaling it would be {batch:g}", remedy
+            if (point.parameters > first.parameters) != (kind == "model") or point.parameters < first.parameters:
+                problem = f"{point.parameters} after {first.parameters}: that is not {kind} scaling"
                 yield f"{at}.parameters", problem, remedy
-            if kind == "strong" and not math.isclose(one.work, first.work, rel_tol=TOLERANCE):
-                yield f"{at}.work", f"{one.work:g} after {first.work:g}: that is not strong scaling", remedy
+            if kind == "strong" and not math.isclose(point.work, first.work, rel_tol=TOLERANCE):
+                yield f"{at}.work", f"{point.work:g} after {first.work:g}: that is not strong scaling", remedy
 
 
 def peak(result: Result) -> Found:

@@ -51,15 +51,15 @@ def lint(result: Result, folder: Path | None = None) -> tuple[Refusal, ...]:
 
     For a result in ``folder``, code that has changed since the measurement is refused too (``provenance.stale``).
     """
-    found = [
+    refusals = [
         Refusal(rule=rule.name, key=key, problem=problem, remedy=remedy)
         for rule in RULES
         for key, problem, remedy in rule.find(result)
     ]
     if folder is not None:
         older = provenance.stale(result, folder)
-        found += (Refusal(rule=STALE, key=key, problem=problem, remedy=remedy) for key, problem, remedy in older)
-    return tuple(dict.fromkeys(found))
+        refusals += (Refusal(rule=STALE, key=key, problem=problem, remedy=remedy) for key, problem, remedy in older)
+    return tuple(dict.fromkeys(refusals))
 
 
 def _command(result: Result) -> Found:

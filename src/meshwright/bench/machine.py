@@ -104,5 +104,5 @@ def _text(path: Path) -> str:
 
 
 def _field(info: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*: *(.*)$", info, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{name}\s*: *(.*)$", info, re.MULTILINE)
+    return match[1].strip() if match else ""

@@ -64,12 +64,12 @@ def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
 def imported(root: Path, script: Path) -> set[Path]:
     """The script itself and the Python files below ``root`` and ``root/src`` that it imports, also within functions;
     also modules that a string names, such as modules that the script starts by ``python -m``."""
-    found, pending = set[Path](), [script]
+    files, pending = set[Path](), [script]
     while pending:
         path = pending.pop()
-        if path in found or not path.is_file():
+        if path in files or not path.is_file():
             continue
-        found.add(path)
+        files.add(path)
         for node in ast.walk(ast.parse(_text(path))):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -83,7 +83,7 @@ def imported(root: Path, script: Path) -> set[Path]:
                 for top in (root, root / "src"):
                     pending += [top.joinpath(*parts).with_suffix(".py")]
                     pending += [top.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
-    return found
+    return files
 
 
 def _differs(root: Path, commit: str, name: str) -> bool:
@@ -97,7 +97,7 @@ def _program(text: str) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):  # strings as statements: docstrings, also below fields
-            kept = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+            kept = [stmt for stmt in body if not (isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Constant))]
             node.body = kept  # type: ignore[attr-defined]
     return ast.dump(tree)
 

@@ -55,8 +55,8 @@ def eager_step(
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad()
-        found = loss_fn(model, batch)
-        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        output = loss_fn(model, batch)
+        loss: Tensor = output[0] if isinstance(output, tuple) else output
         loss.backward()
         if max_norm:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)

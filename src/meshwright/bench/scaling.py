@@ -75,13 +75,13 @@ def scaling(
     progress = progress or Silent()
     check_alone("bench scaling")
     runs = _planned(run, kind, counts, grow, progress)
-    found: dict[int, list[Measured]] = {count: [] for count in counts}
+    launches: dict[int, list[Measured]] = {count: [] for count in counts}
     with measuring(progress):
         progress.begin(f"measuring {' '.join(map(str, counts))} ranks", turns * len(counts))
         for turn in range(turns):
             for count in [*counts[turn % len(counts) :], *counts[: turn % len(counts)]]:
                 arguments = (runs[count], repetitions, steps, threads)
-                found[count].append(api.run_ranks(measure, *arguments, num_ranks=count))
+                launches[count].append(api.run_ranks(measure, *arguments, num_ranks=count))
                 progress.advance()
     return Result(
         date=today(),
@@ -97,7 +97,7 @@ def scaling(
             repetitions=repetitions, steps=steps,
         ),
         settings={name_of(count): settings_of(runs[count], count, threads) for count in counts},
-        findings=findings(kind, {count: runs[count].data.batch_size for count in counts}, found, steps),
+        findings=findings(kind, {count: runs[count].data.batch_size for count in counts}, launches, steps),
     )  # fmt: skip
 
 
@@ -220,28 +220,28 @@ def name_of(count: int) -> str:
 
 
 def findings(
-    kind: str, batches: Mapping[int, int], found: Mapping[int, Sequence[Measured]], steps: int
+    kind: str, batches: Mapping[int, int], launches: Mapping[int, Sequence[Measured]], steps: int
 ) -> tuple[Finding, ...]:
     """The scaling, and the comparison of one rank with eager PyTorch if that was measured."""
     run = uuid.uuid4().hex[:12]
     series = {
         (count, side): Series.of(
-            [value for one in several for value in one.seconds[side]],
+            [value for measured in several for value in measured.seconds[side]],
             steps=steps, settings=name_of(count), run=run, losses=tuple(several[0].losses[side]),
         )
-        for count, several in found.items()
+        for count, several in launches.items()
         for side in several[0].seconds
     }  # fmt: skip
-    counts = list(found)
+    counts = list(launches)
     first = counts[0]
     points = []
     for count in counts:
-        one = found[count][0]
-        work, base = (float(what.flops if kind == "model" else what.items) for what in (one, found[first][0]))
+        measured = launches[count][0]
+        work, base = (float(what.flops if kind == "model" else what.items) for what in (measured, launches[first][0]))
         speedup = ratio(series[first, OURS].seconds, series[count, OURS].seconds).times(work / base)
         points.append(
             Point(
-                series=series[count, OURS], batch=batches[count], parameters=one.parameters, work=work,
+                series=series[count, OURS], batch=batches[count], parameters=measured.parameters, work=work,
                 speedup=speedup.value, interval=speedup.interval, efficiency=speedup.value * first / count,
             )
         )  # fmt: skip
@@ -254,7 +254,7 @@ def findings(
         measured=f"speed-up {last.speedup:.2f} (95 %: {low:.2f} to {high:.2f}), efficiency {last.efficiency:.0%}",
         scaling=kind,
         base=f"{name_of(first)} of the same program",
-        work_unit="FLOP" if kind == "model" else found[first][0].unit,
+        work_unit="FLOP" if kind == "model" else launches[first][0].unit,
         points=tuple(points),
     )
     if (first, EAGER) not in series:

@@ -59,9 +59,9 @@ def take_apart(batch: Any) -> Leaves:
     Raises:
         DataError: a leaf is an array but not a tensor.
     """
-    found, spec = pytree.tree_flatten_with_path(as_dicts(batch))
-    names = [f"batch{_path(path)}" for path, _ in found]
-    for name, (_, value) in zip(names, found, strict=True):
+    leaves, spec = pytree.tree_flatten_with_path(as_dicts(batch))
+    names = [f"batch{_path(path)}" for path, _ in leaves]
+    for name, (_, value) in zip(names, leaves, strict=True):
         if not isinstance(value, Tensor) and hasattr(value, "__array__") and value.ndim:
             raise DataError(
                 f"it is a {type(value).__module__}.{type(value).__name__}, whose values the step would take for "
@@ -69,7 +69,7 @@ def take_apart(batch: Any) -> Leaves:
                 where=name,
                 remedy="pass tensors: torch.as_tensor(...)",
             )
-    return Leaves([value for _, value in found], spec, names)
+    return Leaves([value for _, value in leaves], spec, names)
 
 
 def as_dicts(batch: Any) -> Any:

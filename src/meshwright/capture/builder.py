@@ -114,8 +114,8 @@ def capture(
         traced = at(size, rewrites := VISIBLE)
     sizes = (2, 4) if size == 1 else (size, 2 * size)
     pair = {batch_size: traced if batch_size == size else at(batch_size, rewrites) for batch_size in sizes}
-    refusals.other_random_numbers([one.drawn for one in (traced, *pair.values())])
-    refusals.other_operators({batch_size: one.graph for batch_size, one in pair.items()})
+    refusals.other_random_numbers([step.drawn for step in (traced, *pair.values())])
+    refusals.other_operators({batch_size: step.graph for batch_size, step in pair.items()})
     moved = reads.check_moved(pair[sizes[1]].graph, lambda: at(sizes[1], rewrites).graph)
     captured = _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
     captured.reads, captured.moved = reads.found, moved
@@ -193,16 +193,16 @@ class _Builder:
         return result
 
     def _join(self, operation: _Operation) -> None:
-        found = operation.found.rule
-        if isinstance(found, Unsplit):
-            made = [[[Atom(int(size))] for size in value.shape] for value in operation.call.outputs]
+        rule = operation.found.rule
+        if isinstance(rule, Unsplit):
+            output_atoms = [[[Atom(int(size))] for size in value.shape] for value in operation.call.outputs]
         else:
-            bound = operation.bound = bind(found, operation.found.contiguous)
+            bound = operation.bound = bind(rule, operation.found.contiguous)
             for operand, node in zip(bound.inputs, operation.inputs, strict=True):
-                for mine, theirs in zip(dim_atoms(operand), self.atoms[node], strict=True):
-                    unify(theirs, mine)
-            made = [dim_atoms(operand) for operand in bound.outputs]
-        for output, name, atoms in zip(operation.outputs, operation.output_names, made, strict=True):
+                for operand_dim, node_dim in zip(dim_atoms(operand), self.atoms[node], strict=True):
+                    unify(node_dim, operand_dim)
+            output_atoms = [dim_atoms(operand) for operand in bound.outputs]
+        for output, name, atoms in zip(operation.outputs, operation.output_names, output_atoms, strict=True):
             if output is not None:
                 self.names[output], self.atoms[output] = name, atoms
 
@@ -210,8 +210,8 @@ class _Builder:
         by_name = {name: node for node, name in self.names.items()}
         for parameter, gradient in self.gradients.items():
             if gradient is not None and gradient in self.atoms:
-                for mine, theirs in zip(self.atoms[by_name[parameter]], self.atoms[gradient], strict=True):
-                    unify(mine, theirs)
+                for left, right in zip(self.atoms[by_name[parameter]], self.atoms[gradient], strict=True):
+                    unify(left, right)
 
     def _classes(self, operations: list[_Operation]) -> tuple[dict[int, str], dict[str, ir.FactorClass]]:
         batched = {id(leaves([atom])[0]) for atom in self.batched}
@@ -366,9 +366,9 @@ class _Builder:
 
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """The tensor inputs in order of appearance; a repeated input is listed each time."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return [item for item in found if isinstance(item.meta.get("val"), Tensor)]
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return [item for item in nodes if isinstance(item.meta.get("val"), Tensor)]
 
 
 def _short(target: Any) -> str:

@@ -57,7 +57,7 @@ def written(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> str:
 def _parsed(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     call = ast.parse(f"f({text})", mode="eval").body
     assert isinstance(call, ast.Call)
-    return tuple(map(_value, call.args)), {one.arg or "": _value(one.value) for one in call.keywords}
+    return tuple(map(_value, call.args)), {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
 
 
 def _value(node: ast.expr) -> Any:
@@ -79,7 +79,7 @@ def _value(node: ast.expr) -> Any:
             return getattr(_value(node.value), node.attr)
         case ast.Call():
             return _value(node.func)(
-                *map(_value, node.args), **{one.arg or "": _value(one.value) for one in node.keywords}
+                *map(_value, node.args), **{keyword.arg or "": _value(keyword.value) for keyword in node.keywords}
             )
     raise AssertionError(ast.dump(node))
 

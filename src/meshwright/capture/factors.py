@@ -75,22 +75,22 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
     a, b = leaves(left), leaves(right)
     i = j = 0
     while i < len(a) and j < len(b):
-        one, two = a[i].root(), b[j].root()
-        if one.parts is not None:
-            a[i : i + 1] = leaves([one])
+        first, second = a[i].root(), b[j].root()
+        if first.parts is not None:
+            a[i : i + 1] = leaves([first])
             continue
-        if two.parts is not None:
-            b[j : j + 1] = leaves([two])
+        if second.parts is not None:
+            b[j : j + 1] = leaves([second])
             continue
-        if one.size == two.size:
-            _union(one, two)
+        if first.size == second.size:
+            _union(first, second)
             i, j = i + 1, j + 1
-        elif one.size == 1:
+        elif first.size == 1:
             i += 1
-        elif two.size == 1:
+        elif second.size == 1:
             j += 1
         else:
-            large, small = (one, two) if one.size > two.size else (two, one)
+            large, small = (first, second) if first.size > second.size else (second, first)
             if small.size == 0 or large.size % small.size:
                 return False
             _cut(large, small.size)
@@ -162,14 +162,14 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     fixed_originals, stencil_originals = bound.rule.parsed.fixed_names(), bound.rule.parsed.stencil_names()
     outermost_only = bound.contiguous | bound.rule.decompositions.keys() | stencil_originals
     for original, atoms in bound.letters.items():
-        mine: list[str] = []
+        letters: list[str] = []
         for position, atom in enumerate(leaves(atoms)):
             if (original, id(atom)) not in letter_of:
                 letter = letter_of[original, id(atom)] = unused((atom.hint or "x")[:1], classes)
                 classes[letter] = names[id(atom)]
                 sizes[letter] = atom.size
             letter = letter_of[original, id(atom)]
-            mine.append(letter)
+            letters.append(letter)
             if position and original in outermost_only:
                 fixed.add(letter)
             elif original in bound.rule.decompositions:
@@ -178,9 +178,9 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
                 fixed.add(letter)
             if original in stencil_originals and not position:
                 stencils.add(letter)
-        became[original] = tuple(mine)
+        became[original] = tuple(letters)
     # a letter that contains one factor twice (a square that was flattened) cannot be split
-    doubled = {letter for mine in became.values() for letter in mine if mine.count(letter) > 1}
+    doubled = {letter for letters in became.values() for letter in letters if letters.count(letter) > 1}
     fixed |= doubled
     pattern = bound.rule.parsed
 
@@ -232,11 +232,11 @@ class Rendered:
             tuple((seen.setdefault(id(atom), len(seen)), atom.hint[:1], atom.size) for atom in leaves(atoms))
             for atoms in bound.letters.values()
         )
-        literals = tuple(tuple(atom.size for atom in leaves([one])) for one in bound.literals)
+        literals = tuple(tuple(atom.size for atom in leaves([literal])) for literal in bound.literals)
         key = (id(bound.rule), bound.contiguous, letters, literals)
-        classes = [names[one] for one in seen]
+        classes = [names[atom_id] for atom_id in seen]
         if key not in self._known:  # rendered with atoms' numbers as names; the rule is kept, so its id stays unique
-            rule, numbers, became = rendered(bound, {one: str(number) for one, number in seen.items()})
-            self._known[key] = (bound.rule, rule, {letter: int(one) for letter, one in numbers.items()}, became)
+            rule, numbers, became = rendered(bound, {atom_id: str(number) for atom_id, number in seen.items()})
+            self._known[key] = (bound.rule, rule, {letter: int(text) for letter, text in numbers.items()}, became)
         _, rule, of, became = self._known[key]
         return rule, {letter: classes[number] for letter, number in of.items()}, dict(became)

@@ -168,18 +168,18 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _is_as_on_meta(function: Any, args: tuple[Any, ...], tensors: Sequence[FakeTensor]) -> bool:
     if function not in _AS_ON_META or tensors[0].dtype not in _WIDE:
         return False
-    in_training = function not in _BATCH_NORMS or any(one is True for one in args)
-    return in_training and all(one.fake_device.type == "cpu" for one in tensors)
+    in_training = function not in _BATCH_NORMS or any(arg is True for arg in args)
+    return in_training and all(tensor.fake_device.type == "cpu" for tensor in tensors)
 
 
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> Any:
     """The forms of an operator's results, found with tensors on the meta device."""
     with DisableTorchFunction(), DisableTorchDispatch():
-        like = {id(one): torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META) for one in tensors}
+        like = {id(arg): torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META) for arg in tensors}
         result = function(
-            *[like.get(id(one), one) for one in args], **{name: like.get(id(one), one) for name, one in kwargs.items()}
+            *[like.get(id(arg), arg) for arg in args], **{name: like.get(id(arg), arg) for name, arg in kwargs.items()}
         )
-    storages = [like[id(one)].untyped_storage()._cdata for one in tensors]
+    storages = [like[id(arg)].untyped_storage()._cdata for arg in tensors]
 
     def form(value: Tensor) -> _Form:
         storage = value.untyped_storage()._cdata
@@ -229,7 +229,7 @@ def described(value: Any, tensors: list[FakeTensor]) -> Any:
     if kind in _PLAIN:
         return kind, value
     if isinstance(value, (tuple, list)):
-        return (kind, *[(type(one), one) if type(one) in _PLAIN else described(one, tensors) for one in value])
+        return (kind, *[(type(part), part) if type(part) in _PLAIN else described(part, tensors) for part in value])
     if isinstance(value, dict):
         return (kind, *[(name, described(item, tensors)) for name, item in value.items()])
     raise UnlikeError

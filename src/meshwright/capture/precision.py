@@ -50,7 +50,7 @@ def lowered(values: Any) -> Any:
     dtype = torch.get_autocast_dtype("cpu")
     floats = (torch.float32, *LOW.values())
     return pytree.tree_map(
-        lambda one: one.to(dtype) if isinstance(one, Tensor) and one.dtype in floats else one, values
+        lambda value: value.to(dtype) if isinstance(value, Tensor) and value.dtype in floats else value, values
     )
 
 

@@ -141,8 +141,8 @@ class Reads:
         finally:
             for read, _, _ in moved:
                 read.put(read.value, read.contents)
-        one, two = ([(str(node.target), str(node.args), str(node.kwargs)) for node in each.nodes] for each in graphs)
-        return one == two
+        old, new = ([(str(node.target), str(node.args), str(node.kwargs)) for node in each.nodes] for each in graphs)
+        return old == new
 
     # --- attributes --------------------------------------------------------------------------------------------------
 
@@ -319,8 +319,8 @@ def _is_settable(kind: type) -> bool:
     """Whether our ``__setattr__`` can be removed again: not from a C extension's class, which may have a hidden one of
     its own and would lose it."""
     setter: Any = kind.__setattr__
-    made = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
-    return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(made))
+    are_open = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
+    return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(are_open))
 
 
 def _is_open(kind: type) -> bool:

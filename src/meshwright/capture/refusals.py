@@ -55,15 +55,15 @@ def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[T
             raise CaptureError(
                 "the step makes it", where=f"buffer {name}", remedy="register it in the module's __init__"
             )
-    found = [after.get(name, value) for name, value in before.items()]
-    for (name, old), new in zip(before.items(), found, strict=True):
+    buffers = [after.get(name, value) for name, value in before.items()]
+    for (name, old), new in zip(before.items(), buffers, strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
             raise CaptureError(
                 f"the step makes it {list(new.shape)} {new.dtype}, it was {list(old.shape)} {old.dtype}",
                 where=f"buffer {name}",
                 remedy="keep its shape and dtype: a step is captured once",
             )
-    return [value.detach() for value in found]
+    return [value.detach() for value in buffers]
 
 
 class Draws:
@@ -82,10 +82,10 @@ class Draws:
 def _words() -> dict[str, tuple[tuple[int, ...], int]]:
     _, (*words, place), _ = random.getstate()
     theirs = np.random.get_state(legacy=False)["state"]
-    found = {"Python's random": (tuple(words), place)}
+    states = {"Python's random": (tuple(words), place)}
     if "key" in theirs:
-        found["numpy.random"] = (tuple(theirs["key"].tolist()), int(theirs["pos"]))
-    return found
+        states["numpy.random"] = (tuple(theirs["key"].tolist()), int(theirs["pos"]))
+    return states
 
 
 def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
@@ -109,8 +109,8 @@ def other_operators(pair: Mapping[int, fx.Graph]) -> None:
         CaptureError: they run different operators; names the first that differs.
     """
     (size, smaller), (double, larger) = pair.items()
-    one, two = ([node for node in graph.nodes if node.op != "output"] for graph in (smaller, larger))
-    for first, second in zip(one, two, strict=False):
+    small_nodes, large_nodes = ([node for node in graph.nodes if node.op != "output"] for graph in (smaller, larger))
+    for first, second in zip(small_nodes, large_nodes, strict=False):
         if first.op != second.op or (first.op == "call_function" and first.target != second.target):
             custom = first.meta.get("custom", {})
             raise CaptureError(
@@ -119,8 +119,8 @@ def other_operators(pair: Mapping[int, fx.Graph]) -> None:
                 where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
                 remedy="make the model's control flow independent of the batch size",
             )
-    if len(one) != len(two):
+    if len(small_nodes) != len(large_nodes):
         raise CaptureError(
-            f"the step has {len(one)} operators at batch size {size} and {len(two)} at {double}",
+            f"the step has {len(small_nodes)} operators at batch size {size} and {len(large_nodes)} at {double}",
             where="model", remedy="make the model's control flow independent of the batch size",
         )  # fmt: skip

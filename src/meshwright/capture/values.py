@@ -68,10 +68,10 @@ def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
     """The contents of a value's containers, to the depth at which values are compared."""
     if not depth or not isinstance(value, CONTAINERS):
         return []
-    found = [(value, copy(value))] if isinstance(value, list | dict | set | deque) else []
+    contents = [(value, copy(value))] if isinstance(value, list | dict | set | deque) else []
     for item in value.values() if isinstance(value, dict) else value:
-        found += contents_of(item, depth - 1)
-    return found
+        contents += contents_of(item, depth - 1)
+    return contents
 
 
 def put_contents(contents: Contents) -> bool:

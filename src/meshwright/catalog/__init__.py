@@ -93,11 +93,11 @@ def load_device(name: str) -> Device:
     Raises:
         ClusterError: no device has that name; the message suggests similar names.
     """
-    found = _known_devices().get(name)
-    if found is None:
+    file_name = _known_devices().get(name)
+    if file_name is None:
         remedy = files.did_you_mean(name, device_names(), f"devices: {', '.join(device_names())}")
         raise ClusterError(f"unknown device {name!r}", remedy=remedy)
-    return _device_file(found).device
+    return _device_file(file_name).device
 
 
 def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> Cluster:
@@ -195,9 +195,9 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
     if not available:
         ways = f"{' or '.join(kind.links)}, and {device} has {', '.join(links)}"
         raise _unknown(name, f"a {text} joins devices by {ways}")
-    found = msgspec.structs.asdict(links[available[0]])
-    found["source"] = f"{available[0]}; {found['source']}"
-    return Level(name="box", fan_out=devices, origin="catalog", **found)
+    fields = msgspec.structs.asdict(links[available[0]])
+    fields["source"] = f"{available[0]}; {fields['source']}"
+    return Level(name="box", fan_out=devices, origin="catalog", **fields)
 
 
 def _fabric(name: str, text: str, parts: Parts) -> Level:

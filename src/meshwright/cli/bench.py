@@ -162,12 +162,12 @@ def lint(
         return 0
     if not result_files:
         raise typer.BadParameter("give a file: meshwright bench lint RESULT.json")
-    found = {str(path): refusals_of(files.load(path, Result), path.parent) for path in result_files}
+    by_path = {str(path): refusals_of(files.load(path, Result), path.parent) for path in result_files}
     if as_json:
-        display.print_json(found)
+        display.print_json(by_path)
     else:
-        _print_refusals(found)
-    return 1 if any(found.values()) else 0
+        _print_refusals(by_path)
+    return 1 if any(by_path.values()) else 0
 
 
 def counts_of(text: str, cores: int) -> list[int]:
@@ -190,15 +190,15 @@ def _target(context: typer.Context, target: str, default: str) -> tuple[str, lis
     return target, list(context.args)
 
 
-def _print_refusals(found: "dict[str, tuple[Refusal, ...]]") -> None:
+def _print_refusals(by_path: "dict[str, tuple[Refusal, ...]]") -> None:
     from meshwright.bench.lint import RULES
 
-    for path, refusals in found.items():
+    for path, refusals in by_path.items():
         for refusal in refusals:
             typer.echo(f"{path}: {refusal}")
         count = len(refusals)
-        told = f"{count} refusal{'s' if count > 1 else ''}" if count else f"nothing to refuse by {len(RULES)} rules"
-        typer.echo(f"{path}: {told}")
+        summary = f"{count} refusal{'s' if count > 1 else ''}" if count else f"nothing to refuse by {len(RULES)} rules"
+        typer.echo(f"{path}: {summary}")
 
 
 def _deliver(result: Result, as_json: bool, output: Path | None) -> None:
@@ -269,11 +269,11 @@ def _sizes(finding: BatchSizes) -> Table:
 def _fractions(shown: list[Utilization]) -> Table:
     titles = ("", "ms", "least", "most", "GFLOP/s", "of the peak", "95 %")
     table = display.table(titles, left=("",))
-    for one in shown:
-        seconds, (low, high) = one.series.seconds, one.interval or (one.fraction, one.fraction)
+    for row in shown:
+        seconds, (low, high) = row.series.seconds, row.interval or (row.fraction, row.fraction)
         table.add_row(
-            one.series.settings, f"{one.series.value_s * 1e3:.4g}", f"{min(seconds) * 1e3:.4g}",
-            f"{max(seconds) * 1e3:.4g}", f"{one.flops / one.series.value_s / 1e9:.4g}", f"{one.fraction:.1%}",
+            row.series.settings, f"{row.series.value_s * 1e3:.4g}", f"{min(seconds) * 1e3:.4g}",
+            f"{max(seconds) * 1e3:.4g}", f"{row.flops / row.series.value_s / 1e9:.4g}", f"{row.fraction:.1%}",
             f"{low:.1%} to {high:.1%}",
         )  # fmt: skip
     return table

@@ -29,13 +29,13 @@ def calibrate(
     from meshwright import api
 
     with display.cursor_kept():
-        found = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
+        cluster = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
     if api.launched_rank() > 0:
         return
     if as_json:
-        display.print_json(found)
+        display.print_json(cluster)
         return
-    _print(found)
+    _print(cluster)
     display.console().print(f"\nwritten to {output or api.calibration_file()}")
 
 
@@ -56,25 +56,25 @@ def measure_rank() -> "Cluster | None":
     return display.on_rank(api.measure_machine)
 
 
-def _print(found: "Cluster") -> None:
+def _print(cluster: "Cluster") -> None:
     from meshwright import api
 
-    terminal, device = display.console(), found.device
+    terminal, device = display.console(), cluster.device
     peaks = ", ".join(f"{peak / 1e9:.1f} GFLOP/s {dtype}" for dtype, peak in device.peak_flops_per_s.items())
-    cores = "1 core" if found.num_devices == 1 else f"{found.num_devices} cores"
+    cores = "1 core" if cluster.num_devices == 1 else f"{cluster.num_devices} cores"
     terminal.print(f"{device.name}: {cores} of {peaks}")
-    conditions = [f"{one.threads} threads" if one.ranks == 1 else f"{one.ranks} at once" for one in device.conditions]
+    conditions = [f"{c.threads} threads" if c.ranks == 1 else f"{c.ranks} at once" for c in device.conditions]
     first = "best of the peak"
     table = display.table((first, "alone", *conditions), left=(first,), wrapped=("alone", *conditions))
-    curves = [device.efficiency, *(one.efficiency for one in device.conditions)]
+    curves = [device.efficiency, *(c.efficiency for c in device.conditions)]
     for kind in device.efficiency:
         table.add_row(kind, *(f"{max(fraction for _, fraction in curve[kind]):.0%}" for curve in curves))
     terminal.print(table)
-    for level in found.levels:
+    for level in cluster.levels:
         rate = 1 / level.beta_s_per_byte / 1e9
-        what = "cores" if level is found.levels[0] and level.name == "box" else "boxes"
+        what = "cores" if level is cluster.levels[0] and level.name == "box" else "boxes"
         terminal.print(f"messages between {what}: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
-    calibration = found.calibration
+    calibration = cluster.calibration
     if calibration is not None:
         drift = f"{calibration.drift:.0%} (standard deviation)"
         terminal.print(f"the same call differed by {drift} from sweep to sweep: predictions may be off by as much")

@@ -32,15 +32,15 @@ def collectives(
     from meshwright.prediction.collectives import compare
 
     with display.progress("simulating"):
-        found = compare(operation, cluster, ranks, num_bytes)
+        comparison = compare(operation, cluster, ranks, num_bytes)
     if as_json:
-        display.print_json(found)
+        display.print_json(comparison)
         return
     terminal = display.console()
-    typer.echo(f"{operation} of {_size(num_bytes)} over {ranks} ranks of {found.cluster}, float32\n")
+    typer.echo(f"{operation} of {_size(num_bytes)} over {ranks} ranks of {comparison.cluster}, float32\n")
     titles = ("", "rounds", "moved", "busiest", "peak", "fan-in", "alone", "shared links", "bits")
     table = display.table(titles, left=("", "bits"))
-    for row in found.rows:
+    for row in comparison.rows:
         counted = row.count
         shared = "" if row.shared_s is None else _time(row.shared_s)
         table.add_row(
@@ -53,9 +53,9 @@ def collectives(
         "\nalone: a rank sends one message at a time, over links of its own; shared links: all of a round at once"
         "\nbits: whether ranks end with the same ones; where they differ, an algorithm is never chosen"
     )
-    for title, best in (("alone", found.best_alone), ("shared links", found.best_shared)):
+    for title, best in (("alone", comparison.best_alone), ("shared links", comparison.best_shared)):
         if best:
-            where = [f"{one.algorithm} from {_size(one.from_bytes)}" for one in best[1:]]
+            where = [f"{crossover.algorithm} from {_size(crossover.from_bytes)}" for crossover in best[1:]]
             typer.echo(f"\nfastest, {title}: {', '.join([best[0].algorithm, *where])}", nl=False)
     typer.echo()
 

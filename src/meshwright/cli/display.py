@@ -55,10 +55,10 @@ def table(titles: Sequence[str] = (), left: Collection[str] = (), wrapped: Colle
 
     Columns are right-aligned, those in ``left`` left-aligned; only those in ``wrapped`` may wrap their text.
     """
-    made = Table(box=None, pad_edge=False, show_header=bool(titles))
+    grid = Table(box=None, pad_edge=False, show_header=bool(titles))
     for title in titles:
-        made.add_column(title, justify="left" if title in left else "right", no_wrap=title not in wrapped)
-    return made
+        grid.add_column(title, justify="left" if title in left else "right", no_wrap=title not in wrapped)
+    return grid
 
 
 class Bars:
@@ -166,10 +166,10 @@ def write(path: Path, data: bytes) -> None:
 
 def num_bytes(text: str, where: str) -> int:
     """The bytes of a size with its unit, such as 16MiB; raise a FileFormatError at ``where`` if it is not a size."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise FileFormatError(f"{text!r} is not a size", where=where, remedy="write a number and a unit, as in 16MiB")
-    return round(float(found[1]) * UNITS[found[2] or ""])
+    return round(float(match[1]) * UNITS[match[2] or ""])
 
 
 def numbers(text: str, where: str, remedy: str) -> list[int]:

@@ -30,28 +30,28 @@ def models(
         typer.echo("\n".join(prediction.family_names()))
         return
     known = prediction.network_names()
-    found = [prediction.load_model(one) for one in ([name] if name else prediction.model_names()) if one not in known]
-    networks = [prediction.load_network(one) for one in known if name in ("", one)]
+    loaded = [prediction.load_model(key) for key in ([name] if name else prediction.model_names()) if key not in known]
+    networks = [prediction.load_network(key) for key in known if name in ("", key)]
     if as_json:
-        told = [*found, *networks]
-        display.print_json(told[0] if name else told)
+        listed = [*loaded, *networks]
+        display.print_json(listed[0] if name else listed)
         return
-    if found:
-        _print_transformers(found)
+    if loaded:
+        _print_transformers(loaded)
     if networks:
-        if found:
+        if loaded:
             typer.echo()
         _print_networks(networks, by_layer=bool(name))
 
 
-def _print_transformers(found: "list[Transformer]") -> None:
+def _print_transformers(transformers: "list[Transformer]") -> None:
     titles = ("model", "parameters", "active", "layers", "hidden", "heads", "ffn", "vocabulary", "sequence", "source")
     table = display.table(titles, left=("model", "source"), wrapped=("source",))
-    for one in found:
+    for row in transformers:
         table.add_row(
-            one.name, _count(one.parameters), _count(one.active_parameters) if one.experts else "", f"{one.layers}",
-            f"{one.hidden}", f"{one.heads}{f'/{one.kv_heads}' if one.kv_heads else ''}",
-            f"{one.ffn}{f' x{one.experts}' if one.experts else ''}", f"{one.vocabulary}", f"{one.sequence}", one.source,
+            row.name, _count(row.parameters), _count(row.active_parameters) if row.experts else "", f"{row.layers}",
+            f"{row.hidden}", f"{row.heads}{f'/{row.kv_heads}' if row.kv_heads else ''}",
+            f"{row.ffn}{f' x{row.experts}' if row.experts else ''}", f"{row.vocabulary}", f"{row.sequence}", row.source,
         )  # fmt: skip
     display.console().print(table)
 
@@ -59,10 +59,10 @@ def _print_transformers(found: "list[Transformer]") -> None:
 def _print_networks(networks: "list[ConvNet]", *, by_layer: bool) -> None:
     titles = ("network", "parameters", "in dense layers", "GFLOP an image", "layers", "image", "source")
     table = display.table(titles, left=("network", "source"), wrapped=("source",))
-    for one in networks:
+    for net in networks:
         table.add_row(
-            one.name, _count(one.parameters), f"{one.share('dense')[1]:.1%}", f"{one.forward_flops / 1e9:,.4g}",
-            f"{len(one.layers)}", f"{one.image[1]} x {one.image[1]}", one.source,
+            net.name, _count(net.parameters), f"{net.share('dense')[1]:.1%}", f"{net.forward_flops / 1e9:,.4g}",
+            f"{len(net.layers)}", f"{net.image[1]} x {net.image[1]}", net.source,
         )  # fmt: skip
     terminal = display.console()
     terminal.print(table)

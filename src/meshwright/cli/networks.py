@@ -23,23 +23,23 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
             where="--vary",
             remedy="leave it out, and give --cluster, --ranks and --batch",
         )
-    found = prediction.divide_layers(name, cluster, devices=devices or None, images=images)
-    code = 1 if found.verdict == "does not fit" else 0
+    plan = prediction.divide_layers(name, cluster, devices=devices or None, images=images)
+    code = 1 if plan.verdict == "does not fit" else 0
     if as_json:
-        display.print_json(found)
+        display.print_json(plan)
         return code
     terminal = display.console()
-    alone = "" if found.all_data_s is None else f"   all layers data parallel: {found.all_data_s * 1e3:.4g} ms"
-    terminal.print(f"{found.network} on {found.ranks} devices of {cluster}, {found.images} images a step, fp16")
+    alone = "" if plan.all_data_s is None else f"   all layers data parallel: {plan.all_data_s * 1e3:.4g} ms"
+    terminal.print(f"{plan.network} on {plan.ranks} devices of {cluster}, {plan.images} images a step, fp16")
     terminal.print(f"constants of the cluster: {prediction.load_cluster(cluster).constants}\n")
-    terminal.print(f"step {found.step_s * 1e3:.4g} ms   {found.images / found.step_s:,.0f} images/s{alone}")
-    terminal.print(f"memory {found.peak_bytes / 2**30:.1f} GiB: {found.verdict}\n")
+    terminal.print(f"step {plan.step_s * 1e3:.4g} ms   {plan.images / plan.step_s:,.0f} images/s{alone}")
+    terminal.print(f"memory {plan.peak_bytes / 2**30:.1f} GiB: {plan.verdict}\n")
     table = display.table(("layers", "", "compute", "moving", "gradients", "optimizer"), left=("layers", ""))
-    for way, group in groupby(found.choices, key=lambda choice: choice.way):
+    for way, group in groupby(plan.choices, key=lambda choice: choice.way):
         chosen = list(group)
         names = [chosen[0].layer] if len(chosen) == 1 else [chosen[0].layer, chosen[-1].layer]
         parts = ("compute_s", "moving_s", "gradients_s", "optimizer_s")
-        sums = [f"{1e3 * sum(getattr(one, part) for one in chosen):.3g} ms" for part in parts]
+        sums = [f"{1e3 * sum(getattr(choice, part) for choice in chosen):.3g} ms" for part in parts]
         table.add_row(" to ".join(names), WAYS[way], *sums)
     terminal.print(table)
     return code

@@ -32,8 +32,8 @@ def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
 def keys() -> Iterator[tuple[str, str, str]]:
     """Every dotted key of RUN.toml, its default as text, and the variant of its table (empty: it has only one)."""
     for section in msgspec.structs.fields(Run):
-        found = structs(inspect.type_info(section.type))
-        for struct in found:
+        tables = structs(inspect.type_info(section.type))
+        for struct in tables:
             for field in struct.fields:
                 default = "" if field.default is msgspec.NODEFAULT else msgspec.json.encode(field.default).decode()
                 yield f"{section.name}.{field.encode_name}", default, str(struct.tag) if struct.tag_field else ""
@@ -99,8 +99,8 @@ def _value(text: str, kind: Any, option: str) -> Any:
             continue
         return candidate
     node = inspect.type_info(kind)
-    literals = [one for one in getattr(node, "types", (node,)) if isinstance(one, inspect.LiteralType)]
-    allowed = ", ".join(str(value) for one in literals for value in one.values)
+    literals = [literal for literal in getattr(node, "types", (node,)) if isinstance(literal, inspect.LiteralType)]
+    allowed = ", ".join(str(value) for literal in literals for value in literal.values)
     remedy = f"give one of {allowed}" if allowed else "correct the value"
     raise FileFormatError(f"{text!r}: {problem}", where=f"--{option}", remedy=remedy)
 

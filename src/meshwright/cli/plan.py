@@ -111,19 +111,19 @@ def plan(
 
     with display.progress("capturing and planning") as bars:
         limit = display.num_bytes(memory, "--memory") if memory else None
-        found = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None)
-    made = found.plan
+        planned = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None)
+    chosen = planned.plan
     if output is not None:
-        display.write(output, files.encode_json(made))
+        display.write(output, files.encode_json(chosen))
     if as_json:
-        typer.echo(files.encode_json(found.programs or made).decode(), nl=False)
-    elif found.programs is not None:
-        display.console().print(program_text(found.programs))
+        typer.echo(files.encode_json(planned.programs or chosen).decode(), nl=False)
+    elif planned.programs is not None:
+        display.console().print(program_text(planned.programs))
     else:
-        display.console().print(made.explain())
-        display.console().print(f"  constants of the cluster: {found.constants}")
-        if found.verdict:
-            display.console().print(f"  memory: {found.verdict} in {found.memory_bytes / 2**30:.3g} GiB a rank")
+        display.console().print(chosen.explain())
+        display.console().print(f"  constants of the cluster: {planned.constants}")
+        if planned.verdict:
+            display.console().print(f"  memory: {planned.verdict} in {planned.memory_bytes / 2**30:.3g} GiB a rank")
     return 0
 
 

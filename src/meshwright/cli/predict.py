@@ -50,45 +50,43 @@ def predict(
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
         "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
     } | ({"dp": dp} if dp else {})  # fmt: skip
-    found = prediction.predict(
+    step = prediction.predict(
         model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None, **layout
     )
     if as_json:
-        display.print_json(found)
+        display.print_json(step)
     else:
-        _print(found)
-    return 1 if found.verdict == "does not fit" else 0
+        _print(step)
+    return 1 if step.verdict == "does not fit" else 0
 
 
-def _print(found: "Prediction") -> None:
+def _print(step: "Prediction") -> None:
     from meshwright.prediction import PARTS
 
     terminal = display.console()
-    step_s, memory = found.estimate.step_s, found.memory
-    tokens = found.setup.global_batch * found.setup.model.sequence
-    devices = f"{found.setup.world_size} devices of {found.cluster} ({found.constants})"
-    terminal.print(f"{found.setup.model.name} on {devices}")
+    step_s, memory = step.estimate.step_s, step.memory
+    tokens = step.setup.global_batch * step.setup.model.sequence
+    devices = f"{step.setup.world_size} devices of {step.cluster} ({step.constants})"
+    terminal.print(f"{step.setup.model.name} on {devices}")
     terminal.print(
         f"\nstep {step_s:.4g} s   {tokens / step_s:,.0f} tokens/s   "
-        f"{found.estimate.model_flops_per_s / found.setup.world_size / 1e12:.1f} TFLOP/s a device   mfu {found.mfu:.1%}"
+        f"{step.estimate.model_flops_per_s / step.setup.world_size / 1e12:.1f} TFLOP/s a device   mfu {step.mfu:.1%}"
     )
-    _bars(
-        [(name, getattr(found.estimate, key), f"{getattr(found.estimate, key):.4g} s") for key, name in PARTS.items()]
-    )
-    limit = found.device_memory_bytes
+    _bars([(name, getattr(step.estimate, key), f"{getattr(step.estimate, key):.4g} s") for key, name in PARTS.items()])
+    limit = step.device_memory_bytes
     terminal.print(
-        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {found.verdict} "
+        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {step.verdict} "
         f"(stage {memory.stage}, at {memory.moment})"
     )
     names = [key for key in memory.__struct_fields__ if key.endswith("_bytes")]
     parts = [(key.removesuffix("_bytes"), float(getattr(memory, key))) for key in names]
     _bars([(name, size, f"{size / 2**30:.2f} GiB") for name, size in parts])
-    if found.change is not None:
-        change = found.change
+    if step.change is not None:
+        change = step.change
         terminal.print(
             f"\nsmallest change: {change.text}  ({change.peak_bytes / 2**30:.1f} GiB, step {change.step_s:.4g} s)"
         )
-    elif found.verdict != "fits":
+    elif step.verdict != "fits":
         terminal.print("\nno single change makes it fit: `meshwright plan` looks for another layout")
 
 

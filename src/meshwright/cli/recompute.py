@@ -25,15 +25,15 @@ def recompute(
     from meshwright import prediction
 
     names = [name] if name else prediction.worked_names()
-    found = []
+    examples = []
     with display.progress("computing", len(names)) as bars:
-        for one in names:
-            found.append(prediction.recompute(one))
+        for key in names:
+            examples.append(prediction.recompute(key))
             bars.advance()
     if as_json:
-        display.print_json(found[0] if name else found)
+        display.print_json(examples[0] if name else examples)
         return
-    for index, example in enumerate(found):
+    for index, example in enumerate(examples):
         if index:
             typer.echo()
         _print(example)

@@ -45,8 +45,8 @@ def schedule(
     num_bytes = display.num_bytes(size, "--bytes") if size else None
     with display.progress("building and checking the schedule"):
         if file is None:
-            made = _built(name, stages, microbatches, chunks)
-            report = check(made)
+            sched = _built(name, stages, microbatches, chunks)
+            report = check(sched)
         elif name or (stages, microbatches, chunks) != (None, None, 1):
             raise FileFormatError(
                 "a file says itself which stages and micro-batches it has",
@@ -54,15 +54,15 @@ def schedule(
                 remedy="leave out NAME, --stages, --microbatches and --chunks",
             )
         else:
-            made, report = _read(file)
+            sched, report = _read(file)
     if as_json:
-        sent = None if num_bytes is None else tuple(one.sent_per_microbatch * num_bytes for one in report.ranks)
-        printed = files.encode_json(Checked(schedule=made, report=report, sent_bytes_per_microbatch=sent)).decode()
+        sent = None if num_bytes is None else tuple(stats.sent_per_microbatch * num_bytes for stats in report.ranks)
+        printed = files.encode_json(Checked(schedule=sched, report=report, sent_bytes_per_microbatch=sent)).decode()
         typer.echo(printed, nl=False)
     elif as_text:
-        typer.echo(made.to_text(","), nl=False)
+        typer.echo(sched.to_text(","), nl=False)
     else:
-        _print(made, report, num_bytes, whole)
+        _print(sched, report, num_bytes, whole)
 
 
 def _built(name: str, stages: int | None, microbatches: int | None, chunks: int) -> Schedule:
@@ -78,8 +78,8 @@ def _read(file: Path) -> tuple[Schedule, Report]:
     """The schedule of a file, checked; errors name the file."""
     try:
         text = file.suffix != ".json"
-        made = Schedule.from_text(file.read_text().rstrip(), name=file.stem) if text else files.load(file, Schedule)
-        return made, check(made)
+        sched = Schedule.from_text(file.read_text().rstrip(), name=file.stem) if text else files.load(file, Schedule)
+        return sched, check(sched)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise FileFormatError(f"cannot read the file: {reason}", where=str(file), remedy="check the path") from None
@@ -93,19 +93,19 @@ def _size_text(num_bytes: int) -> str:
     return f"{num_bytes / display.UNITS[unit]:.4g} {unit}B"
 
 
-def _print(made: Schedule, report: Report, num_bytes: int | None, whole: bool) -> None:
-    counts = ((len(made.ranks), "rank"), (made.num_stages, "stage"), (made.num_microbatches, "micro-batch"))
+def _print(sched: Schedule, report: Report, num_bytes: int | None, whole: bool) -> None:
+    counts = ((len(sched.ranks), "rank"), (sched.num_stages, "stage"), (sched.num_microbatches, "micro-batch"))
     words = [f"{count} {what}{'' if count == 1 else 'es' if what.endswith('h') else 's'}" for count, what in counts]
-    drawn = picture.timeline(made, tuple(one.times for one in report.ranks), whole=whole)
-    typer.echo(f"{made.name}: {', '.join(words)}\n\n{drawn}")
+    drawn = picture.timeline(sched, tuple(stats.times for stats in report.ranks), whole=whole)
+    typer.echo(f"{sched.name}: {', '.join(words)}\n\n{drawn}")
     titles = ("rank", "stages", "bubble", "live micro-batches", "sent per micro-batch")
     table = display.table(titles, left=("stages",))
-    for rank, one in enumerate(report.ranks if whole else report.ranks[: picture.MOST_RANKS]):
-        sent = f"{one.sent_per_microbatch} tensor{'' if one.sent_per_microbatch == 1 else 's'}"
+    for rank, stats in enumerate(report.ranks if whole else report.ranks[: picture.MOST_RANKS]):
+        sent = f"{stats.sent_per_microbatch} tensor{'' if stats.sent_per_microbatch == 1 else 's'}"
         if num_bytes is not None:
-            sent = _size_text(one.sent_per_microbatch * num_bytes)
+            sent = _size_text(stats.sent_per_microbatch * num_bytes)
         table.add_row(
-            str(rank), " ".join(map(str, one.stages)), f"{one.bubble:.4g}", f"{one.live_microbatches:.4g}", sent
+            str(rank), " ".join(map(str, stats.stages)), f"{stats.bubble:.4g}", f"{stats.live_microbatches:.4g}", sent
         )
     terminal = display.console()
     terminal.print(table)

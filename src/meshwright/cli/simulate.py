@@ -39,13 +39,13 @@ def simulate(
     from meshwright import api
 
     with display.progress("capturing, planning and simulating"):
-        found = api.simulate_run(run, ranks, contention=contention, slow=factors, jitter=jitter, seed=seed)
+        simulated = api.simulate_run(run, ranks, contention=contention, slow=factors, jitter=jitter, seed=seed)
     if trace is not None:
-        display.write(trace, trace_events(found))
+        display.write(trace, trace_events(simulated))
     if as_json:
-        typer.echo(files.encode_json(found).decode(), nl=False)
+        typer.echo(files.encode_json(simulated).decode(), nl=False)
         return
-    _print(found, summarize(found))
+    _print(simulated, summarize(simulated))
     if trace is not None:
         display.console().print(f"\n{trace}: open it at ui.perfetto.dev")
 
@@ -58,12 +58,12 @@ def _factor(text: str) -> tuple[int, float]:
         raise FileFormatError(f"{text!r} is not RANK=FACTOR", where="--slow", remedy="write 2=1.3") from None
 
 
-def _print(found: Trace, times: tuple[RankTimes, ...]) -> None:
+def _print(trace: Trace, times: tuple[RankTimes, ...]) -> None:
     terminal = display.console()
-    terminal.print(f"a step takes {found.duration_s * 1e3:.4g} ms")
+    terminal.print(f"a step takes {trace.duration_s * 1e3:.4g} ms")
     table = display.table(("rank", "computing", "exposed communication", "hidden", "bubble", "peak memory"))
-    for one in times:
-        parts = (one.compute_s, one.exposed_s, one.hidden_s, one.bubble_s)
+    for rank_times in times:
+        parts = (rank_times.compute_s, rank_times.exposed_s, rank_times.hidden_s, rank_times.bubble_s)
         cells = [f"{part * 1e3:.4g} ms" for part in parts]
-        table.add_row(str(one.rank), *cells, f"{one.peak_bytes / 2**30:.3g} GiB")
+        table.add_row(str(rank_times.rank), *cells, f"{rank_times.peak_bytes / 2**30:.3g} GiB")
     terminal.print(table)

@@ -36,19 +36,19 @@ def validate(
         return
     if cases is None:
         raise typer.BadParameter("give a table: meshwright validate CASES.csv")
-    found = prediction.validate(cases)
-    for row in found.left_out:
+    summary = prediction.validate(cases)
+    for row in summary.left_out:
         typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
     if as_json:
-        display.print_json(found)
+        display.print_json(summary)
         return
-    _print(found, worst)
+    _print(summary, worst)
 
 
-def _print(found: "Validation", worst: int) -> None:
+def _print(summary: "Validation", worst: int) -> None:
     terminal = display.console()
-    timed = [(row, 100 * (row.predicted_s / row.measured_s - 1)) for row in found.rows if row.measured_s]
-    timed.sort(key=lambda one: -abs(one[1]))
+    timed = [(row, 100 * (row.predicted_s / row.measured_s - 1)) for row in summary.rows if row.measured_s]
+    timed.sort(key=lambda pair: -abs(pair[1]))
     if timed and worst:
         table = display.table(("case", "predicted", "measured", "error", "memory"), left=("case",))
         for row, error in timed[:worst]:
@@ -56,13 +56,13 @@ def _print(found: "Validation", worst: int) -> None:
             table.add_row(row.case, f"{row.predicted_s:.4g} s", f"{row.measured_s:.4g} s", f"{error:+.1f} %", memory)
         terminal.print(table)
         terminal.print()
-    if found.mape is not None:
+    if summary.mape is not None:
         terminal.print(
-            f"{len(timed)} runs: mean error {found.mape:.2f} % (90th percentile {found.p90:.2f} %, bias "
-            f"{found.bias:+.2f} %{'' if found.spearman is None else f', rank correlation {found.spearman:.3f}'})"
+            f"{len(timed)} runs: mean error {summary.mape:.2f} % (90th percentile {summary.p90:.2f} %, bias "
+            f"{summary.bias:+.2f} %{'' if summary.spearman is None else f', rank correlation {summary.spearman:.3f}'})"
         )
-        terminal.print(f"one constant efficiency, fitted to these very runs: {found.baseline_mape:.2f} %")
-    if found.oom_balanced_accuracy is not None:
-        terminal.print(f"out of memory or not: balanced accuracy {found.oom_balanced_accuracy:.3f}")
-    if found.left_out:
-        terminal.print(f"{len(found.left_out)} rows were left out")
+        terminal.print(f"one constant efficiency, fitted to these very runs: {summary.baseline_mape:.2f} %")
+    if summary.oom_balanced_accuracy is not None:
+        terminal.print(f"out of memory or not: balanced accuracy {summary.oom_balanced_accuracy:.3f}")
+    if summary.left_out:
+        terminal.print(f"{len(summary.left_out)} rows were left out")

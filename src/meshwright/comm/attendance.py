@@ -70,7 +70,7 @@ class Attendance:
         while True:
             troubles = [self.blame(rank) for rank in self._others if self.is_gone(rank)]
             if troubles:  # a rank that only left may have finished
-                return min(troubles, key=lambda one: (one.problem == LEFT, one.problem != ENDED))
+                return min(troubles, key=lambda trouble: (trouble.problem == LEFT, trouble.problem != ENDED))
             if time.monotonic() > deadline:
                 return None
             time.sleep(LOOK_S)
@@ -86,8 +86,8 @@ class Attendance:
         return True
 
     def _note(self, rank: int) -> Trouble | None:
-        found = self._read(f"attendance/{rank}/gone")
-        return Trouble(*found.split("\n", 1)) if found else None
+        note = self._read(f"attendance/{rank}/gone")
+        return Trouble(*note.split("\n", 1)) if note else None
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended; False if the rank is in another box."""

@@ -49,8 +49,8 @@ class _Ranks(NamedTuple):
 
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
         """Attach ``work`` to ``value``. ``num_bytes``: size of the whole vector, if it is not that of ``value``."""
-        mine, num_bytes = self.mine, value.nbytes if num_bytes < 0 else num_bytes
-        mine.begun = number = mine.begun + 1
+        state, num_bytes = self.mine, value.nbytes if num_bytes < 0 else num_bytes
+        state.begun = number = state.begun + 1
         setattr(value, _WORK, _Flight(work, what, self, time.perf_counter(), label, place(), number, num_bytes))
         return value
 
@@ -111,8 +111,8 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
     work: Work | None
     if name != NATIVE:
         counts = [[value.numel() // len(value)] * len(value)] * len(value)
-        told = ranks.mine.told(label, place())
-        work = collectives(ranks.group).all_to_all(value.view(-1), result.view(-1), counts, name, told)
+        description = ranks.mine.told(label, place())
+        work = collectives(ranks.group).all_to_all(value.view(-1), result.view(-1), counts, name, description)
     else:
         work = dist.all_to_all_single(result, value, group=ranks.group, async_op=True)
     return ranks.in_flight(result, UnderWay(None, value, works=(work,)), "all_to_all", label)
@@ -258,33 +258,33 @@ def wait(value: Tensor) -> Tensor:
     Raises:
         LostRankError: torch.distributed's collective was not done within the timeout, or lost a rank.
     """
-    found: _Flight | None = value.__dict__.pop(_WORK, None)
-    if found is not None:
+    flight: _Flight | None = value.__dict__.pop(_WORK, None)
+    if flight is not None:
         waiting = time.perf_counter()
-        if found.work is not None:
+        if flight.work is not None:
             try:
-                found.ranks.mine.progress.during(found.work.wait)
+                flight.ranks.mine.progress.during(flight.work.wait)
             except RuntimeError as error:
-                raise _lost(found, value, error) from error
+                raise _lost(flight, value, error) from error
         done = time.perf_counter()
-        ranks = found.ranks
+        ranks = flight.ranks
         if ranks.mine.watch is not None:
-            ranks.mine.watch.note(found.what, found.num_bytes, done - waiting + found.started - ranks.begun)
+            ranks.mine.watch.note(flight.what, flight.num_bytes, done - waiting + flight.started - ranks.begun)
         if (recorder := current()) is not None:
-            received = found.work.num_bytes if isinstance(found.work, UnderWay) else None
-            times = (ranks.begun, found.started, waiting, done)
-            recorder.collective(found.what, ranks.name, times, value.nbytes if received is None else received)
+            received = flight.work.num_bytes if isinstance(flight.work, UnderWay) else None
+            times = (ranks.begun, flight.started, waiting, done)
+            recorder.collective(flight.what, ranks.name, times, value.nbytes if received is None else received)
     return value
 
 
-def _lost(found: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
+def _lost(flight: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
     """torch.distributed's error, extended by the collective that was awaited."""
-    told, lost = found.ranks.mine.told(found.label, found.place), culprit()
+    text, lost = flight.ranks.mine.told(flight.label, flight.place), culprit()
     problem = f"{lost.problem}, and this rank waits" if lost else first_line(error)
-    what = f"{found.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({told})" * bool(told)
+    what = f"{flight.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({text})" * bool(text)
     return LostRankError(
-        f"{problem}\n     rank {dist.get_rank()} is in #{found.number} {what}, native",
-        where=lost.where if lost else found.ranks.mine.axis or f"group {found.ranks.name}",
+        f"{problem}\n     rank {dist.get_rank()} is in #{flight.number} {what}, native",
+        where=lost.where if lost else flight.ranks.mine.axis or f"group {flight.ranks.name}",
         remedy=OWN_ERROR,
     )
 

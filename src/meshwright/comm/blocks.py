@@ -36,11 +36,11 @@ class Blocks:
         size = count * dtype.itemsize
         if size < LEAST_BYTES:
             return torch.empty(count, dtype=dtype)
-        block = min((one for one in reversed(self._free) if size <= len(one) <= 1.5 * size), key=len, default=None)
+        block = min((free for free in reversed(self._free) if size <= len(free) <= 1.5 * size), key=len, default=None)
         if block is not None:
             self._free.remove(block)
         else:
-            smaller = max((one for one in self._free if len(one) < size), key=len, default=None)
+            smaller = max((free for free in self._free if len(free) < size), key=len, default=None)
             if smaller is not None:
                 self._free.remove(smaller)
                 self.num_bytes -= len(smaller)

@@ -31,7 +31,7 @@ def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_c
     if world is None or world.size() == 1:
         return [Offset(0.0, 0.0)]
     note = torch.zeros(1, dtype=torch.float64, device=device)
-    found = [Offset(0.0, 0.0)]
+    offsets = [Offset(0.0, 0.0)]
     rank = dist.get_rank()
     for peer in range(1, world.size()):
         if rank not in (0, peer):
@@ -49,17 +49,17 @@ def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_c
             trip = clock() - asked
             if trip < best.round_trip_s:
                 best = Offset(theirs - (asked + trip / 2), trip)
-        found.append(best)
-    return [] if rank else found
+        offsets.append(best)
+    return [] if rank else offsets
 
 
-def on_rank_0(mine: Trace, device: torch.device) -> Trace:
-    """The traces of all ranks, merged on rank 0's clock; ``mine`` on all other ranks. Every rank must call it."""
+def on_rank_0(own_trace: Trace, device: torch.device) -> Trace:
+    """The traces of all ranks, merged on rank 0's clock; ``own_trace`` on all other ranks. Every rank must call it."""
     offsets = clock_offsets(device)
     if len(offsets) == 1:  # this rank is alone
-        return mine
+        return own_trace
     every: list[Any] | None = [None] * len(offsets) if offsets else None
-    dist.gather_object(mine, every)
+    dist.gather_object(own_trace, every)
     if every is None:
-        return mine
+        return own_trace
     return merge([trace.shifted(-offset.seconds) for trace, offset in zip(every, offsets, strict=True)])

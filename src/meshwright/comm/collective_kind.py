@@ -18,14 +18,14 @@ from meshwright.schedules.collectives.steps import Steps, programs
 
 REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": Tensor.add_,
-    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
-    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
+    "max": lambda target, message: torch.maximum(target, message, out=target),
+    "min": lambda target, message: torch.minimum(target, message, out=target),
 }
 """Reductions into the first tensor. ``Tensor.add_`` is faster than ``torch.add(..., out=...)`` for short tensors."""
 REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
     "sum": operator.iadd,
-    "max": lambda mine, theirs: np.maximum(mine, theirs, out=mine),
-    "min": lambda mine, theirs: np.minimum(mine, theirs, out=mine),
+    "max": lambda target, message: np.maximum(target, message, out=target),
+    "min": lambda target, message: np.minimum(target, message, out=target),
 }
 ARRAY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
@@ -39,7 +39,7 @@ SLOTS = 4
 """Messages for which a lane of shared memory has room: one more than it needs, which is ``compiled.LAG`` + 1. With more
 slots, long vectors would use more of the cache."""
 AHEAD = 7
-"""Messages that a collective sends to a peer when it starts, if some lanes of the group are wires."""
+"""Messages that a collective sends to a peer when it starts, if some lanes of the group are ``TorchLane``."""
 ARRAYS = 64
 """Upper limit on the arrays that a kind of collective caches."""
 LABELS = 4096
@@ -68,17 +68,17 @@ class Kind:
         in_arrays: bool,
     ) -> None:
         ahead = AHEAD if expects else SLOTS - 1
-        found = compiled(rank, programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
-        self.steps: tuple[LaneStep, ...] = tuple((one.kind, lanes.get(one.peer), *one[2:]) for one in found.steps)
-        self.first = tuple(self.steps[index] for index in found.ahead)
-        early = set(found.ahead)
-        self.rest = tuple(one for index, one in enumerate(self.steps) if index not in early)
-        self.ahead, self.rest_puts, self.writes = found.ahead, found.rest_puts, found.writes
+        program = compiled(rank, programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
+        self.steps: tuple[LaneStep, ...] = tuple((step.kind, lanes.get(step.peer), *step[2:]) for step in program.steps)
+        self.first = tuple(self.steps[index] for index in program.ahead)
+        early = set(program.ahead)
+        self.rest = tuple(step for index, step in enumerate(self.steps) if index not in early)
+        self.ahead, self.rest_puts, self.writes = program.ahead, program.rest_puts, program.writes
         self.lanes, self.num_first = tuple(lanes.values()) if expects else (), len(self.first)
         self.tensors = _Means(dtype, REDUCE[op], Tensor.copy_)
         short = in_arrays and dtype in ARRAY_TYPES and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
         self.arrays = _arrays(dtype, op) if short else None
-        self.whole = all(one[2:] == (0, steps.space, 0) for one in found.steps)
+        self.whole = all(step[2:] == (0, steps.space, 0) for step in program.steps)
         text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
         self._text = text + (f", root {root}" if root else "")
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
@@ -89,14 +89,14 @@ class Kind:
         """The memory of a tensor as an array, valid while the tensor lives. Arrays are cached by address, because
         making an array takes longer than reducing it."""
         address = memory.data_ptr()
-        found = self._arrays.get(address)
-        if found is None:
+        array = self._arrays.get(address)
+        if array is None:
             assert self.arrays is not None
             if len(self._arrays) >= ARRAYS:
                 self._arrays.clear()
             whole: Any = (ctypes.c_char * memory.nbytes).from_address(address)
-            found = self._arrays[address] = np.frombuffer(whole, self.arrays.dtype)
-        return found
+            array = self._arrays[address] = np.frombuffer(whole, self.arrays.dtype)
+        return array
 
     def say(self, label: str) -> bytes:
         """The description of a collective with this label; ``said`` caches it."""

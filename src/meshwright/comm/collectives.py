@@ -66,8 +66,8 @@ class Collectives:
             part.copy_(flat[begin:end])
             return self._start("reduce_scatter", algorithm, length, _Written(flat, part, begin), op, label)
         memory = flat.clone()
-        mine = memory[begin:end]
-        return self._start("reduce_scatter", algorithm, length, memory, op, label, lambda: part.copy_(mine))
+        reduced = memory[begin:end]
+        return self._start("reduce_scatter", algorithm, length, memory, op, label, lambda: part.copy_(reduced))
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "star", label: str = "") -> Work:
         """Collect every rank's ``value`` in ``into``, a contiguous ``[size, ...]``."""
@@ -113,14 +113,14 @@ class Collectives:
 
     def _kind(self, key: _Key) -> Kind:
         """The shared state of all collectives with that key; made at the first call."""
-        found = self._kinds.get(key)
-        if found is None:
+        kind = self._kinds.get(key)
+        if kind is None:
             operation, algorithm, length, dtype, op, root, counts = key
             steps = operations.build(operation, algorithm, self.num_ranks, length, root, counts)
-            found = self._kinds[key] = Kind(
+            kind = self._kinds[key] = Kind(
                 self.rank, steps, dtype, op, root, self._lanes, expects=self._expects, in_arrays=self._all_shared
             )
-        return found
+        return kind
 
     def _start(
         self,
@@ -145,7 +145,7 @@ class Collectives:
             self._said = words
             for lane in self._each:
                 lane.tell(number, words)
-        if not self._open or all(one.has_sent for one in self._open):
+        if not self._open or all(earlier.has_sent for earlier in self._open):
             try:
                 run.begin()
             except MeshwrightError as error:
@@ -172,7 +172,7 @@ class Collectives:
     def _look(self) -> None:
         """Raise if any rank prevents the first open collective from finishing, even a rank that is not awaited here."""
         number = self._open[0].number if self._open else self._number
-        troubles = [found for lane in self._lanes.values() if (found := lane.trouble(number))]
+        troubles = [reason for lane in self._lanes.values() if (reason := lane.trouble(number))]
         for trouble in sorted(troubles, key=lambda trouble: trouble.problem != ENDED):
             raise trouble.error()
 
@@ -186,7 +186,7 @@ class Collectives:
         return kind("\n     ".join(lines), where=error.where, remedy=error.remedy)
 
     def _heard(self) -> list[str]:
-        """One line for each other rank that reports. Reports over wires may still be under way."""
+        """One line for each other rank that reports. Reports by torch.distributed may still be under way."""
         deadline = time.monotonic() + (HEAR_S if self._expects else 0)
         while True:
             lines = [lane.told() for _, lane in sorted(self._lanes.items())]
@@ -247,7 +247,7 @@ class _Run:
         kind, left = self.kind, self.kind.rest
         if self._early < kind.num_first:
             early = set(kind.ahead[: self._early])
-            left = tuple(one for index, one in enumerate(kind.steps) if index not in early)
+            left = tuple(step for index, step in enumerate(kind.steps) if index not in early)
         self._do(left)
         for lane in kind.lanes:
             lane.settle()
@@ -261,14 +261,14 @@ class _Run:
         dtype, reduce, keep = self._means  # whole: making a view takes longer than sending a short message
         for what, lane, begin, end, into in steps:
             if what == ADD:
-                mine = memory if whole else self._into(begin, end)
-                reduce(mine, lane.take(end - begin, dtype, tag))
+                target = memory if whole else self._into(begin, end)
+                reduce(target, lane.take(end - begin, dtype, tag))
                 lane.release()
             elif what == PUT:
                 lane.put(memory if whole else memory[begin:end], tag)
             elif what == KEEP:
-                mine = memory if whole else self._into(begin, end)
-                keep(mine, lane.take(end - begin, dtype, tag))
+                target = memory if whole else self._into(begin, end)
+                keep(target, lane.take(end - begin, dtype, tag))
                 lane.release()
             elif what == EXPECT:
                 lane.expect(end - begin, memory.like if isinstance(memory, _Written) else memory)

@@ -49,7 +49,7 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
     Raises:
         ScheduleError: a round would overwrite elements that it has still to send.
     """
-    found: list[Step] = []
+    steps: list[Step] = []
     ahead: list[int] = []
     writes: list[tuple[int, int]] = []
     for index, moves in enumerate(program):
@@ -72,45 +72,45 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
         _check(this)
         if not index and not copies:
             ahead = _first_of_each(this, most_ahead)
-        found += copies + this
-    rest = set(range(len(found))) - set(ahead)
-    return Compiled(tuple(found), tuple(ahead), any(found[index].kind == PUT for index in rest), tuple(writes))
+        steps += copies + this
+    rest = set(range(len(steps))) - set(ahead)
+    return Compiled(tuple(steps), tuple(ahead), any(steps[index].kind == PUT for index in rest), tuple(writes))
 
 
 def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> list[Step]:
     """The messages of a round in order. All lanes advance by equal fractions of their messages. Takes follow puts by
     ``LAG`` messages; expectations are as early as puts."""
-    found: list[tuple[float, int, Step]] = []
+    keyed: list[tuple[float, int, Step]] = []
     for parts in puts:
-        found += [(number / len(parts), 1, one) for number, one in enumerate(parts)]
+        keyed += [(number / len(parts), 1, step) for number, step in enumerate(parts)]
     for parts in takes:
-        found += [((number + LAG) / len(parts), 2, one) for number, one in enumerate(parts)]
+        keyed += [((number + LAG) / len(parts), 2, step) for number, step in enumerate(parts)]
         if expects:
-            found += [(number / len(parts), 0, one._replace(kind=EXPECT)) for number, one in enumerate(parts)]
-    return [one for _, _, one in sorted(found, key=lambda each: each[:2])]
+            keyed += [(number / len(parts), 0, step._replace(kind=EXPECT)) for number, step in enumerate(parts)]
+    return [step for _, _, step in sorted(keyed, key=lambda each: each[:2])]
 
 
 def _first_of_each(steps: list[Step], most: int) -> list[int]:
     """The indices of the first PUT and EXPECT steps, before any peer has more than ``most`` of one of the two kinds."""
     counts: dict[tuple[int, int], int] = {}
-    found = []
-    for number, one in enumerate(steps):
-        if one.kind in (PUT, EXPECT):
-            counts[one.kind, one.peer] = counts.get((one.kind, one.peer), 0) + 1
-            if counts[one.kind, one.peer] > most:
+    indices = []
+    for number, step in enumerate(steps):
+        if step.kind in (PUT, EXPECT):
+            counts[step.kind, step.peer] = counts.get((step.kind, step.peer), 0) + 1
+            if counts[step.kind, step.peer] > most:
                 break
-            found.append(number)
-    return found
+            indices.append(number)
+    return indices
 
 
 def _check(steps: list[Step]) -> None:
     written: list[Step] = []
-    for one in steps:
-        if one.kind in (ADD, KEEP):
-            written.append(one)
-        elif one.kind == PUT and any(one.begin < other.end and other.begin < one.end for other in written):
+    for step in steps:
+        if step.kind in (ADD, KEEP):
+            written.append(step)
+        elif step.kind == PUT and any(step.begin < other.end and other.begin < step.end for other in written):
             raise ScheduleError(
-                f"elements {one.begin} to {one.end} are overwritten before they are sent",
+                f"elements {step.begin} to {step.end} are overwritten before they are sent",
                 where="steps of a collective",
                 remedy="send and receive the same elements in a round, or others",
             )

@@ -19,7 +19,7 @@ from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.native import Native
-from meshwright.comm.transport.point_to_point import PointToPoint, Wire
+from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.process import box
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
@@ -54,26 +54,26 @@ def axis_groups(
             continue
         group = world if size == world.size() else None
         for ranks in mesh.groups(name) if group is None else ():
-            those = [first_rank + one for one in ranks]
-            made = dist.new_group(those, timeout=timeout_of(world))
+            those = [first_rank + mesh_rank for mesh_rank in ranks]
+            subgroup = dist.new_group(those, timeout=timeout_of(world))
             if rank in those:
-                group = made
+                group = subgroup
         if group is None:
             continue
         algorithm = algorithms.get(name, NATIVE)
         for wanted in sorted(names(algorithm)):
             carrier(group, wanted)
-        mine = member(group)
-        mine.axis = f"axis {name}"
-        if name in algorithms and mine.watch is None and dist.get_backend(group) == "gloo":  # else NCCL runs all
+        state = member(group)
+        state.axis = f"axis {name}"
+        if name in algorithms and state.watch is None and dist.get_backend(group) == "gloo":  # else NCCL runs all
             boxes = boxes_of(group)
             if len(boxes) > 1:  # no links within one box
-                mine.watch = Watch(group, boxes, functools.partial(started, group))
+                state.watch = Watch(group, boxes, functools.partial(started, group))
         index = mesh.group_ranks(name, rank - first_rank).index(rank - first_rank)
         result[name] = AxisGroup(group.group_name, size, index, algorithm)
     if algorithms:
-        looks = [member(process_group(one.name)).watch for one in result.values()]
-        member(world).has_links |= any(from_every_rank(any(one is not None and one.has_links for one in looks)))
+        watches = [member(process_group(axis_group.name)).watch for axis_group in result.values()]
+        member(world).has_links |= any(from_every_rank(any(w is not None and w.has_links for w in watches)))
     return result
 
 
@@ -88,9 +88,9 @@ def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment
     world = dist.group.WORLD
     if step % watch.EVERY or world is None or not member(world).has_links:
         return ()
-    found: list[Amendment] = []
-    for axis, one in groups.items():
-        group = process_group(one.name)
+    amendments: list[Amendment] = []
+    for axis, axis_group in groups.items():
+        group = process_group(axis_group.name)
         looks = member(group).watch
         ranks = tuple(dist.get_process_group_ranks(group))
         for switch in looks.look(step + 1) if looks is not None and looks.has_links else ():
@@ -98,8 +98,8 @@ def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment
                 log.warning("%s: %s", member(group).axis or "collectives", switch)
             if switch.after != switch.before:
                 what = switch.key._asdict()
-                found.append(Amendment(step=switch.step, axis=axis, ranks=ranks, algorithm=switch.after, **what))
-    return amended((), itertools.chain(*from_every_rank(found)))
+                amendments.append(Amendment(step=switch.step, axis=axis, ranks=ranks, algorithm=switch.after, **what))
+    return amended((), itertools.chain(*from_every_rank(amendments)))
 
 
 def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> None:
@@ -108,18 +108,18 @@ def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> N
     Raises:
         PlanError: an amendment names an unknown algorithm.
     """
-    for axis, one in groups.items():
-        group = process_group(one.name)
-        ranks, mine = tuple(dist.get_process_group_ranks(group)), member(group)
+    for axis, axis_group in groups.items():
+        group = process_group(axis_group.name)
+        ranks, state = tuple(dist.get_process_group_ranks(group)), member(group)
         taken = {
             Key(each.operation, each.num_bytes): chosen(each.algorithm, each.operation, each.num_bytes)
             for each in amendments
             if (each.axis, each.ranks) == (axis, ranks)
         }
-        if taken and mine.watch is None:
-            mine.watch = Watch(group, (), functools.partial(started, group))
-        if mine.watch is not None:
-            mine.watch.amended = taken
+        if taken and state.watch is None:
+            state.watch = Watch(group, (), functools.partial(started, group))
+        if state.watch is not None:
+            state.watch.amended = taken
 
 
 def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: str) -> Work | None:
@@ -146,18 +146,20 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
 
     Ranks of one machine communicate by shared memory, other ranks by send and receive.
     """
-    mine = member(group)
-    if mine.collectives is None:
+    state = member(group)
+    if state.collectives is None:
         me, called = group.rank(), dist.get_process_group_ranks(group)
-        shared = _connected(group, "lane", [one for one in called if one != called[me]], collective_kind.SLOTS)
+        shared = _connected(group, "lane", [rank for rank in called if rank != called[me]], collective_kind.SLOTS)
         lanes: dict[int, Lane] = {
-            peer: shared[name] or Wire(group, peer, mine.progress) for peer, name in enumerate(called) if peer != me
+            peer: shared[name] or TorchLane(group, peer, state.progress)
+            for peer, name in enumerate(called)
+            if peer != me
         }
         for lane in lanes.values():
             if isinstance(lane, SharedMemory):
-                lane.while_waiting = mine.progress.move
-        mine.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
-    return mine.collectives
+                lane.while_waiting = state.progress.move
+        state.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
+    return state.collectives
 
 
 def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | Mpi:
@@ -170,10 +172,10 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
         return Native(group)
     if algorithm != MPI:
         return collectives(group)
-    mine = member(group)
-    if mine.by_mpi is None:
-        mine.by_mpi = Mpi(group)
-    return mine.by_mpi
+    state = member(group)
+    if state.by_mpi is None:
+        state.by_mpi = Mpi(group)
+    return state.by_mpi
 
 
 @naming("all ranks of the group")
@@ -182,7 +184,7 @@ def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     share memory. All ranks of the group must call it."""
     each: list[Any] = [None] * group.size()
     dist.all_gather_object(each, box(), group)
-    return tuple(tuple(rank for rank, place in enumerate(each) if place == one) for one in dict.fromkeys(each))
+    return tuple(tuple(rank for rank, place in enumerate(each) if place == box_id) for box_id in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
@@ -203,23 +205,23 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
     rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
     attendance = attend()
     assert attendance is not None, "there are peers"
-    found: dict[int, SharedMemory | None] = {}
+    lanes: dict[int, SharedMemory | None] = {}
     ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks could wait for each other in a circle
     for peer in ordered:
         try:
-            found[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots, attendance.check)
+            lanes[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots, attendance.check)
         except RankError as error:
             for other in ordered:
                 SharedMemory.refuse(store, name, rank, other, error)
             raise
-    for lane in found.values():
+    for lane in lanes.values():
         if lane is not None:
             lane.blame = attendance.blame
             attendance.lanes.append(lane)
-    if refused := next((lane.process.refused for lane in found.values() if lane and lane.process.refused), ""):
+    if refused := next((lane.process.refused for lane in lanes.values() if lane and lane.process.refused), ""):
         level = logging.WARNING if attendance.is_first("refused") else logging.DEBUG
         log.log(level, "%s; whether other ranks have ended is read in /proc instead", refused)
-    return found
+    return lanes
 
 
 @naming("all ranks of the group")
@@ -266,7 +268,7 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
 @naming("all ranks of the group")
 def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
     """The whole tensor, gathered from its shards; ``value`` itself where it is whole. All ranks of the axes call it."""
-    now = {axis: one for axis, one in placements.items() if isinstance(one, Shard)}
+    now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
     if flat := flat_axis(placements):
         parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
         dist.all_gather(parts, value.contiguous(), process_group(groups[flat].name))
@@ -277,11 +279,11 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
         if not isinstance(shard, Shard):
             continue
         group, cut = groups[axis], axis_cut(shape, axis, {**now}, shard, *sizes_of(groups))
-        mine = value.unflatten(shard.dim, (cut.blocks, cut.length(group.index))).contiguous()
+        piece = value.unflatten(shard.dim, (cut.blocks, cut.length(group.index))).contiguous()
         if missing := cut.length(0) - cut.length(group.index):
-            mine = torch.nn.functional.pad(mine, [0, 0] * (mine.dim() - shard.dim - 2) + [0, missing])
-        parts = [torch.empty_like(mine) for _ in range(group.size)]
-        dist.all_gather(parts, mine, process_group(group.name))
+            piece = torch.nn.functional.pad(piece, [0, 0] * (piece.dim() - shard.dim - 2) + [0, missing])
+        parts = [torch.empty_like(piece) for _ in range(group.size)]
+        dist.all_gather(parts, piece, process_group(group.name))
         split = [part.narrow(shard.dim + 1, 0, cut.length(index)) for index, part in enumerate(parts)]
         value = torch.cat(split, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
     return value

@@ -49,27 +49,27 @@ class Member:
 
     def told(self, label: str, where: object) -> str:
         """The description of a collective in errors: axis, label of the tensor, place in the schedule."""
-        found = self._told.get((label, where))
-        if found is None:
+        description = self._told.get((label, where))
+        if description is None:
             if len(self._told) >= TOLD:
                 self._told.clear()
-            found = ", ".join(part for part in (self.axis, label, str(where or "")) if part)
-            self._told[label, where] = found
-        return found
+            description = ", ".join(part for part in (self.axis, label, str(where or "")) if part)
+            self._told[label, where] = description
+        return description
 
 
 _MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""Each group's state. It ends with the group, or with the process if it refers to the group (wires, MPI, a watch)."""
+"""Each group's state. It ends with the group, or with the process if it refers to the group (torch, MPI, a watch)."""
 
 
 def member(group: dist.ProcessGroup) -> Member:
     """The state that this rank keeps for a group; made at the first call."""
-    found = _MEMBERS.get(group)
-    if found is None:
+    state = _MEMBERS.get(group)
+    if state is None:
         world = dist.group.WORLD
         progress = Progress() if world is None or group is world else member(world).progress
-        found = _MEMBERS[group] = Member(progress)
-    return found
+        state = _MEMBERS[group] = Member(progress)
+    return state
 
 
 def attend() -> Attendance | None:
@@ -77,10 +77,10 @@ def attend() -> Attendance | None:
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
-    mine = member(world)
-    if mine.attendance is None:
-        mine.attendance = Attendance(world)
-    return mine.attendance
+    state = member(world)
+    if state.attendance is None:
+        state.attendance = Attendance(world)
+    return state.attendance
 
 
 def close_all() -> None:
@@ -106,10 +106,10 @@ def naming(awaited: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 return function(*args, **kwargs)
             except RuntimeError as error:
                 is_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-                found = culprit() if is_lost else None
-                if found is None:
+                trouble = culprit() if is_lost else None
+                if trouble is None:
                     raise
-                raise found.error(f"this rank waits for {awaited} ({function.__name__})") from error
+                raise trouble.error(f"this rank waits for {awaited} ({function.__name__})") from error
 
         return run
 

@@ -96,13 +96,13 @@ class Watch:
 
     def look(self, step: int) -> tuple[Switch, ...]:
         """The switches from ``step`` on. All ranks of the group call it with the same step, between collectives."""
-        mine = {key: statistics.median(each) for key, each in self._seconds.items()}
+        medians = {key: statistics.median(each) for key, each in self._seconds.items()}
         self._seconds.clear()
         every: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(every, mine, self._group)
-        found = []
-        for key in sorted(set.intersection(*(set(one) for one in every))):
-            now_s, usual_s = min(one[key] for one in every), self._usual.get(key)
+        dist.all_gather_object(every, medians, self._group)
+        switches = []
+        for key in sorted(set.intersection(*(set(times) for times in every))):
+            now_s, usual_s = min(times[key] for times in every), self._usual.get(key)
             if usual_s is None:
                 self._usual[key] = now_s
             elif max(now_s, usual_s) <= FACTOR * min(now_s, usual_s) or abs(now_s - usual_s) <= LEAST_S:
@@ -111,8 +111,8 @@ class Watch:
                 self._doubted.add(key)  # the machine may have been busy for a moment
             else:
                 self._doubted.remove(key)
-                found.append(self._again(step, key, usual_s, now_s))
-        return tuple(found)
+                switches.append(self._again(step, key, usual_s, now_s))
+        return tuple(switches)
 
     def _again(self, step: int, key: Key, usual_s: float, now_s: float) -> Switch:
         before, seconds = self._names[key], self._measured(key)
@@ -126,7 +126,7 @@ class Watch:
         names = dict.fromkeys((*candidates(key.operation, self._group.size(), self._boxes), self._names[key]))
         num_bytes = min(key.num_bytes, MOST_BYTES)
         part = -(-num_bytes // 4 // self._group.size())
-        value, mine = torch.zeros(part * self._group.size()), dict[str, float]()
+        value, seconds = torch.zeros(part * self._group.size()), dict[str, float]()
         for name in names:
             if name == MPI or (in_pieces(name) and num_bytes < LONG_BYTES):
                 continue
@@ -138,7 +138,7 @@ class Watch:
                 if work is not None:
                     work.wait()
                 tries.append(time.perf_counter() - begun)
-            mine[name] = min(tries[1:])
+            seconds[name] = min(tries[1:])
         every: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(every, mine, self._group)
-        return {name: max(one[name] for one in every) for name in mine}
+        dist.all_gather_object(every, seconds, self._group)
+        return {name: max(times[name] for times in every) for name in seconds}

@@ -59,7 +59,7 @@ def _mirrored(scatter: Sequence[Round]) -> list[Round]:
 
 
 def _copied(rounds: Iterable[Round]) -> list[Round]:
-    return [one._replace(adds=False) for one in rounds]
+    return [turn._replace(adds=False) for turn in rounds]
 
 
 def _halving(p: int) -> list[Round]:
@@ -95,14 +95,14 @@ def rounds_of(operation: str, algorithm: str, p: int) -> list[Round] | None:
         return None if math.prod(fan_outs) != p else _along(operation, leveled.inside, leveled.across, fan_outs)
     match operation:
         case "all_reduce":
-            found = _ALL_REDUCES.get(algorithm)
+            builder = _ALL_REDUCES.get(algorithm)
         case "reduce_scatter" | "all_gather":
-            found = _SCATTERS.get(algorithm)
+            builder = _SCATTERS.get(algorithm)
         case "all_to_all":
-            found = _around if algorithm == "partitioned" else None
+            builder = _around if algorithm == "partitioned" else None
         case _:
             return None
-    rounds = found(p) if found is not None else None
+    rounds = builder(p) if builder is not None else None
     return rounds if rounds is None or operation in ("all_reduce", "reduce_scatter") else _copied(reversed(rounds))
 
 
@@ -111,18 +111,18 @@ def steps_s(
 ) -> float | None:
     """Seconds of a collective of all ranks of the last of ``hops`` (innermost first) by an algorithm of
     ``schedules.collectives``, without other traffic on the links; None if the algorithm has no closed form."""
-    found = rounds_of(operation, algorithm, hops[-1].ranks)
-    if found is None:
+    rounds = rounds_of(operation, algorithm, hops[-1].ranks)
+    if rounds is None:
         return None
     total = 0.0
-    for one in found:
-        sent = one.share * num_bytes
+    for turn in rounds:
+        sent = turn.share * num_bytes
         ports = [0.0] * len(hops)
-        for distance in one.distances:
+        for distance in turn.distances:
             reached = next(at for at, hop in enumerate(hops) if hop.ranks > distance)
-            for at in range(0 if one.everyone else reached, reached + 1):
-                ports[at] += hops[at].alpha_s + sent * (hops[at].beta_s_per_byte + gamma_s_per_byte * one.adds)
-        total += one.times * max(ports)
+            for at in range(0 if turn.everyone else reached, reached + 1):
+                ports[at] += hops[at].alpha_s + sent * (hops[at].beta_s_per_byte + gamma_s_per_byte * turn.adds)
+        total += turn.times * max(ports)
     return total
 
 
@@ -147,9 +147,9 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
         stride *= fan
     if whole:
         return [*up, *_wider(_ALL_REDUCES[across](fan_outs[-1]), stride), *_copied(reversed(up))]
-    for one in _wider(_SCATTERS[across](fan_outs[-1]), stride):
-        pieces = round(one.share * math.prod(fan_outs)) if across == "halving" else 1
-        up.append(one._replace(share=one.share / pieces, times=one.times * pieces))
+    for turn in _wider(_SCATTERS[across](fan_outs[-1]), stride):
+        pieces = round(turn.share * math.prod(fan_outs)) if across == "halving" else 1
+        up.append(turn._replace(share=turn.share / pieces, times=turn.times * pieces))
     return up if operation == "reduce_scatter" else _copied(reversed(up))
 
 
@@ -157,10 +157,10 @@ def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]
     """Rounds of an outer level: its ranks are ``stride`` apart, and each holds 1 / ``stride`` of the vector."""
     return [
         Round(
-            tuple(distance * stride for distance in one.distances),
-            one.share / stride / pieces,
-            one.adds,
-            one.times * pieces,
+            tuple(distance * stride for distance in turn.distances),
+            turn.share / stride / pieces,
+            turn.adds,
+            turn.times * pieces,
         )
-        for one in rounds
+        for turn in rounds
     ]

@@ -19,9 +19,9 @@ def score_kernels(kernel: Kernel) -> Iterator[Kernel]:
     """The kernels of unfused attention, or of its backward pass."""
     sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
     assert sizes is not None
-    for one in _products(sizes, backward):
-        moved = ITEM_BYTES[dtype] * one.batch * (one.m * one.k + one.k * one.n + one.m * one.n)
-        yield Kernel("matmul", dtype, 2 * one.batch * one.m * one.n * one.k, round(moved), product=one)
+    for gemm in _products(sizes, backward):
+        moved = ITEM_BYTES[dtype] * gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
+        yield Kernel("matmul", dtype, 2 * gemm.batch * gemm.m * gemm.n * gemm.k, round(moved), product=gemm)
     passes = dict(_PASSES[backward])
     passes["pointwise"] += 2 * sizes.causal + 2 * sizes.masked + _CAST[backward] * (ITEM_BYTES[dtype] == 2)
     if sizes.dropout:

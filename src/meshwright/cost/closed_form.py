@@ -44,8 +44,8 @@ def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -
     times = run(schedule, seconds)
     ends, busy = [], []
     for actions, each in zip(schedule.ranks, times, strict=True):
-        mine = sorted({action.stage for action in actions})
-        rest = [piece for one in mine for piece in (*work.stages[one].before, *work.stages[one].after)]
+        stages = sorted({action.stage for action in actions})
+        rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
         outside = pieces_s(rest, mesh, network)
         ends.append((each[-1][1] if each else 0.0) + outside)
         computing = [p for a in actions for p in work.stages[a.stage].pieces.get(a.kind.value, ())] + rest
@@ -75,5 +75,5 @@ def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
     if not mesh.has(axis):
         return Group(1)
     ranks = mesh.group_ranks(axis, 0)
-    ranks = tuple(ranks[one] for one in members) or ranks
+    ranks = tuple(ranks[coordinate] for coordinate in members) or ranks
     return Group(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)

@@ -117,8 +117,8 @@ class Network:
         """Latency and seconds per byte of a group, for the search for cheap resharding: from an all-reduce of 0 bytes
         and one of ``LARGE_BYTES``."""
         least, most = (self.collective_s("all_reduce", num_bytes, group) for num_bytes in (0, LARGE_BYTES))
-        wire = 2 * (group.size - 1) / group.size * LARGE_BYTES
-        return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / wire)
+        sent = 2 * (group.size - 1) / group.size * LARGE_BYTES
+        return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / sent)
 
     def algorithms(self, group: Group) -> str:
         """The fastest algorithm by message size, as plans write it (``schedules/collectives/choice.py``); empty if
@@ -137,7 +137,7 @@ class Network:
         rows = tables.get(algorithm)
         if rows is None:
             return None
-        known = max(size for one in tables.values() for size, _ in one)
+        known = max(size for table in tables.values() for size, _ in table)
         return None if max(size for size, _ in rows) < min(num_bytes, known) else _between(rows, num_bytes)
 
     def _table_s(self, operation: str, num_bytes: float, group: Group) -> float | None:
@@ -156,16 +156,16 @@ class Network:
     def _members(self, group: Group) -> list[tuple[Level, int, int, int]]:
         """For each level that the group crosses: the level; the group's members within a unit below it; its members
         within a unit of the level; the devices of a unit below it."""
-        found, before, below = [], 1, 1
+        crossings, before, below = [], 1, 1
         for level, size in zip(self._levels, self._sizes, strict=True):
             inside = min(group.size, math.ceil(size / group.stride))
             if inside > before:
-                found.append((level, before, inside, below))
+                crossings.append((level, before, inside, below))
                 before = inside
             below = size
         if before < group.size and self._levels:  # more ranks than the cluster's levels hold: the outermost joins them
-            found.append((self._levels[-1], before, group.size, below))
-        return found
+            crossings.append((self._levels[-1], before, group.size, below))
+        return crossings
 
     def _path(self, group: Group) -> tuple[float, float, float]:
         """Latency once around the ring, latency down the tree, and seconds per byte of the slowest level."""
@@ -190,14 +190,14 @@ def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, 
     """The fastest algorithms, each with its smallest size. A border between two measured sizes is their geometric
     mean."""
     sizes = sorted({size for rows in tables.values() for size, _ in rows})
-    found: list[tuple[int, str]] = []
+    ranges: list[tuple[int, str]] = []
     before = 0.0
     for size in sizes:
         best = min(tables, key=lambda name: _between(tables[name], size))
-        if not found or found[-1][1] != best:
-            found.append((round(math.sqrt(before * size)) if found else 0, best))
+        if not ranges or ranges[-1][1] != best:
+            ranges.append((round(math.sqrt(before * size)) if ranges else 0, best))
         before = size
-    return found
+    return ranges
 
 
 def _between(rows: list[tuple[float, float]], num_bytes: float) -> float:

@@ -41,14 +41,14 @@ def layer_cost(
     backward_s = product_s(depth, columns, rows, kind=kinds[1])
     if not first:
         backward_s += product_s(rows, depth, columns, kind=kinds[2])
-    made = images * layer.outputs / outputs * layer.pixels_out * element_bytes(dtype)
-    forward_s += rates.stream("pointwise", made * FUSED[0]).seconds
-    backward_s += rates.stream("pointwise", made * FUSED[1], 2).seconds
+    output_bytes = images * layer.outputs / outputs * layer.pixels_out * element_bytes(dtype)
+    forward_s += rates.memory_bound("pointwise", output_bytes * FUSED[0]).seconds
+    backward_s += rates.memory_bound("pointwise", output_bytes * FUSED[1], 2).seconds
     if layer.norm:
-        forward_s += rates.stream("batch_norm", made * NORM[0]).seconds
-        backward_s += rates.stream("batch_norm_backward", made * NORM[1]).seconds
+        forward_s += rates.memory_bound("batch_norm", output_bytes * NORM[0]).seconds
+        backward_s += rates.memory_bound("batch_norm_backward", output_bytes * NORM[1]).seconds
     return LayerCost(
         forward_s=max(forward_s, (2 + layer.norm) * rates.launch_s),
         backward_s=max(backward_s, (4 + layer.norm) * rates.launch_s),
-        saved_bytes=made * (1 + layer.norm),
+        saved_bytes=output_bytes * (1 + layer.norm),
     )

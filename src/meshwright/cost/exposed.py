@@ -57,39 +57,39 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
     """The actions of a stage, for a plan whose buckets have one parameter each."""
     costs, network, each = NodeCosts(plan.mesh, cluster), Network(cluster), plan.microbatches
     begun: dict[str, Collective] = {}
-    gathered = {(one.axis, one.label): one.parameters for one in plan.gathers}
-    reduced = {(one.axis, f"gradients of {one.label}"): one.parameters for one in plan.buckets}
+    gathered = {(bucket.axis, bucket.label): bucket.parameters for bucket in plan.gathers}
+    reduced = {(bucket.axis, f"gradients of {bucket.label}"): bucket.parameters for bucket in plan.buckets}
     labels = {label for _, label in reduced}
 
-    def other(one: Collective) -> tuple[tuple[str, float], ...]:
-        return ((one.axis, network.collective_s(one.kind, one.bytes, axis_group(plan.mesh, one.axis))),)
+    def other(coll: Collective) -> tuple[tuple[str, float], ...]:
+        return ((coll.axis, network.collective_s(coll.kind, coll.bytes, axis_group(plan.mesh, coll.axis))),)
 
     def moments(*phases: str) -> tuple[Moment, ...]:
-        found: list[Moment] = []
+        timeline: list[Moment] = []
         pending: list[Node] = []
 
         def add(
             others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), made: tuple[str, ...] = ()
         ) -> None:
-            found.append(Moment(costs.of(pending).seconds, others, wanted, made))
+            timeline.append(Moment(costs.of(pending).seconds, others, wanted, made))
             pending.clear()
 
         for node in (node for name in phases for node in program.phase(name).nodes):
             pending.append(node)
-            for one in node.inside:
-                add(others=other(one))
+            for collective in node.inside:
+                add(others=other(collective))
             if node.starts is not None:
                 begun[node.name] = node.starts
-                if (made := reduced.get((node.starts.axis, node.starts.label))) is not None:
-                    add(made=made)
+                if (gradients := reduced.get((node.starts.axis, node.starts.label))) is not None:
+                    add(made=gradients)
             if node.waits:
-                one = begun[node.waits]
-                if (wanted := gathered.get((one.axis, one.label))) is not None:
+                collective = begun[node.waits]
+                if (wanted := gathered.get((collective.axis, collective.label))) is not None:
                     add(wanted=wanted)
-                elif one.label not in labels:  # a bucket's transfer includes its sums over other axes
-                    add(others=other(one))
+                elif collective.label not in labels:  # a bucket's transfer includes its sums over other axes
+                    add(others=other(collective))
         add()
-        return tuple(found)
+        return tuple(timeline)
 
     return (
         Actions(1, moments("prologue")),
@@ -101,14 +101,14 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
 
 def exposed_s(actions: Iterable[Actions], gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
     """Seconds of a step in which a stage's compute waits for these buckets. Parameters outside them are ignored."""
-    gathered = {name: one for one in gathers for name in one.parameters}
-    reduced = {name: one for one in reductions for name in one.parameters}
-    return sum(one.times * _stands_still_s(one.moments, gathered, reduced) for one in actions)
+    gathered = {name: transfer for transfer in gathers for name in transfer.parameters}
+    reduced = {name: transfer for transfer in reductions for name in transfer.parameters}
+    return sum(action.times * _stands_still_s(action.moments, gathered, reduced) for action in actions)
 
 
 def computed_s(actions: Iterable[Actions]) -> float:
     """Seconds of a step in which a stage computes, or waits for collectives other than buckets."""
-    return sum(one.times * moment.seconds for one in actions for moment in one.moments)
+    return sum(action.times * moment.seconds for action in actions for moment in action.moments)
 
 
 def _stands_still_s(
@@ -118,26 +118,26 @@ def _stands_still_s(
     wanted = [gathered[name] for moment in moments for name in moment.wanted if name in gathered]
     order = list(dict.fromkeys(wanted))
     waiting = [reduced[name] for moment in moments for name in moment.made if name in reduced]
-    left = {one: waiting.count(one) for one in dict.fromkeys(waiting)}
+    left = {transfer: waiting.count(transfer) for transfer in dict.fromkeys(waiting)}
     arrived = 0
     for moment in moments:
         line.now_s += moment.compute_s
         for axis, seconds in moment.others:
             line.wait(axis, seconds)
-        for one in dict.fromkeys(gathered[name] for name in moment.wanted if name in gathered):
-            if one in order[:arrived]:
+        for transfer in dict.fromkeys(gathered[name] for name in moment.wanted if name in gathered):
+            if transfer in order[:arrived]:
                 continue
-            line.start(one)
-            line.finish(one)
+            line.start(transfer)
+            line.finish(transfer)
             arrived += 1
             if arrived < len(order):
                 line.start(order[arrived])
-        for one in [reduced[name] for name in moment.made if name in reduced]:
-            left[one] -= 1
-            if not left[one]:
-                if one.alone:
+        for transfer in [reduced[name] for name in moment.made if name in reduced]:
+            left[transfer] -= 1
+            if not left[transfer]:
+                if transfer.alone:
                     line.finish_all(lambda other: other in left)
-                line.start(one)
+                line.start(transfer)
     line.finish_all(lambda other: True)
     return line.now_s - sum(moment.seconds for moment in moments)
 
@@ -150,24 +150,24 @@ class _Line:
         self._free_s: dict[str, float] = {}
         self._ends_s: dict[Transfer, float] = {}
 
-    def start(self, one: Transfer) -> None:
+    def start(self, transfer: Transfer) -> None:
         """Start a transfer as soon as its link is free, unless it is already started."""
-        if one in self._ends_s:
+        if transfer in self._ends_s:
             return
-        end = max(self.now_s, self._free_s.get(one.axis, 0.0)) + one.seconds
-        self._ends_s[one] = self._free_s[one.axis] = end
-        if not one.hides:
+        end = max(self.now_s, self._free_s.get(transfer.axis, 0.0)) + transfer.seconds
+        self._ends_s[transfer] = self._free_s[transfer.axis] = end
+        if not transfer.hides:
             self.now_s = end
 
     def wait(self, axis: str, seconds: float) -> None:
         """Wait for a collective that overlaps nothing."""
         self.now_s = self._free_s[axis] = max(self.now_s, self._free_s.get(axis, 0.0)) + seconds
 
-    def finish(self, one: Transfer) -> None:
+    def finish(self, transfer: Transfer) -> None:
         """Wait for the end of a transfer, unless that was done before."""
-        if one in self._ends_s:
-            self.now_s = max(self.now_s, self._ends_s.pop(one)) + one.after_s
+        if transfer in self._ends_s:
+            self.now_s = max(self.now_s, self._ends_s.pop(transfer)) + transfer.after_s
 
     def finish_all(self, which: Callable[[Transfer], bool]) -> None:
-        for one in [one for one in self._ends_s if which(one)]:
-            self.finish(one)
+        for transfer in [transfer for transfer in self._ends_s if which(transfer)]:
+            self.finish(transfer)

@@ -97,8 +97,8 @@ class Rates:
         fused one, else as several kernels that form the scores."""
         sizes = kernel.attention
         if sizes is not None and not sizes.fused(self.device.kind == "cpu", kernel.dtype):
-            parts = [self.cost(one) for one in score_kernels(kernel)]
-            return Cost(sum(one.seconds for one in parts), kernel.flops, sum(one.bytes for one in parts))
+            parts = [self.cost(launch) for launch in score_kernels(kernel)]
+            return Cost(sum(part.seconds for part in parts), kernel.flops, sum(part.bytes for part in parts))
         seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
         return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes)
 
@@ -109,7 +109,7 @@ class Rates:
         num_bytes = element_bytes(dtype) * batch * (m * k + k * n + m * n)
         return self.seconds(kind, dtype, 2 * batch * m * n * k, num_bytes, Product(m, n, k, batch))
 
-    def stream(self, kind: str, num_bytes: float, kernels: float = 1) -> Cost:
+    def memory_bound(self, kind: str, num_bytes: float, kernels: float = 1) -> Cost:
         """The cost of ``kernels`` memory-bound kernels of one kind that move ``num_bytes`` in all."""
         if num_bytes <= 0:
             return Cost()

@@ -29,7 +29,7 @@ class Summed(msgspec.Struct, frozen=True):
         return type(self)(*map(add, astuple(self), astuple(other)))
 
     def __mul__(self, factor: float) -> Self:
-        return type(self)(*(one * factor for one in astuple(self)))
+        return type(self)(*(quantity * factor for quantity in astuple(self)))
 
 
 class Span(Summed, frozen=True):
@@ -63,7 +63,7 @@ class _Tally:
         self.device_s += self._rates.matmul_s(m, n, k, batch=batch, dtype=self._dtype)
         self.kernels += 1
         if self._cast:
-            self.stream(self._cast * batch * (m * k + k * n), 4)
+            self.memory_bound(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
         """Add both gradients of a product; the second is that of parameters (``weights``) or another activation."""
@@ -72,8 +72,10 @@ class _Tally:
         self.matmul(k, n, m, batch)
         self.weight_s += (self.device_s - before_s) * weights
 
-    def stream(self, moved_bytes: float, kernels: int = 1, *, weights: bool = False, kind: str = "pointwise") -> None:
-        seconds = self._rates.stream(kind, moved_bytes, kernels).seconds
+    def memory_bound(
+        self, moved_bytes: float, kernels: int = 1, *, weights: bool = False, kind: str = "pointwise"
+    ) -> None:
+        seconds = self._rates.memory_bound(kind, moved_bytes, kernels).seconds
         self.device_s += seconds
         self.weight_s += seconds * weights
         self.kernels += kernels
@@ -114,8 +116,8 @@ def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     model, element = setup.model, setup.element_bytes
     forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
     width = setup.tokens * model.hidden * element
-    forward.stream(width * (4 if model.dropout else 2), 4, kind="gather")
-    backward.stream(width * 4 + model.hidden * model.vocabulary / setup.tp * element, 4)
+    forward.memory_bound(width * (4 if model.dropout else 2), 4, kind="gather")
+    backward.memory_bound(width * 4 + model.hidden * model.vocabulary / setup.tp * element, 4)
     _tensor_collective(setup, network, forward)
     return Pass(forward.span(), backward.span())
 
@@ -129,12 +131,12 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
         return Pass(Span(), Span())
     columns = model.vocabulary / setup.tp
     logits = setup.tokens * columns
-    forward.stream(2 * setup.local_tokens * model.hidden * element, kind="norm")
+    forward.memory_bound(2 * setup.local_tokens * model.hidden * element, kind="norm")
     forward.matmul(setup.tokens, columns, model.hidden)
-    forward.stream(logits * LOSS_BYTES * 0.65, 12)
-    backward.stream(logits * LOSS_BYTES * 0.35, 8)
+    forward.memory_bound(logits * LOSS_BYTES * 0.65, 12)
+    backward.memory_bound(logits * LOSS_BYTES * 0.35, 8)
     backward.backward_matmul(setup.tokens, columns, model.hidden)
-    backward.stream(4 * setup.local_tokens * model.hidden * element, 2)
+    backward.memory_bound(4 * setup.local_tokens * model.hidden * element, 2)
     _tensor_collective(setup, network, backward)
     if setup.tp > 1:
         tensor = Group(setup.tp)
@@ -172,22 +174,22 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[Span,
         flops = 4 * batch * rows * keyed * model.head_width * (0.5 if model.causal else 1.0)
         forward.attention("attention", flops, 2 * query + keys)
         backward.attention("attention_backward", 2.5 * flops, 4 * query + 3 * keys)
-        backward.stream(2 * query)
+        backward.memory_bound(2 * query)
     else:
         scores = batch * rows * keyed
         mask = scores if model.dropout else 0.0
         forward.matmul(rows, keyed, model.head_width, batch)
-        forward.stream(2 * scores * element, kind="softmax")
+        forward.memory_bound(2 * scores * element, kind="softmax")
         if model.dropout:
-            forward.stream(2 * scores * element + mask)
+            forward.memory_bound(2 * scores * element + mask)
         forward.matmul(rows, model.head_width, keyed, batch)
-        forward.stream(2 * query)
+        forward.memory_bound(2 * query)
         backward.backward_matmul(rows, model.head_width, keyed, batch, weights=False)
         if model.dropout:
-            backward.stream(2 * scores * element + mask)
-        backward.stream(3 * scores * element, kind="softmax")
+            backward.memory_bound(2 * scores * element + mask)
+        backward.memory_bound(3 * scores * element, kind="softmax")
         backward.backward_matmul(rows, keyed, model.head_width, batch, weights=False)
-        backward.stream(3 * query, 2)
+        backward.memory_bound(3 * query, 2)
     if setup.cp > 1:
         # The ring passes keys and values on cp - 1 times, hidden by the attention of the previous block.
         step = network.send_s(keys, setup.tp)
@@ -207,14 +209,14 @@ def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _
     if model.rotary:
         turned = tokens * (model.query_width / tp + setup.key_width) * element
         passes, kernels = (10, 6) if setup.unfused else (2, 2)
-        forward.stream(passes * turned, kernels)
-        backward.stream(passes * turned, kernels)
+        forward.memory_bound(passes * turned, kernels)
+        backward.memory_bound(passes * turned, kernels)
     forward.matmul(tokens, model.hidden, model.query_width / tp)
     backward.backward_matmul(tokens, model.hidden, model.query_width / tp)
     weights = model.hidden * (columns + model.query_width / tp)
     _residual(setup, forward, backward, local)
     if model.bias:
-        backward.stream(tokens * (columns + model.hidden) * element, 2, weights=True)
+        backward.memory_bound(tokens * (columns + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, weights, 2)
     _tensor_collective(setup, network, forward, backward)
 
@@ -225,7 +227,7 @@ def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> N
     _norm(setup, forward, backward)
     _feed_forward(setup, forward, backward, setup.tokens, width, 1)
     if model.bias:
-        backward.stream(setup.tokens * (inputs * width + model.hidden) * element, 2, weights=True)
+        backward.memory_bound(setup.tokens * (inputs * width + model.hidden) * element, 2, weights=True)
     _accumulate(setup, backward, (inputs + 1) * model.hidden * width, 2)
     _residual(setup, forward, backward, setup.local_tokens * model.hidden * element)
     _tensor_collective(setup, network, forward, backward)
@@ -242,7 +244,7 @@ def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) 
     forward.matmul(setup.tokens, model.experts, model.hidden)
     backward.backward_matmul(setup.tokens, model.experts, model.hidden)
     for tally in (forward, backward):
-        tally.stream(4 * moved, 8)
+        tally.memory_bound(4 * moved, 8)
         if setup.ep > 1:
             tally.wait(2 * network.collective_s("all_to_all", moved, Group(setup.ep, setup.data_stride)), 2)
     busiest = visits / local * (EXPERT_SPREAD if setup.ep > 1 else 1.0)
@@ -262,33 +264,33 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
     tokens = math.ceil(tokens)
     forward.matmul(tokens, inputs * width, model.hidden, batch)
     extra = 2 if model.gated and setup.unfused else 0
-    forward.stream((inputs + 1 + extra) * batch * tokens * width * element, 1 + extra // 2)
+    forward.memory_bound((inputs + 1 + extra) * batch * tokens * width * element, 1 + extra // 2)
     forward.matmul(tokens, model.hidden, width, batch)
     backward.backward_matmul(tokens, model.hidden, width, batch)
-    backward.stream((2 * inputs + 1 + 2 * extra) * batch * tokens * width * element, 1 + extra)
+    backward.memory_bound((2 * inputs + 1 + 2 * extra) * batch * tokens * width * element, 1 + extra)
     backward.backward_matmul(tokens, inputs * width, model.hidden, batch)
 
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
     moved = setup.local_tokens * setup.model.hidden * setup.element_bytes
     if setup.unfused and setup.model.gated:  # separate kernels: cast to float32, square, mean, product, cast back
-        forward.stream(18 * moved, 6)
-        backward.stream(35 * moved, 12)
+        forward.memory_bound(18 * moved, 6)
+        backward.memory_bound(35 * moved, 12)
         return
-    forward.stream(2 * moved, kind="norm")
-    backward.stream(5 * moved, 2, kind="norm_backward")  # input and parameters, in two kernels
+    forward.memory_bound(2 * moved, kind="norm")
+    backward.memory_bound(5 * moved, 2, kind="norm_backward")  # input and parameters, in two kernels
 
 
 def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> None:
     """Add bias, dropout and addition as one kernel; backward is the dropout's, then the sum of the two gradients."""
     mask = moved / setup.element_bytes if setup.model.dropout else 0.0
-    forward.stream(3 * moved + mask)
+    forward.memory_bound(3 * moved + mask)
     if setup.model.dropout:
-        backward.stream(2 * moved + mask)
-    backward.stream(3 * moved)
+        backward.memory_bound(2 * moved + mask)
+    backward.memory_bound(3 * moved)
 
 
 def _accumulate(setup: Setup, backward: _Tally, weights: float, tensors: int) -> None:
     """Add the accumulation of a micro-batch's gradients, if a step has several micro-batches."""
     if setup.microbatches > 1:
-        backward.stream(weights * 3 * setup.element_bytes, tensors, weights=True)
+        backward.memory_bound(weights * 3 * setup.element_bytes, tensors, weights=True)

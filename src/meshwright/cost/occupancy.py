@@ -31,7 +31,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
     """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until its B or W has ended, as
     the schedule's validator counts (``schedules/check.py``)."""
-    found = []
+    peaks = []
     for rank, actions in enumerate(schedule.ranks):
         held = sum(work.stages[stage].held_bytes for stage in sorted({action.stage for action in actions}))
         live = 0
@@ -46,8 +46,8 @@ def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
             if action.kind in (ActionKind.B, ActionKind.W):
                 live -= saved
         peak = RankMemory(rank=rank, held_bytes=held, saved_bytes=highest[0], workspace_bytes=highest[1], action=at)
-        found.append(peak)
-    return tuple(found)
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def memory_verdict(peak_bytes: float, limit_bytes: float) -> Verdict:

@@ -68,8 +68,8 @@ def step_work(
     On a CPU every rank moves the bytes of its collectives itself, so that they overlap nothing: they block at their
     wait. On other devices they overlap the kernels between their start and their wait.
     """
-    stages = [_Stage(programs, one, plan, cluster, optimizer, clips, threads) for one in programs]
-    return Work(tuple(one.work() for one in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
+    stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads) for program in programs]
+    return Work(tuple(stage.work() for stage in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
 
 
 def stage_held(
@@ -93,8 +93,8 @@ class NodeCosts:
         for node in nodes:
             if not node.kernels and node.starts is None and not node.waits:
                 seconds += self.rates.kernel_s
-            for one in node.kernels:
-                cost = self._known(one)
+            for kernel in node.kernels:
+                cost = self._known(kernel)
                 seconds, flops, num_bytes = seconds + cost.seconds, flops + cost.flops, num_bytes + cost.bytes
         return Cost(seconds, flops, num_bytes)
 
@@ -109,14 +109,14 @@ class _Stage:
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
         self.pipeline = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
-        self.trained = {name for one in programs for name in one.gradients}
+        self.trained = {name for prog in programs for name in prog.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
         self.labels: Counter[str] = Counter()
         values = [value for phase in program.phases for value in phase.inputs]
         values += [value for phase in program.phases for node in phase.nodes for value in node.outputs]
-        self.sizes = {one.storage: one.num_bytes for one in values}
-        self.sizes |= {one.storage: one.num_bytes for one in values if one.owns}
-        self.value_bytes = {one.name: one.num_bytes for one in values}
+        self.sizes = {value.storage: value.num_bytes for value in values}
+        self.sizes |= {value.storage: value.num_bytes for value in values if value.owns}
+        self.value_bytes = {value.name: value.num_bytes for value in values}
 
     def work(self) -> StageWork:
         program = self.program
@@ -141,94 +141,94 @@ class _Stage:
 
     def _pieces(self, nodes: Sequence[Node], what: str) -> tuple[Piece, ...]:
         """The pieces of some nodes: kernels between two collectives are joined into one piece."""
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         pending: list[Node] = []
 
         def flush() -> None:
             cost = self.costs.of(pending)
             if cost.seconds:
-                found.append(Compute(what, cost.seconds, cost.flops, cost.bytes))
+                pieces.append(Compute(what, cost.seconds, cost.flops, cost.bytes))
             pending.clear()
 
         for node in nodes:
             pending.append(node)
-            for one in node.inside:
+            for collective in node.inside:
                 flush()
-                found.append(self._communicate(self._name(one), one, True))
+                pieces.append(self._communicate(self._name(collective), collective, True))
             if node.starts is not None:
                 if node.name not in self.begun:  # backward in two parts starts the same collectives as in one
                     self.begun[node.name] = self._name(node.starts), node.starts
                 if not self.blocking:
                     flush()
-                    found.append(self._communicate(*self.begun[node.name], False))
+                    pieces.append(self._communicate(*self.begun[node.name], False))
             if node.waits:
                 flush()
-                name, one = self.begun[node.waits]
+                name, collective = self.begun[node.waits]
                 if self.blocking:
-                    found.append(self._communicate(name, one, True))
-                elif found and isinstance(last := found[-1], Communicate) and last.what == name:  # no compute between
-                    found[-1] = self._communicate(name, one, True)
+                    pieces.append(self._communicate(name, collective, True))
+                elif pieces and isinstance(last := pieces[-1], Communicate) and last.what == name:  # no compute between
+                    pieces[-1] = self._communicate(name, collective, True)
                 else:
-                    found.append(Wait(name))
+                    pieces.append(Wait(name))
         flush()
-        return tuple(found)
+        return tuple(pieces)
 
-    def _name(self, one: Collective) -> str:
+    def _name(self, coll: Collective) -> str:
         """A name that no other collective of the stage has."""
-        self.labels[one.label] += 1
-        return f"{one.label} #{self.labels[one.label]}" if self.labels[one.label] > 1 else one.label
+        self.labels[coll.label] += 1
+        return f"{coll.label} #{self.labels[coll.label]}" if self.labels[coll.label] > 1 else coll.label
 
     @staticmethod
-    def _communicate(what: str, one: Collective, blocking: bool) -> Communicate:
-        return Communicate(what, one.kind, one.axis, one.bytes, blocking)
+    def _communicate(what: str, collective: Collective, blocking: bool) -> Communicate:
+        return Communicate(what, collective.kind, collective.axis, collective.bytes, blocking)
 
     def _before(self) -> tuple[Piece, ...]:
-        found = list(self._pieces(self._nodes(PROLOGUE), PROLOGUE))
+        pieces = list(self._pieces(self._nodes(PROLOGUE), PROLOGUE))
         program = self.program
-        memory = (*program.buckets, *(one.value for one in program.accumulators if one.value.owns))
-        zeroed = [one.num_bytes for one in memory]
+        memory = (*program.buckets, *(gradient.value for gradient in program.accumulators if gradient.value.owns))
+        zeroed = [block.num_bytes for block in memory]
         if zeroed:
-            cost = self.costs.rates.stream("pointwise", sum(zeroed), len(zeroed))
-            found.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
-        return tuple(found)
+            cost = self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))
+            pieces.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
+        return tuple(pieces)
 
     def _after(self) -> tuple[Piece, ...]:
-        found = list(self._pieces(self._nodes(FINISH), FINISH))
+        pieces = list(self._pieces(self._nodes(FINISH), FINISH))
         stage, count = self.program.stage, self.pipeline
         if count > 1 and stage + count >= len(self.programs):  # once per rank, not once per chunk
             for name, owners in self._owners().items():
                 if len(owners) > 1 and stage % count in owners:
-                    size = next(held.bytes for one in self.programs for held in one.parameters if held.name == name)
+                    size = next(held.bytes for prog in self.programs for held in prog.parameters if held.name == name)
                     what = f"gradient of {name} of all stages"
-                    found.append(Communicate(what, "all_reduce", "pp", size, members=owners))
-            found.append(Communicate("loss and metrics", "broadcast", "pp", 8 * len(self.programs[-1].scalars)))
-        found.append(self._update())
-        return tuple(found)
+                    pieces.append(Communicate(what, "all_reduce", "pp", size, members=owners))
+            pieces.append(Communicate("loss and metrics", "broadcast", "pp", 8 * len(self.programs[-1].scalars)))
+        pieces.append(self._update())
+        return tuple(pieces)
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
         """The pipeline ranks that hold each trained parameter."""
-        found: dict[str, set[int]] = {}
+        owners: dict[str, set[int]] = {}
         for program in self.programs:
-            for one in program.parameters:
-                if one.name in self.trained:
-                    found.setdefault(one.name, set()).add(program.stage % self.pipeline)
-        return {name: tuple(sorted(ranks)) for name, ranks in found.items()}
+            for parameter in program.parameters:
+                if parameter.name in self.trained:
+                    owners.setdefault(parameter.name, set()).add(program.stage % self.pipeline)
+        return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
     def _update(self) -> Compute:
         """The cost of the check of the loss, of clipping, and of the optimizer."""
         rates, each = self.costs.rates, self.optimizer
-        parameters = [one.bytes for one in self.program.parameters if one.name in self.trained]
+        parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
         cost = Cost(CHECK_KERNELS * rates.kernel_s)
         if self.plan.precision in ("bfloat16", "float16"):  # gradients are checked and unscaled
             for size in parameters:
-                cost += rates.stream("update", 2 * size)
+                cost += rates.memory_bound("update", 2 * size)
         if self.clips:
             for size in parameters:
-                cost += rates.stream("reduction", size)
-                cost += rates.stream("update", 2 * size)
+                cost += rates.memory_bound("reduction", size)
+                cost += rates.memory_bound("update", 2 * size)
         for size in parameters:
             for _ in range(each.kernels):
-                cost += rates.stream("update", each.moved / each.kernels * size)
+                cost += rates.memory_bound("update", each.moved / each.kernels * size)
         if self._offloads:  # state moves both ways; only the time beyond the kernels' counts
             moved = 2 * each.states * sum(parameters)
             cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
@@ -239,7 +239,7 @@ class _Stage:
     def held(self) -> Held:
         program = self.program
         once = set() if program.together else set(program.phase(PROLOGUE).outputs)
-        derived = {one.value for one in program.parameters}
+        derived = {parameter.value for parameter in program.parameters}
         for node in program.phase(PROLOGUE).nodes:
             if not derived.isdisjoint(node.inputs):
                 derived.update(value.name for value in node.outputs)
@@ -247,19 +247,19 @@ class _Stage:
                 if value.name in once}  # fmt: skip
         whole = {storage for storage, name in kept.items() if name in derived}
         return Held(
-            parameters_bytes=sum(one.bytes for one in program.parameters),
-            gathered_bytes=sum(self.sizes[one] for one in whole),
-            prologue_bytes=sum(self.sizes[one] for one in kept.keys() - whole),
+            parameters_bytes=sum(parameter.bytes for parameter in program.parameters),
+            gathered_bytes=sum(self.sizes[storage] for storage in whole),
+            prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),
             gradients_bytes=_num_bytes(program.accumulators),
             optimizer_bytes=self._optimizer_bytes(),
-            buffers_bytes=sum(one.bytes for one in program.buffers),
+            buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
             # A rank holds them once, not once per chunk.
-            inputs_bytes=sum(one.bytes for one in program.inputs) if program.stage < self.pipeline else 0,
+            inputs_bytes=sum(tensor.bytes for tensor in program.inputs) if program.stage < self.pipeline else 0,
         )
 
     def _optimizer_bytes(self) -> int:
         """Bytes of optimizer state on the device: all, or if it lies on the host, the current chunk and the next."""
-        trained = [one.bytes for one in self.program.parameters if one.name in self.trained]
+        trained = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
         every = sum(trained) * self.optimizer.states
         if not self._offloads:
             return every
@@ -277,13 +277,13 @@ class _Stage:
             rising = self._highest((*self._nodes(PROLOGUE), *forward), live)
             saved = sum(live.values())
             return saved, max(0, rising - saved, self._highest(backward, live) - saved)
-        live = {one.value.name: one.value.num_bytes for one in self.program.crossing(ActionKind.RECV_F)}
-        made = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
+        live = {transfer.value.name: transfer.value.num_bytes for transfer in self.program.crossing(ActionKind.RECV_F)}
+        produced = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
         late = {value.storage for name in LATE for value in self.program.phase(name).inputs}
-        kept = {storage: self.sizes[storage] for storage in made & late}
+        kept = {storage: self.sizes[storage] for storage in produced & late}
         saved = sum(kept.values())
         rising = self._highest(forward, live)
-        kept |= {one.value.name: one.value.num_bytes for one in self.program.crossing(ActionKind.RECV_B)}
+        kept |= {transfer.value.name: transfer.value.num_bytes for transfer in self.program.crossing(ActionKind.RECV_B)}
         return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
 
     def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
@@ -302,12 +302,12 @@ class _Stage:
     def _scratch_bytes(self, node: Node) -> int:
         """Bytes of scores of unfused attention. oneDNN convolutions copy their larger input in blocks of channels; the
         weights' gradient copies both inputs."""
-        kinds = {one.kind for one in node.kernels if one.kind.startswith("convolution")}
+        kinds = {kernel.kind for kernel in node.kernels if kernel.kind.startswith("convolution")}
         if not kinds or not self.blocking:
-            return sum(scratch_bytes(one, self.blocking) for one in node.kernels)
+            return sum(scratch_bytes(kernel, self.blocking) for kernel in node.kernels)
         sizes = sorted(self.value_bytes[name] for name in node.inputs)
         return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]
 
 
-def _num_bytes(found: Iterable[Transfer | Accumulator]) -> int:
-    return sum(one.value.num_bytes for one in found)
+def _num_bytes(holders: Iterable[Transfer | Accumulator]) -> int:
+    return sum(holder.value.num_bytes for holder in holders)

@@ -29,13 +29,13 @@ def factors(ledger: Ledger) -> Factors:
     Raises:
         ClusterError: a factor is above ``MOST`` or below its inverse.
     """
-    found = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
+    ratios = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
     remedy = "calibrate the machine again while nothing else runs, or name the cluster that it really is"
-    for what, factor in (("computing", found.compute), ("communication", found.communication)):
+    for what, factor in (("computing", ratios.compute), ("communication", ratios.communication)):
         if not 1 / MOST <= factor <= MOST:
             problem = f"{what} took {factor:.3g} times as long as predicted, which no constant explains"
             raise ClusterError(problem, where=f"cluster {ledger.cluster}", remedy=remedy)
-    return found
+    return ratios
 
 
 def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
@@ -55,7 +55,7 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
             f"the ledger is of a run on {ledger.cluster!r}", where=f"cluster {cluster.name}",
             remedy="correct the cluster that the run was predicted for",
         )  # fmt: skip
-    found = factors(ledger)
+    ratios = factors(ledger)
     if not cluster.device.efficiency and cluster.device.kernels is None:
         raise ClusterError(
             "the device has no efficiency curves that could be corrected",
@@ -63,31 +63,31 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
             remedy="calibrate the machine first",
         )
     said = (
-        f"{_SAYS}{ledger.model} as {ledger.layout}: computing takes {found.compute:.3f} times as long, "
-        f"communication {found.communication:.3f} times"
+        f"{_SAYS}{ledger.model} as {ledger.layout}: computing takes {ratios.compute:.3f} times as long, "
+        f"communication {ratios.communication:.3f} times"
     )
-    changed: Cluster = _corrected(cluster, found, ledger.levels)
+    changed: Cluster = _corrected(cluster, ratios, ledger.levels)
     return msgspec.structs.replace(changed, source=cluster.source.partition(_SAYS)[0] + said)
 
 
-def _corrected(value: Any, found: Factors, levels: tuple[str, ...], key: str = "") -> Any:
+def _corrected(value: Any, ratios: Factors, levels: tuple[str, ...], key: str = "") -> Any:
     """The value with its constants corrected: every device's (the cluster's, its members', under any condition) by
-    ``found.compute``; alpha, beta and the collectives of ``levels`` by ``found.communication``."""
+    ``ratios.compute``; alpha, beta and the collectives of ``levels`` by ``ratios.communication``."""
     replace = msgspec.structs.replace
     if key == "efficiency":
         return {
-            kind: tuple((size, min(1.0, fraction / found.compute)) for size, fraction in curve)
+            kind: tuple((size, min(1.0, fraction / ratios.compute)) for size, fraction in curve)
             for kind, curve in value.items()
         }
     if key in _FRACTIONS:
-        return min(1.0, value / found.compute)
+        return min(1.0, value / ratios.compute)
     if key in _TIMES:
-        return value * found.compute
+        return value * ratios.compute
     if isinstance(value, CollectiveTiming):
-        return replace(value, time_s=value.time_s * found.communication) if value.level in levels else value
-    changed = _inside(value, lambda one, name: _corrected(one, found, levels, name))
-    if isinstance(changed, Level) and changed.name in levels and found.communication != 1:
-        alpha_s, beta_s_per_byte = (one * found.communication for one in (changed.alpha_s, changed.beta_s_per_byte))
+        return replace(value, time_s=value.time_s * ratios.communication) if value.level in levels else value
+    changed = _inside(value, lambda part, name: _corrected(part, ratios, levels, name))
+    if isinstance(changed, Level) and changed.name in levels and ratios.communication != 1:
+        alpha_s, beta_s_per_byte = (term * ratios.communication for term in (changed.alpha_s, changed.beta_s_per_byte))
         changed = replace(changed, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, origin="measured")
     return changed
 
@@ -98,4 +98,4 @@ def _inside(value: Any, change: Callable[[Any, str], Any]) -> Any:
         return msgspec.structs.replace(
             value, **{name: change(getattr(value, name), name) for name in value.__struct_fields__}
         )
-    return tuple(change(one, "") for one in value) if isinstance(value, tuple) else value
+    return tuple(change(member, "") for member in value) if isinstance(value, tuple) else value

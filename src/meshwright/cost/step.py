@@ -143,9 +143,9 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
     layer = Stage()
     for part, experts in ((1 - share, False), (share, True)):
         if part:
-            one = layer_pass(setup, rates, network, experts=experts)
-            back = one.backward + _recomputed(setup, one)
-            both = Stage(_timed(one.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
+            passes = layer_pass(setup, rates, network, experts=experts)
+            back = passes.backward + _recomputed(setup, passes)
+            both = Stage(_timed(passes.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
             layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
     stages = [layer * (layers / chunks) for layers in setup.stage_layers] * chunks
     for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
@@ -228,4 +228,4 @@ def _tied_s(setup: Setup, network: Network) -> float:
 
 def _optimizer_s(setup: Setup, rates: Rates, parameters: float) -> float:
     updated = parameters / (setup.dp * setup.cp if setup.zero else 1)
-    return rates.stream("update", updated * OPTIMIZER_BYTES).seconds
+    return rates.memory_bound("update", updated * OPTIMIZER_BYTES).seconds

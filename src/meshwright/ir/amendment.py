@@ -28,7 +28,7 @@ class Amendment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 def amended(before: Iterable[Amendment], new: Iterable[Amendment]) -> tuple[Amendment, ...]:
     """The amendments that hold now: a new amendment replaces the old one of the same collective."""
-    held = {(one.axis, one.ranks, one.operation, one.num_bytes): one for one in (*before, *new)}
+    held = {(change.axis, change.ranks, change.operation, change.num_bytes): change for change in (*before, *new)}
     return tuple(held[key] for key in sorted(held))
 
 

@@ -91,7 +91,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         alone = Condition(efficiency=self.efficiency, kernel_s=self.kernels.kernel_s if self.kernels else 0.0)
         nearest = min(
             (alone, *self.conditions),
-            key=lambda one: (abs(math.log(one.threads / threads)), abs(math.log(one.ranks / ranks))),
+            key=lambda condition: (abs(math.log(condition.threads / threads)), abs(math.log(condition.ranks / ranks))),
         )
         if nearest is alone:
             return self
@@ -150,11 +150,11 @@ def device_problems(device: Device, where: str) -> Iterator[Problem]:
             yield f"{where}.peak_flops_per_s", f"unknown dtype {dtype!r}", remedy
         for place, problem, remedy in quantity_problems({"peak_flops_per_s": peak}, where):
             yield f"{place}.{dtype}", problem, remedy
-    for index, one in enumerate(device.conditions):
+    for index, condition in enumerate(device.conditions):
         place = f"{where}.conditions[{index}]"
-        if one.threads < 1 or one.ranks < 1:
-            yield place, f"{one.threads} threads on {one.ranks} ranks", "give 1 or more of both"
-        yield from _curve_problems(one.efficiency, place)
+        if condition.threads < 1 or condition.ranks < 1:
+            yield place, f"{condition.threads} threads on {condition.ranks} ranks", "give 1 or more of both"
+        yield from _curve_problems(condition.efficiency, place)
     yield from _curve_problems(device.efficiency, where)
 
 

@@ -47,10 +47,10 @@ def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
         ) from None
     version = getattr(kind, "VERSION", None)
     if version is not None and isinstance(raw, dict):
-        found = raw.get("version", version)
-        if found != version:
+        file_version = raw.get("version", version)
+        if file_version != version:
             raise FileFormatError(
-                f"version is {found!r}, this Meshwright reads version {version}",
+                f"version is {file_version!r}, this Meshwright reads version {version}",
                 where=f"{where}: version",
                 remedy="write the file again with this Meshwright, or use the one that wrote it",
             )
@@ -185,7 +185,7 @@ def _keys_at(kind: type[msgspec.Struct], key: str) -> list[str]:
                 there += node.item_types[int(index) : int(index) + 1]
             elif isinstance(node, inspect.ListType | inspect.VarTupleType):
                 there.append(node.item_type)
-        here = [one for node in there for one in alternatives(node)]
+        here = [member for node in there for member in alternatives(node)]
     return [field.encode_name for node in here if isinstance(node, inspect.StructType) for field in node.fields]
 
 

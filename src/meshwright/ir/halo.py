@@ -22,9 +22,9 @@ def window_ranges(edges: Sequence[int], *, stride: int, window: int, padding: in
     return tuple(result)
 
 
-def overlap(one: Rows, other: Rows) -> Rows:
+def overlap(first: Rows, second: Rows) -> Rows:
     """The rows that are in both ranges (if none, the second bound is not above the first)."""
-    return max(one[0], other[0]), min(one[1], other[1])
+    return max(first[0], second[0]), min(first[1], second[1])
 
 
 def owned(edges: Sequence[int], part: int) -> Rows:
@@ -40,14 +40,14 @@ def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
 
 def fetched(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
     """The rows that a part gets from other parts: (other part, rows), in order of rows."""
-    found = [(other, overlap(ranges[part], owned(edges, other))) for other in range(len(ranges)) if other != part]
-    return [(other, each) for other, each in found if each[0] < each[1]]
+    overlaps = [(other, overlap(ranges[part], owned(edges, other))) for other in range(len(ranges)) if other != part]
+    return [(other, each) for other, each in overlaps if each[0] < each[1]]
 
 
 def given(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
     """The rows that a part gives to other parts: (other part, rows)."""
-    found = [(other, overlap(ranges[other], owned(edges, part))) for other in range(len(ranges)) if other != part]
-    return [(other, each) for other, each in found if each[0] < each[1]]
+    overlaps = [(other, overlap(ranges[other], owned(edges, part))) for other in range(len(ranges)) if other != part]
+    return [(other, each) for other, each in overlaps if each[0] < each[1]]
 
 
 def most_rows(ranges: Sequence[Rows], edges: Sequence[int]) -> int:

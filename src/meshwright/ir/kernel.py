@@ -72,7 +72,7 @@ def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool)
     return on_cpu and not dropout and equal_widths and dtype in ("float32", "float64", "bfloat16")
 
 
-def product_of(target: str, kind: str, inputs: Sequence[Operand], made: Operand, flops: float) -> Product | None:
+def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operand, flops: float) -> Product | None:
     """The sizes of a matrix product, or of a convolution as a matrix product of positions by filters (Chellapilla et
     al. 2006), from one rank's tensors; None for other calls."""
     if target.startswith(tuple(f"{name}." for name in PRODUCTS)):
@@ -80,7 +80,7 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], made: Operand,
         return Product(m, n, k, prod(batch))
     if not kind.startswith("convolution") or len(inputs) < 2:
         return None
-    output, images, weight = (made, *inputs[:2]) if kind == "convolution" else inputs[:3]
+    output, images, weight = (result, *inputs[:2]) if kind == "convolution" else inputs[:3]
     filters = output.shape[1]
     groups = max(1, images.shape[1] // weight.shape[1]) if weight.shape[0] == filters else 1
     rows, columns = prod(output.shape) / filters, filters / groups
@@ -91,7 +91,7 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], made: Operand,
 
 def attention_of(backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool) -> Attention:
     """The sizes of attention, or of its backward pass, from one rank's inputs in the order of ``ops/library.py``."""
-    query, key, value = (one.shape for one in inputs[backward : backward + 3])
+    query, key, value = (operand.shape for operand in inputs[backward : backward + 3])
     batch, each = prod(query[:2]), query[2] * (query[3] + value[3]) * (5 if backward else 2)
     # In a ring, the queries see the keys of all ranks, but the rank's own inputs have only its own keys.
     keys = max(key[2], round(flops / (batch * each)))

@@ -154,8 +154,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if getattr(self, name) < 1:
                 yield "layout", f"{name}={getattr(self, name)}", "give 1 or more"
         if self.chunks > 1 and (self.schedule != "interleaved" or pp == 1):
-            found = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
-            yield "layout", found, "several chunks need pp of 2 or more and schedule='interleaved'"
+            problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
+            yield "layout", problem, "several chunks need pp of 2 or more and schedule='interleaved'"
         yield from self._unfit_stages(sizes)
 
     def _unfit_zero(self, dp: int) -> Iterator[Problem]:

@@ -110,12 +110,12 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def predicted_step_s(self) -> float:
         """The predicted step time: the longest of all ranks."""
-        return max(one.predicted.step_s for one in self.ranks)
+        return max(entry.predicted.step_s for entry in self.ranks)
 
     @property
     def measured_step_s(self) -> float:
         """The measured step time: the longest of all ranks."""
-        return max(one.measured.step_s for one in self.ranks)
+        return max(entry.measured.step_s for entry in self.ranks)
 
     @property
     def step_ratio(self) -> float:
@@ -125,21 +125,21 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def worst(self) -> Deviation:
         """The part and rank with the largest difference in seconds. Computing wins ties: other parts follow from it."""
-        every = ((abs(one.difference_s(part)), part, one) for part in PARTS for one in self.ranks)
-        _, part, one = max(every, key=lambda found: found[0])
+        every = ((abs(entry.difference_s(part)), part, entry) for part in PARTS for entry in self.ranks)
+        _, part, entry = max(every, key=lambda candidate: candidate[0])
         return Deviation(
             part=part,
-            rank=one.rank,
-            predicted_s=getattr(one.predicted, PARTS[part]),
-            measured_s=getattr(one.measured, PARTS[part]),
-            share=one.difference_s(part) / self.measured_step_s,
+            rank=entry.rank,
+            predicted_s=getattr(entry.predicted, PARTS[part]),
+            measured_s=getattr(entry.measured, PARTS[part]),
+            share=entry.difference_s(part) / self.measured_step_s,
         )
 
     @property
     def compute_factor(self) -> float:
         """Measured over predicted computing time of all ranks; 1 if either is too short to estimate it."""
-        predicted_s = sum(one.predicted.compute_s for one in self.ranks)
-        measured_s = sum(one.measured.compute_s for one in self.ranks)
+        predicted_s = sum(entry.predicted.compute_s for entry in self.ranks)
+        measured_s = sum(entry.measured.compute_s for entry in self.ranks)
         if self._too_little(predicted_s / len(self.ranks), measured_s / len(self.ranks)):
             return 1.0
         return measured_s / predicted_s
@@ -154,9 +154,9 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         exposed_s = measured_s = hidden_s = 0.0
         for entries in self._by_stage().values():
-            exposed_s += min(one.predicted.exposed_s for one in entries)
-            measured_s += min(one.measured.exposed_s for one in entries)
-            hidden_s += min(one.predicted.hidden_s for one in entries)
+            exposed_s += min(entry.predicted.exposed_s for entry in entries)
+            measured_s += min(entry.measured.exposed_s for entry in entries)
+            hidden_s += min(entry.predicted.hidden_s for entry in entries)
         if self._too_little(exposed_s, measured_s):
             return 1.0
         return (measured_s + self.compute_factor * hidden_s) / (exposed_s + hidden_s)
@@ -166,23 +166,23 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Sentences that name the constant that would explain the largest deviation, and that compare peak memory."""
         worst = self.worst
         if abs(worst.share) < AGREE:
-            found = f"Prediction and measurement agree: no part is off by more than {AGREE:.0%} of the step."
+            sentences = f"Prediction and measurement agree: no part is off by more than {AGREE:.0%} of the step."
         elif worst.part == "computing":
-            found = self._about_computing(worst)
+            sentences = self._about_computing(worst)
         elif worst.part == "bubble":
-            found = self._about_bubble(worst)
+            sentences = self._about_bubble(worst)
         else:
-            found = self._about_communication(worst)
-        return f"{found} {self._about_memory()}"
+            sentences = self._about_communication(worst)
+        return f"{sentences} {self._about_memory()}"
 
     def rows(self) -> tuple[Row, ...]:
         """The rows of the table: for every rank, the parts of its step, the step, and its peak memory."""
         return tuple(
             Row(
-                rank=one.rank, what=what, unit=unit,
-                predicted=getattr(one.predicted, field), measured=getattr(one.measured, field),
+                rank=entry.rank, what=what, unit=unit,
+                predicted=getattr(entry.predicted, field), measured=getattr(entry.measured, field),
             )
-            for one in self.ranks
+            for entry in self.ranks
             for what, field, unit in _ROWS
         )  # fmt: skip
 
@@ -207,17 +207,17 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return predicted_s < TOLD * self.predicted_step_s or measured_s < TOLD * self.measured_step_s
 
     def _by_stage(self) -> dict[int, list[RankEntry]]:
-        found: dict[int, list[RankEntry]] = {}
-        for one in self.ranks:
-            found.setdefault(one.stage, []).append(one)
-        return found
+        stages: dict[int, list[RankEntry]] = {}
+        for entry in self.ranks:
+            stages.setdefault(entry.stage, []).append(entry)
+        return stages
 
     def _entry(self, rank: int) -> RankEntry:
-        return next(one for one in self.ranks if one.rank == rank)
+        return next(entry for entry in self.ranks if entry.rank == rank)
 
     def _about_computing(self, worst: Deviation) -> str:
         own, factor = worst.measured_s / worst.predicted_s if worst.predicted_s else 0.0, self.compute_factor
-        peers = [one for one in self.ranks if one.rank != worst.rank]
+        peers = [entry for entry in self.ranks if entry.rank != worst.rank]
         others = _computing(peers)
         if others and own and abs(own / others - 1) > 2 * AGREE:
             return (
@@ -230,11 +230,11 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
     def _about_communication(self, worst: Deviation) -> str:
-        mine = self._entry(worst.rank)
-        stage = self._by_stage()[mine.stage]
-        last = min(stage, key=lambda one: one.measured.exposed_s)
-        late_s = mine.measured.exposed_s - last.measured.exposed_s
-        if late_s > 0.5 * abs(mine.difference_s(worst.part)):
+        entry = self._entry(worst.rank)
+        stage = self._by_stage()[entry.stage]
+        last = min(stage, key=lambda peer: peer.measured.exposed_s)
+        late_s = entry.measured.exposed_s - last.measured.exposed_s
+        if late_s > 0.5 * abs(entry.difference_s(worst.part)):
             return (
                 f"Of this, {seconds(late_s)} are waiting for rank {last.rank}, which came later to collectives and "
                 f"computed for {_computing([last]):.2f} times as long as predicted: no constant of the network "
@@ -258,7 +258,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 "is no constant."
             )
         means = {
-            stage: statistics.fmean(one.difference_s("computing") for one in entries)
+            stage: statistics.fmean(entry.difference_s("computing") for entry in entries)
             for stage, entries in stages.items()
         }
         slow = max(means, key=lambda stage: abs(means[stage]))
@@ -275,11 +275,11 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
     def _about_memory(self) -> str:
-        known = [one for one in self.ranks if one.measured.peak_bytes and one.predicted.peak_bytes]
+        known = [entry for entry in self.ranks if entry.measured.peak_bytes and entry.predicted.peak_bytes]
         if not known:
             return "Memory was not sampled."
-        one = max(known, key=lambda one: abs(one.measured.peak_bytes / one.predicted.peak_bytes - 1))
-        measured, predicted = one.measured.peak_bytes, one.predicted.peak_bytes
+        entry = max(known, key=lambda entry: abs(entry.measured.peak_bytes / entry.predicted.peak_bytes - 1))
+        measured, predicted = entry.measured.peak_bytes, entry.predicted.peak_bytes
         if abs(measured / predicted - 1) < MEMORY_AGREES:
             return f"Memory agrees within {MEMORY_AGREES:.0%}."
         why = (
@@ -288,7 +288,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             else "saved activations that are counted but are freed earlier, or less workspace"
         )
         return (
-            f"Memory: rank {one.rank} holds {size(measured)} at its peak, {measured / predicted:.2f} times the "
+            f"Memory: rank {entry.rank} holds {size(measured)} at its peak, {measured / predicted:.2f} times the "
             f"{size(predicted)} predicted; {why} would explain it."
         )
 
@@ -304,11 +304,11 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
     """
     if not measured:
         raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
-    traces = [("predicted", predicted), *((f"measured step {index}", one) for index, one in enumerate(measured))]
+    traces = [("predicted", predicted), *((f"measured step {index}", traced) for index, traced in enumerate(measured))]
     for name, trace in traces:
         check_belongs(trace, plan.digest, name)
         refuse(TraceError, _problems(trace, name, plan.mesh.world_size))
-    every = [{one.rank: one for one in summarize(trace)} for trace in measured]
+    every = [{times.rank: times for times in summarize(trace)} for trace in measured]
     stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
     return Ledger(
         model=plan.model,
@@ -322,12 +322,12 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
         num_steps=len(measured),
         ranks=tuple(
             RankEntry(
-                rank=one.rank,
-                stage=stages[one.rank],
-                predicted=one,
-                measured=_median([step[one.rank] for step in every]),
+                rank=times.rank,
+                stage=stages[times.rank],
+                predicted=times,
+                measured=_median([step[times.rank] for step in every]),
             )
-            for one in sorted(summarize(predicted), key=lambda one: one.rank)
+            for times in sorted(summarize(predicted), key=lambda times: times.rank)
         ),
     )
 
@@ -377,5 +377,5 @@ def _median(steps: Sequence[RankTimes]) -> RankTimes:
 
 def _computing(entries: Collection[RankEntry]) -> float:
     """Measured over predicted computing time of these ranks; 0 if nothing was predicted."""
-    predicted_s = sum(one.predicted.compute_s for one in entries)
-    return sum(one.measured.compute_s for one in entries) / predicted_s if predicted_s else 0.0
+    predicted_s = sum(entry.predicted.compute_s for entry in entries)
+    return sum(entry.measured.compute_s for entry in entries) / predicted_s if predicted_s else 0.0

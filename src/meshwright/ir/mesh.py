@@ -35,7 +35,7 @@ class AxisGroup(msgspec.Struct, frozen=True):
 
 def sizes_of(groups: Mapping[str, AxisGroup]) -> tuple[dict[str, int], dict[str, int]]:
     """The size of each axis, and this rank's index on each axis."""
-    return {axis: one.size for axis, one in groups.items()}, {axis: one.index for axis, one in groups.items()}
+    return {axis: group.size for axis, group in groups.items()}, {axis: group.index for axis, group in groups.items()}
 
 
 class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def size(self, *names: str) -> int:
         """The product of the sizes of these axes."""
-        single = [one for name in names for one in members(name)]
+        single = [member for name in names for member in members(name)]
         self._known(single)
         return math.prod(axis.size for axis in self.axes if axis.name in single)
 
@@ -102,10 +102,10 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The rank's coordinate on every axis."""
         if not 0 <= rank < self.world_size:
             raise self._refused(f"there is no rank {rank}", f"its ranks are 0 to {self.world_size - 1}")
-        found = {}
+        coordinates = {}
         for axis in reversed(self.axes):
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return {name: found[name] for name in self.names}
+            rank, coordinates[axis.name] = divmod(rank, axis.size)
+        return {name: coordinates[name] for name in self.names}
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates (one for every axis)."""

@@ -29,7 +29,7 @@ def owned_problems(
         return
     axes = _axes(strategies[operator.name])
     place = f"strategies[{operator.name!r}]"
-    for reader in [one.name for one in graph.operators if not {*operator.outputs[1:3]}.isdisjoint(one.inputs)]:
+    for reader in [op.name for op in graph.operators if not {*operator.outputs[1:3]}.isdisjoint(op.inputs)]:
         if _axes(strategies[reader]) != axes:
             problem = f"its own samples are split over {_said(axes)}, those of its gradient over "
             problem += _said(_axes(strategies[reader]))

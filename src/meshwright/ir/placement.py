@@ -96,7 +96,7 @@ def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str, 
                 if factor.name == name:
                     if sizes[name] % parts == 0:
                         return Shard(index, outer)
-                    return Shard(index, outer, prod(_size(one, sizes) for one in dim[position + 1 :]))
+                    return Shard(index, outer, prod(_size(inner, sizes) for inner in dim[position + 1 :]))
                 outer *= _size(factor, sizes)
     return None
 
@@ -229,14 +229,14 @@ def axis_cut(
     """How ``axis`` (or joined axes) cuts a tensor of the global ``shape`` on the rank at coordinates ``at``, given the
     cuts of ``others``. Other axes that cut the same factor are outside of ``axis``."""
     blocks, units = shard.outer, shape[shard.dim] // shard.outer // shard.unit
-    beside = {name: one for name, one in others.items() if name not in members(axis)}
+    beside = {name: placement for name, placement in others.items() if name not in members(axis)}
     local = _local_length(shape, shard.dim, beside, axis_sizes, at)
-    for one, before, left in _cuts(shape, shard.dim, beside, axis_sizes, at):
-        if one.outer == shard.outer:
+    for cut, before, left in _cuts(shape, shard.dim, beside, axis_sizes, at):
+        if cut.outer == shard.outer:
             units = left
-        elif one.outer < shard.outer:
+        elif cut.outer < shard.outer:
             blocks = blocks * left // before if before else 0
-    parts = [axis_sizes[one] for one in members(axis)]
+    parts = [axis_sizes[member] for member in members(axis)]
     size = prod(parts)
     if units % size == 0:
         return AxisCut(blocks, (1,) * size, local // blocks // size if blocks else 0)
@@ -286,13 +286,13 @@ def _local_length(
     return length
 
 
-def nested(one: Shard, parts: int, two: Shard, length: int) -> bool:
-    """Whether ``two`` cuts the same factor of a dim as ``one``, or cuts blocks that lie whole in parts of ``one``."""
-    if one.outer == two.outer:
-        return one.unit == two.unit
-    block = length // one.outer
-    part = block // parts if block % (one.unit * parts) == 0 else one.unit
-    return part % (length // two.outer) == 0
+def nested(first: Shard, parts: int, second: Shard, length: int) -> bool:
+    """Whether ``second`` cuts the same factor of a dim as ``first``, or blocks that lie whole in parts of ``first``."""
+    if first.outer == second.outer:
+        return first.unit == second.unit
+    block = length // first.outer
+    part = block // parts if block % (first.unit * parts) == 0 else first.unit
+    return part % (length // second.outer) == 0
 
 
 def flat_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:

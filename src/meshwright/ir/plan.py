@@ -2,31 +2,21 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar, Literal
 
 import msgspec
 
-from meshwright.errors import PlanError, Problem, refuse
 from meshwright.ir.amendment import NOT_RUN, Amendment
-from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.own_samples import owned_problems
 from meshwright.ir.placement import (
     Flat,
-    Partial,
     Placement,
-    Placements,
-    is_linear,
-    misfit,
-    output_placements,
 )
 from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
-from meshwright.ir.rule import Rule
 from meshwright.ir.stages import cut
-from meshwright.ir.stored import bucket_problems, gather_problems, storage_problems
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
@@ -97,8 +87,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def strategy(self, operator: str) -> Strategy:
         """The strategy of an operator (empty: replicated)."""
-        found = self.strategies.get(operator)
-        return found if found is not None else self.strategies.get(starred(operator), {})
+        strategy = self.strategies.get(operator)
+        return strategy if strategy is not None else self.strategies.get(starred(operator), {})
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -168,7 +158,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             PlanError: the graph cannot be cut before the stages' first operators.
         """
         held = cut(graph, self.firsts).stage_of if len(self.stages) > 1 else {}
-        return {one.name: self.stages[held.get(one.name, 0)].strategy(one.name) for one in graph.operators}
+        return {op.name: self.stages[held.get(op.name, 0)].strategy(op.name) for op in graph.operators}
 
     def computes_interior_first(self, operator: str) -> bool:
         """Whether an operator computes its interior while its halos travel."""
@@ -207,13 +197,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if self.interiors:
             lines.append(f"  computed while halos travel: the interior of {', '.join(self.interiors)}")
         lines += _communicated(self)
-        lines += [f"  amended: {one}" for one in self.amendments]
+        lines += [f"  amended: {amendment}" for amendment in self.amendments]
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")
         if self.alternatives:
             lines.append("  weighed, and not taken:")
-            width = max(len(one.layout) for one in self.alternatives)
-            lines += [f"    {one.layout:<{width}}  {_costs(one)}, {one.why}" for one in self.alternatives]
+            width = max(len(option.layout) for option in self.alternatives)
+            lines += [f"    {option.layout:<{width}}  {_costs(option)}, {option.why}" for option in self.alternatives]
         return "\n".join(lines)
 
     def _end_of_data_parallelism(self) -> list[str]:
@@ -221,114 +211,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         ranks, batch = self.mesh.world_size, self.batch_size
         if batch % ranks == 0:
             return []
-        most = max(one for one in range(1, ranks + 1) if ranks % one == 0 and batch % one == 0)
+        most = max(divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0 and batch % divisor == 0)
         samples = "1 sample" if batch == 1 else f"{batch} samples"
         verb = "does" if batch == 1 else "do"
         return [f"  data parallelism ends at dp={most}: {samples} {verb} not divide over {ranks} ranks"]
-
-    def check(self, graph: Graph, where: str = "plan") -> None:
-        """Check that the plan fits the graph.
-
-        Raises:
-            PlanError: the plan was made for another model, names an unknown axis or factor, splits a factor that cannot
-                be split, or passes on or reduces a tensor that is no partial sum.
-        """
-        refuse(PlanError, self._problems(graph), where)
-
-    def _problems(self, graph: Graph) -> Iterator[Problem]:
-        if self.precision != graph.precision:
-            mine, theirs = (one or "the model's own dtypes" for one in (self.precision, graph.precision))
-            problem = f"the plan computes in {mine}, the step was captured in {theirs}"
-            yield "precision", problem, "capture the step in the plan's precision, or plan again"
-        if self.graph_fingerprint != graph.fingerprint:
-            problem = (
-                f"the plan was made for {self.model} (fingerprint {self.graph_fingerprint}), "
-                f"this is {graph.model} (fingerprint {graph.fingerprint})"
-            )
-            yield "", problem, "plan this model again (meshwright plan), or pass the model that the plan belongs to"
-        held = self.mesh.size("pp") * self.chunks if self.mesh.has("pp") else 1
-        if len(self.stages) != held:
-            problem = f"there are {len(self.stages)} stages, but the mesh holds {held}"
-            yield "stages", problem, "there is one stage for every coordinate of pp, times chunks"
-        for key, value, only in (("codec", self.codec, None), ("consistency", self.consistency, "sync")):
-            if value != only:
-                yield key, f"{value!r} cannot be run by this version", f"it must be {only!r}"
-        yield from storage_problems(self, graph)
-        yield from gather_problems(self, graph)
-        names = {operator.name for operator in graph.operators}
-        names |= {starred(name) for name in names}
-        for name in [name for stage in self.stages for name in stage.strategies if name not in names]:
-            yield "strategies", f"there is no operator {name!r}", "remove the line"
-        strategies, divided = self.strategies(graph), cut(graph, self.firsts)
-        sizes = {one.name: self.sizes(divided.stage_of.get(one.name, 0)) for one in graph.operators}
-        for operator in graph.operators:
-            yield from self._strategy_problems(operator, strategies[operator.name], sizes[operator.name])
-            yield from owned_problems(graph, operator, strategies, sizes[operator.name])
-        placements: dict[str, Placements] = {}
-        producers = graph.producers()
-        for operator in graph.operators:
-            strategy, rule = strategies[operator.name], operator.rule
-            reduced = divided.reduced_inputs(operator, producers)
-            yield from _caret_problems(operator, strategy, placements, reduced)
-            for index, output in enumerate(operator.outputs):
-                placements[output] = output_placements(rule, strategy, index, sizes[operator.name]) if rule else {}
-        yield from bucket_problems(self, graph, placements)
-
-    def _strategy_problems(self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Problems of a strategy: axes or factors that do not exist, and factors that cannot be split."""
-        place, rule = f"strategies[{operator.name!r}]", operator.rule
-        for axis, choice in strategy.items():
-            if axis not in sizes:
-                yield place, f"unknown axis {axis!r}", f"axes are {', '.join(sizes)}"
-            if is_linear(choice):
-                continue
-            if rule is None or choice not in rule.sizes:
-                known = ", ".join(rule.sizes) if rule else "none"
-                yield place, f"unknown factor {choice!r}", f"its factors are: {known}"
-            elif not rule.splittable(choice):
-                problem = f"factor {choice!r} of {rule.pattern!r} cannot be split"
-                yield place, problem, "choose another factor, or leave the axis out"
-        if rule is not None and (found := misfit(rule, strategy, sizes)) is not None:
-            yield place, *_uncut(rule, strategy, *found)
 
 
 def starred(name: str) -> str:
     """A name with its block indices replaced: ``h.3.mlp:mm#0`` -> ``h.*.mlp:mm#0``."""
     return _INDEX.sub("*", name)
-
-
-def _caret_problems(
-    operator: Operator, strategy: Strategy, placements: Mapping[str, Placements], reduced: Collection[str]
-) -> Iterator[Problem]:
-    """Problems of linear choices (``^``) whose operands are no partial sums. ``placements`` are those of tensors that
-    earlier operators make. Tensors in ``reduced`` come from another stage, which has already reduced them."""
-    place, rule = f"strategies[{operator.name!r}]", operator.rule
-    for axis, choice in strategy.items():
-        if not is_linear(choice):
-            continue
-        operands = zip(rule.parsed.inputs if rule else (), operator.inputs, strict=False)
-        group = [name for operand, name in operands if operand.linear == len(choice)]
-        if not group:
-            pattern = rule.pattern if rule else "(no rule)"
-            yield place, f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so", "leave the axis out"
-        for name in group if axis != TIME else ():  # over time, dividing a whole tensor makes it Partial
-            if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
-                other = " here: it comes from another stage" if name in reduced else ""
-                problem = f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}"
-                yield place, problem, f"leave the axis out, or split what makes {name!r}"
-
-
-def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
-    """The problem of a factor that cannot be cut into this number of parts, and the remedy."""
-    if letter in rule.joint:
-        problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
-        return problem, "leave it out on all axes but one"
-    alike = [axis for axis, one in strategy.items() if not is_linear(one) and letter in rule.members(one)]
-    axes = f"axis {alike[0]!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"
-    few = "no rank can have nothing of it: split another factor"
-    uneven = "here it must divide evenly: split another factor, or choose sizes that divide"
-    size = rule.sizes[letter]
-    return f"factor {letter!r} has size {size}, {axes} {parts}", few if size < parts else uneven
 
 
 def _communicated(plan: Plan) -> list[str]:
@@ -350,5 +241,5 @@ def _communicated(plan: Plan) -> list[str]:
     return lines
 
 
-def _costs(one: Prediction | Alternative) -> str:
-    return f"{one.step_s * 1e3:.4g} ms a step, {one.peak_memory_bytes / 2**30:.3g} GiB a rank"
+def _costs(prediction: Prediction | Alternative) -> str:
+    return f"{prediction.step_s * 1e3:.4g} ms a step, {prediction.peak_memory_bytes / 2**30:.3g} GiB a rank"

@@ -81,12 +81,12 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     @property
     def flops(self) -> float:
         """Floating-point operations of its kernels."""
-        return sum(one.flops for one in self.kernels)
+        return sum(kernel.flops for kernel in self.kernels)
 
     @property
     def bytes(self) -> int:
         """Bytes that its kernels read and write."""
-        return sum(one.bytes for one in self.kernels)
+        return sum(kernel.bytes for kernel in self.kernels)
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,7 +179,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def phase(self, name: str) -> Phase:
         """The phase with this name; an empty phase if the program has none."""
-        return next((one for one in self.phases if one.name == name), Phase(name))
+        return next((phase for phase in self.phases if phase.name == name), Phase(name))
 
 
 class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,8 +17,8 @@ class Recomputation(msgspec.Struct, frozen=True):
 
     def block(self, operator: str) -> str:
         """The block that holds an operator (``blocks.3``); empty if there is none."""
-        found = _BLOCK.match(self.modules.get(operator, ""))
-        return found[0] if found else ""
+        match = _BLOCK.match(self.modules.get(operator, ""))
+        return match[0] if match else ""
 
     def holds(self, operator: str) -> bool:
         """Whether the operator's results are computed again."""

@@ -95,26 +95,26 @@ def _cheapest(
 ) -> tuple[Move, ...]:
     tensor = _tensor(sizes, links, shape, item_bytes)
     cuts = _cuts(tensor, start, end)
-    differ = sum(1 << axis for axis, (one, other) in enumerate(zip(start, end, strict=True)) if one != other)
+    differ = sum(1 << axis for axis, (have, want) in enumerate(zip(start, end, strict=True)) if have != want)
     # Axes that already have their final placement move only if they block the others, or offer a shortcut.
-    found = None if Flat() in start or tensor.has_shortcut(start, differ) else _path(tensor, start, end, cuts, differ)
-    if found is None:
-        found = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
-    lost = [tensor.names[axis] for axis, one in enumerate(end) if isinstance(one, Partial) and start[axis] != one]
-    assert found is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # each rank would add it
-    return tuple(tensor.move(before, step) for before, step in found)
+    path = None if Flat() in start or tensor.has_shortcut(start, differ) else _path(tensor, start, end, cuts, differ)
+    if path is None:
+        path = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
+    lost = [tensor.names[axis] for axis, want in enumerate(end) if isinstance(want, Partial) and start[axis] != want]
+    assert path is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # each rank would add it
+    return tuple(tensor.move(before, step) for before, step in path)
 
 
 def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
     """The Shards that a search tries for each group of axes: those that the axis has at the end or at the start. If
     several axes are Partial (a sum over levels), each may also have a Shard of one dim, preferably a dim that no axis
     cuts at the start. Axes that move as one get equal Shards."""
-    terms = [isinstance(one, Partial) for one in start]
-    taken = {one.dim for one in start if isinstance(one, Shard)}
+    terms = [isinstance(placement, Partial) for placement in start]
+    taken = {placement.dim for placement in start if isinstance(placement, Shard)}
     dims = sorted((dim for dim, size in enumerate(tensor.shape) if size > 1), key=taken.__contains__)
     part = [Shard(dim) for dim in dims[:1]] if sum(terms) > 1 else []
     own = [
-        list(dict.fromkeys([*(one for one in ends if isinstance(one, Shard)), *(part if term else [])]))
+        list(dict.fromkeys([*(shard for shard in ends if isinstance(shard, Shard)), *(part if term else [])]))
         for term, *ends in zip(terms, end, start, strict=True)
     ]
     return [[cut for cut in own[group.axes[0]] if all(cut in own[a] for a in group.axes)] for group in tensor.groups]
@@ -235,14 +235,14 @@ class _Tensor:
         """Whether one gather over joined axes, although it gathers more, may be faster than separate gathers over the
         joined axes that are in the bit set ``differ``."""
         for group in self.groups:
-            mine = [axis for axis in group.axes if differ >> axis & 1]
-            others = [axis for axis in group.axes if axis not in mine]
-            if not mine or not others or not all(isinstance(start[axis], Shard) for axis in others):
+            differing = [axis for axis in group.axes if differ >> axis & 1]
+            others = [axis for axis in group.axes if axis not in differing]
+            if not differing or not others or not all(isinstance(start[axis], Shard) for axis in others):
                 continue
             latency_s, byte_s = self._gather(group.name, group.axes)
-            apart = [self._gather(self.names[axis], (axis,)) for axis in mine]
-            less = latency_s < sum(one for one, _ in apart)
-            if less or self._parts(*others) * byte_s < sum(one for _, one in apart):
+            apart = [self._gather(self.names[axis], (axis,)) for axis in differing]
+            less = latency_s < sum(latency for latency, _ in apart)
+            if less or self._parts(*others) * byte_s < sum(per_byte for _, per_byte in apart):
                 return True
         return False
 
@@ -296,23 +296,23 @@ class _Tensor:
             return None  # ranks would send unequal amounts
         return step._replace(even=even)
 
-    def _step(self, kind: Kind, group: _Group, state: _State, made: Shard | Flat | None) -> _Step:
-        after = tuple(made if axis in group.axes else one for axis, one in enumerate(state))
-        placement = made if kind in ("slice", "reduce_scatter") else state[group.axes[0]]
+    def _step(self, kind: Kind, group: _Group, state: _State, cut: Shard | Flat | None) -> _Step:
+        after = tuple(cut if axis in group.axes else old for axis, old in enumerate(state))
+        placement = cut if kind in ("slice", "reduce_scatter") else state[group.axes[0]]
         assert placement is not None
         place = -group.axes[0] if kind == "all_gather" else group.axes[0]
-        order = (_ORDER[kind], place, str(made if kind == "all_to_all" else placement))
+        order = (_ORDER[kind], place, str(cut if kind == "all_to_all" else placement))
         return _Step(kind, group, placement, after, self._seconds(kind, group, state, after), order, True)
 
     def move(self, before: _State, step: _Step) -> Move:
         """The public form of a step from the state ``before``."""
-        made = step.after[step.group.axes[0]]
-        target = made if step.kind == "all_to_all" and isinstance(made, Shard) else None
+        cut = step.after[step.group.axes[0]]
+        target = cut if step.kind == "all_to_all" and isinstance(cut, Shard) else None
         assert isinstance(step.placement, Shard | Flat | Partial)
         return Move(step.kind, step.group.name, step.placement, self._named(before), self._named(step.after), target)
 
     def _named(self, state: _State) -> dict[str, Placement]:
-        return {axis: one for axis, one in zip(self.names, state, strict=True) if one is not None}
+        return {axis: placement for axis, placement in zip(self.names, state, strict=True) if placement is not None}
 
     def _fits(self, group: _Group, cut: Shard, state: _State) -> bool:
         """Whether the axes can cut this way, given the cuts of other axes: on one dim, an inner factor must begin where
@@ -336,11 +336,11 @@ class _Tensor:
 
     def _divides(self, dim: int, state: _State) -> bool:
         """Whether all blocks of a dim are cut evenly."""
-        cuts = [(one, axis) for axis, one in enumerate(state) if isinstance(one, Shard) and one.dim == dim]
-        if any(one.unit > 1 for one, _ in cuts):
+        cuts = [(shard, axis) for axis, shard in enumerate(state) if isinstance(shard, Shard) and shard.dim == dim]
+        if any(shard.unit > 1 for shard, _ in cuts):
             return False
-        outers = sorted({one.outer for one, _ in cuts})
-        parts = {outer: self._parts(*(axis for one, axis in cuts if one.outer == outer)) for outer in outers}
+        outers = sorted({shard.outer for shard, _ in cuts})
+        parts = {outer: self._parts(*(axis for shard, axis in cuts if shard.outer == outer)) for outer in outers}
         return all(inner % (outer * parts[outer]) == 0 for outer, inner in pairwise([*outers, self.shape[dim]]))
 
     def _seconds(self, kind: Kind, group: _Group, before: _State, after: _State) -> float:

@@ -288,7 +288,7 @@ class Result(_Part, frozen=True, kw_only=True):
 def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
     """The series of a finding, with their keys below ``key``."""
     if isinstance(finding, Comparison):
-        yield from ((f"{key}.series.{name}", one) for name, one in finding.series.items())
+        yield from ((f"{key}.series.{name}", series) for name, series in finding.series.items())
     elif isinstance(finding, Scaling | BatchSizes):
         points: tuple[Point | BatchPoint, ...] = finding.points
         yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(points))

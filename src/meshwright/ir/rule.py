@@ -86,7 +86,7 @@ class Pattern(msgspec.Struct, frozen=True):
         return frozenset(factor.name for factor in self._factors() if factor.stencil)
 
     def _factors(self) -> Iterator[Factor]:
-        return (one for operand in (*self.inputs, *self.outputs) for dim in operand.dims for one in dim)
+        return (factor for operand in (*self.inputs, *self.outputs) for dim in operand.dims for factor in dim)
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -172,7 +172,7 @@ def _marked(text: str) -> frozenset[str]:
 @lru_cache(maxsize=8192)
 def _written(text: str) -> tuple[frozenset[str], ...]:
     """The letters of each output."""
-    return tuple(frozenset(one.name for dim in operand.dims for one in dim) for operand in parse_pattern(text).outputs)
+    return tuple(frozenset(factor.name for dim in out.dims for factor in dim) for out in parse_pattern(text).outputs)
 
 
 def _operand(part: str, text: str) -> Operand:

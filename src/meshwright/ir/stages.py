@@ -74,14 +74,14 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
     def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
         """The prologue operators that a stage or the tensors ``results`` need, followed by the stage's operators."""
-        mine = [one for one in graph.operators if self.stage_of.get(one.name) == stage]
-        needed = {name for operator in mine for name in operator.inputs} | set(results)
+        operators = [op for op in graph.operators if self.stage_of.get(op.name) == stage]
+        needed = {name for operator in operators for name in operator.inputs} | set(results)
         prologue: list[Operator] = []
         for operator in reversed(graph.operators):
             if operator.prologue and needed.intersection(operator.outputs):
                 prologue.append(operator)
                 needed.update(operator.inputs)
-        return [*reversed(prologue), *(one for one in mine if not one.prologue)]
+        return [*reversed(prologue), *(op for op in operators if not op.prologue)]
 
     def reduced_inputs(self, operator: Operator, producers: dict[str, Operator]) -> set[str]:
         """The inputs that another stage makes: they are reduced over the mesh before they cross."""
@@ -122,7 +122,7 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     stage_of = _forward_stages([operator.name for operator in forward], firsts)
     last = len(firsts)
     producers = graph.producers()
-    by_sequence = {one.sequence: stage_of[one.name] for one in forward if one.sequence >= 0}
+    by_sequence = {op.sequence: stage_of[op.name] for op in forward if op.sequence >= 0}
     for operator in graph.operators:
         if operator.name not in late:
             continue
@@ -140,11 +140,11 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
         terms=terms,
         owners=_owners(graph, stage_of, terms),
         casts=frozenset(
-            one.name
-            for one in forward
-            if one.target == _CAST
-            and one.inputs[0] in graph.parameters
-            and not any(one.outputs[0] in names for names in (*up, *down))
+            op.name
+            for op in forward
+            if op.target == _CAST
+            and op.inputs[0] in graph.parameters
+            and not any(op.outputs[0] in names for names in (*up, *down))
         ),
     )
 
@@ -154,11 +154,11 @@ def border(
 ) -> Placements:
     """The placements of a tensor that crosses to another stage: as ``maker`` splits it under ``strategy``, with
     Partials reduced. Between stages with different submeshes (``uneven``), only its batch is cut, over dp."""
-    found = output_placements(maker.rule, strategy, maker.outputs.index(name), sizes) if maker.rule else {}
-    over_time: Placements = {axis: one for axis, one in found.items() if axis == TIME}
+    placements = output_placements(maker.rule, strategy, maker.outputs.index(name), sizes) if maker.rule else {}
+    over_time: Placements = {axis: placement for axis, placement in placements.items() if axis == TIME}
     if uneven:
         return batch_border(graph, name, sizes) | over_time
-    return {axis: one for axis, one in found.items() if isinstance(one, Shard)} | over_time
+    return {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)} | over_time
 
 
 def given_batch(graph: Graph, name: str, sizes: Mapping[str, int]) -> Placements:
@@ -194,9 +194,9 @@ def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
     def samples(name: str) -> bool:
         return any(not batch.isdisjoint(classes) for classes in graph.tensors[name].dims)
 
-    found: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
     while True:
-        differing = {*filter(samples, graph.inputs), *found}
+        differing = {*filter(samples, graph.inputs), *buffers}
         for operator in graph.operators:
             if operator.prologue:
                 differing.update(filter(samples, operator.outputs))
@@ -204,19 +204,19 @@ def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
                 differing.update(operator.outputs)
         updates = graph.buffer_updates.items()
         now = frozenset(buffer for buffer, update in updates if update in differing and buffer not in sums)
-        if now == found:
-            return found
-        found = now
+        if now == buffers:
+            return buffers
+        buffers = now
 
 
 def _late(graph: Graph) -> set[str]:
     """The operators of the backward pass: marked as backward, or dependent on such an operator."""
     late: set[str] = set()
-    made: set[str] = set()
+    outputs: set[str] = set()
     for operator in graph.operators:
-        if not operator.prologue and (operator.backward or made.intersection(operator.inputs)):
+        if not operator.prologue and (operator.backward or outputs.intersection(operator.inputs)):
             late.add(operator.name)
-            made.update(operator.outputs)
+            outputs.update(operator.outputs)
     return late
 
 
@@ -254,7 +254,7 @@ def _terms(
         if entry.gradient is None:
             continue
         additions: list[str] = []
-        found: dict[int, list[str]] = {}
+        terms: dict[int, list[str]] = {}
         pending = [entry.gradient]
         while pending:
             name = pending.pop()
@@ -270,11 +270,11 @@ def _terms(
                 pending.extend(reversed(maker.inputs))
             else:
                 stage = stage_of[maker.name] if maker is not None and maker.name in stage_of else 0
-                found.setdefault(stage, []).append(name)
-        if len(found) > 1:
+                terms.setdefault(stage, []).append(name)
+        if len(terms) > 1:
             for name in additions:
                 del stage_of[name]
-            result[entry.parameter] = {stage: tuple(names) for stage, names in sorted(found.items())}
+            result[entry.parameter] = {stage: tuple(names) for stage, names in sorted(terms.items())}
         else:
             maker = producers.get(entry.gradient)
             stage = stage_of[maker.name] if maker is not None and maker.name in stage_of else 0
@@ -315,7 +315,7 @@ def _crossings(
                 read(name, stage_of[operator.name], operator.name, operator.name in late)
     for name in (graph.loss, *graph.metrics.values()):
         read(name, last, "outputs", False)
-    order = {output: index for index, one in enumerate(graph.operators) for output in one.outputs}
+    order = {output: index for index, op in enumerate(graph.operators) for output in op.outputs}
     return (
         tuple(tuple(sorted(names, key=order.__getitem__)) for names in up),
         tuple(tuple(sorted(names, key=order.__getitem__)) for names in down),

@@ -59,4 +59,4 @@ def _resampled(rounds: Sequence[T], statistic: Callable[[Sequence[T]], float], s
 
 
 def _of_medians(pairs: Sequence[tuple[float, float]]) -> float:
-    return statistics.median(one for one, _ in pairs) / statistics.median(other for _, other in pairs)
+    return statistics.median(ours for ours, _ in pairs) / statistics.median(theirs for _, theirs in pairs)

@@ -34,10 +34,10 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
         peaks[sample.rank] = max(peaks[sample.rank], sample.bytes)
     step_s = trace.duration_s
     result = []
-    for rank, found in streams.items():
-        waits, receives = union(found.get("wait", [])), union(found.get("receive", []))
+    for rank, intervals in streams.items():
+        waits, receives = union(intervals.get("wait", [])), union(intervals.get("receive", []))
         still = union([*waits, *receives])
-        compute_s = _without(union(found.get("compute", [])), still)
+        compute_s = _without(union(intervals.get("compute", [])), still)
         exposed_s = length(waits)
         result.append(
             RankTimes(
@@ -45,7 +45,7 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
                 step_s=step_s,
                 compute_s=compute_s,
                 exposed_s=exposed_s,
-                hidden_s=_without(union(found.get("communication", [])), still),
+                hidden_s=_without(union(intervals.get("communication", [])), still),
                 bubble_s=max(0.0, step_s - compute_s - exposed_s),
                 peak_bytes=peaks[rank],
             )

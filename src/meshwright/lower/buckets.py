@@ -38,7 +38,7 @@ class Gathers:
         self._sizes, self._at = sizes_of(groups)
         self._released = {name for stage in plan.stages for name in stage.released}
         self._found: dict[str, Value] = {}
-        self._bucket_of = {name: one for one in plan.gathers if one.axis in groups for name in one.parameters}
+        self._bucket_of = {name: b for b in plan.gathers if b.axis in groups for name in b.parameters}
 
     def __contains__(self, name: str) -> bool:
         return name in self._bucket_of
@@ -48,8 +48,8 @@ class Gathers:
         after use are marked (``meta["released"]``); ``lower/partition.py`` gathers them again in backward."""
         if name not in self._found:
             bucket = self._bucket_of[name]
-            group, names = self._groups[bucket.axis], [one for one in bucket.parameters if one in stored]
-            nodes = [stored[one].node for one in names]
+            group, names = self._groups[bucket.axis], [member for member in bucket.parameters if member in stored]
+            nodes = [stored[member].node for member in names]
             released = not self._released.isdisjoint(names)
             started = self._emit(
                 collectives.GATHER_PARTS,
@@ -60,16 +60,16 @@ class Gathers:
                 label=bucket.label,
                 again=released,
             )
-            made, offset = [started, self._emit(collectives.WAIT, started)], 0
-            for one, node in zip(names, nodes, strict=True):
-                placements = unflattened(stored[one].placements)
-                shape = local_shape(self._tensors[one].shape, placements, self._sizes, self._at)
-                made.append(self._emit(aten.slice.Tensor, made[1], 0, offset, offset + prod(shape)))
-                made.append(self._emit(aten.view.default, made[-1], list(shape)))
-                made[-1].meta.update(local_shape=shape, dtype=node.meta["dtype"])
-                self._found[one] = Value(made[-1], placements, phase=phase)
+            emitted, offset = [started, self._emit(collectives.WAIT, started)], 0
+            for member, node in zip(names, nodes, strict=True):
+                placements = unflattened(stored[member].placements)
+                shape = local_shape(self._tensors[member].shape, placements, self._sizes, self._at)
+                emitted.append(self._emit(aten.slice.Tensor, emitted[1], 0, offset, offset + prod(shape)))
+                emitted.append(self._emit(aten.view.default, emitted[-1], list(shape)))
+                emitted[-1].meta.update(local_shape=shape, dtype=node.meta["dtype"])
+                self._found[member] = Value(emitted[-1], placements, phase=phase)
                 offset += group.size * prod(node.meta["local_shape"])
-            for node in made:
+            for node in emitted:
                 node.meta.update(operator="gathers", backward=False, released=released)
         return self._found[name]
 

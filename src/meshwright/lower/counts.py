@@ -51,7 +51,7 @@ _RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
 
 def num_bytes(*values: Tensor) -> int:
     """Bytes of the elements of tensors."""
-    return sum(one.numel() * one.element_size() for one in values)
+    return sum(value.numel() * value.element_size() for value in values)
 
 
 class Counter:
@@ -68,7 +68,7 @@ class Counter:
         size = call.args[-1] if target in _ACROSS else 1
         call = _functional(call)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
-        read, made = num_bytes(*call.tensors), num_bytes(*outputs)
+        read, written = num_bytes(*call.tensors), num_bytes(*outputs)
         if target in _PASSES:
             largest = max(map(num_bytes, (*call.tensors, *outputs)))
             return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
@@ -78,13 +78,13 @@ class Counter:
             return tuple(self._convolution_backward(call, dtype))
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
         if kind == "gather":  # reads the rows that are looked up, not the whole table
-            return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * made),)
+            return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * written),)
         flops = self._flops(call)
         if target in _RINGS:
             flops *= size
-        product = _kernel(call, kind, dtype, flops, read + made)
+        product = _kernel(call, kind, dtype, flops, read + written)
         if target is aten.addmm.default:  # the bias is written first, and the product added to it
-            return product, Kernel("pointwise", dtype, 0.0, made)
+            return product, Kernel("pointwise", dtype, 0.0, written)
         return (product,)
 
     def _flops(self, call: Call) -> float:
@@ -96,20 +96,20 @@ class Counter:
 
     def _convolution_backward(self, call: Call, dtype: str) -> Sequence[Kernel]:
         """One kernel for each requested gradient: of the input, of the weight."""
-        found: list[Kernel] = []
+        kernels: list[Kernel] = []
         for index, kind in enumerate(("convolution_input", "convolution_weight")):
             if call.args[-1][index]:
-                output = call.outputs[len(found)]
+                output = call.outputs[len(kernels)]
                 alone = [other == index for other in range(3)]
                 flops = self._flops(Call(call.target, (*call.args[:-1], alone), {}, (output,)))
-                one = Call(call.target, call.args, call.kwargs, (output,))
-                found.append(_kernel(one, kind, dtype, flops, num_bytes(*call.tensors, output)))
-        return found
+                gradient_call = Call(call.target, call.args, call.kwargs, (output,))
+                kernels.append(_kernel(gradient_call, kind, dtype, flops, num_bytes(*call.tensors, output)))
+        return kernels
 
 
 def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -> Kernel:
     """The call as one kernel, with the sizes of its matrix product or attention if it is one."""
-    operands = [_operand(one) for one in call.tensors]
+    operands = [_operand(tensor) for tensor in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
     attention: Attention | None = None
     if call.target in _SETTINGS:

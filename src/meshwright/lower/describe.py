@@ -47,10 +47,10 @@ class _Function:
                 )
                 self.given += [self.values[name] for name in self._names[node]]
             elif node.op == "output":
-                self.returned = tuple(name for one in node.all_input_nodes for name in self._names[one])
+                self.returned = tuple(name for argument in node.all_input_nodes for name in self._names[argument])
             elif node.target is getitem and not isinstance(node.all_input_nodes[0].meta["val"], Tensor):
                 source, index = node.all_input_nodes[0], node.args[1]
-                places = [at for at, one in enumerate(source.meta["val"]) if isinstance(one, Tensor)]
+                places = [at for at, output in enumerate(source.meta["val"]) if isinstance(output, Tensor)]
                 self._names[node] = (self._names[source][places.index(index)],) if index in places else ()
             elif node.meta.get("val") is not None:
                 self._call(node)
@@ -63,10 +63,10 @@ class _Function:
 
     def _call(self, node: fx.Node) -> None:
         target: Any = node.target
-        given: Any = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        given: Any = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         results = _results(node)
-        into = next((one for key in _INTO if isinstance(one := node.kwargs.get(key), fx.Node)), None)
-        made: list[ir.Value] = []
+        into = next((memory for key in _INTO if isinstance(memory := node.kwargs.get(key), fx.Node)), None)
+        outputs: list[ir.Value] = []
         new = False
         for name, value in results:
             storage = self._storages.get(value.untyped_storage()._cdata)
@@ -76,9 +76,9 @@ class _Function:
             elif storage is None:
                 name = f"{name} again" if name in self._taken else name  # recomputed while the first copy is kept
                 new, storage = True, name
-            made.append(self._put(name, value, storage))
-        self._names[node] = tuple(one.name for one in made)
-        inputs = tuple(name for one in node.all_input_nodes for name in self._names[one])
+            outputs.append(self._put(name, value, storage))
+        self._names[node] = tuple(output.name for output in outputs)
+        inputs = tuple(name for argument in node.all_input_nodes for name in self._names[argument])
         call = Call(target, tuple(given[0]), dict(given[1]), tuple(value for _, value in results))
         mutable = not isinstance(target, OpOverload) or target._schema.is_mutable
         waits = node.all_input_nodes[0].name if target is collectives.WAIT else ""
@@ -96,7 +96,7 @@ class _Function:
         self.sources.append(node)
         self.calls.append({
             "name": node.name, "target": _text(target), "operator": operator, "inputs": inputs,
-            "outputs": tuple(made), "kernels": self.counter.kernels(call) if counted else (), "starts": starts,
+            "outputs": tuple(outputs), "kernels": self.counter.kernels(call) if counted else (), "starts": starts,
             "inside": inside(call, operator), "waits": waits,
             "backward": bool(node.meta.get("backward")),
         })  # fmt: skip
@@ -112,12 +112,12 @@ class _Function:
         nodes = [ir.Node(**call, frees=tuple(freed.get(at, ()))) for at, call in enumerate(self.calls)]
         begin = 0
         for name, end in cuts:
-            mine, after = nodes[begin:end], nodes[end:]
-            made = {one.name for node in mine for one in node.outputs}
-            taken = dict.fromkeys(value for node in mine for value in node.inputs if value not in made)
+            members, after = nodes[begin:end], nodes[end:]
+            produced = {output.name for node in members for output in node.outputs}
+            taken = dict.fromkeys(value for node in members for value in node.inputs if value not in produced)
             later = {value for node in after for value in node.inputs}.union(self.returned)
-            outputs = tuple(one.name for node in mine for one in node.outputs if one.name in later)
-            yield ir.Phase(name, tuple(self.values[one] for one in taken), tuple(mine), outputs)
+            outputs = tuple(output.name for node in members for output in node.outputs if output.name in later)
+            yield ir.Phase(name, tuple(self.values[value] for value in taken), tuple(members), outputs)
             begin = end
 
 
@@ -135,7 +135,7 @@ def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(node.name, value)]
     several = value if isinstance(value, tuple | list) else ()
-    return [(_item(node, index), one) for index, one in enumerate(several) if isinstance(one, Tensor)]
+    return [(_item(node, index), output) for index, output in enumerate(several) if isinstance(output, Tensor)]
 
 
 def _text(target: Any) -> str:
@@ -158,32 +158,32 @@ def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -
 
 def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
     """The phases of a whole step that runs as one function; its reductions overlap backward and are part of it."""
-    places = [one.meta["phase"] for one in function.sources]
+    places = [node.meta["phase"] for node in function.sources]
     first = next((at for at, phase in enumerate(places) if phase != PROLOGUE), len(places))
     last = max((at for at, phase in enumerate(places) if phase == FORWARD), default=first - 1)
     cuts = [(PROLOGUE, first), (FORWARD, max(first, last + 1)), (BACKWARD, len(places))]
-    return function.phases(cuts, {one.storage for one in function.given})
+    return function.phases(cuts, {value.storage for value in function.given})
 
 
 def _of_functions(lowered: LoweredStage, counter: Counter, axes: Mapping[str, int]) -> Iterator[ir.Phase]:
     """The phases of a stage whose functions the executor calls one by one."""
     program, functions = lowered.program, lowered.functions
-    memory = [*(one.value for one in program.accumulators), *program.buckets]
-    stored = {one.name: one.storage for one in memory if not one.owns}
-    stored |= {name: one.source for name, one in program.slices.items()}
+    memory = [*(accumulator.value for accumulator in program.accumulators), *program.buckets]
+    stored = {value.name: value.storage for value in memory if not value.owns}
+    stored |= {name: piece.source for name, piece in program.slices.items()}
     held = (*program.parameters, *program.buffers, *program.inputs)
-    step = {*(one.value for one in held), *(one.name for one in memory), *stored.values()}
+    step = {*(tensor.value for tensor in held), *(tensor.name for tensor in memory), *stored.values()}
     for name, taken in functions.items():
         function = _Function(taken.graph, counter, axes, stored)
         kept = set(step)
         if name not in LATE:
-            kept |= {one.storage for one in function.given}
+            kept |= {value.storage for value in function.given}
         elif name == INPUT:
-            kept |= {stored.get(one, one) for one in functions[WEIGHT].inputs}
-        (found,) = function.phases([(name, len(function.calls))], kept)
-        yield ir.Phase(name, tuple(function.given), found.nodes, function.returned)
+            kept |= {stored.get(input_name, input_name) for input_name in functions[WEIGHT].inputs}
+        (phase,) = function.phases([(name, len(function.calls))], kept)
+        yield ir.Phase(name, tuple(function.given), phase.nodes, function.returned)
         results = zip(taken.outputs, function.returned, strict=False)
-        stored |= {one: function.values[value].storage for one, value in results}
+        stored |= {output: function.values[value].storage for output, value in results}
         if name == PROLOGUE:
-            step |= {function.values[one].storage for one in function.returned}
-            stored |= {part: stored.get(one.source, one.source) for part, one in program.slices.items()}
+            step |= {function.values[value].storage for value in function.returned}
+            stored |= {part: stored.get(piece.source, piece.source) for part, piece in program.slices.items()}

@@ -171,7 +171,7 @@ class Emission:
         with self.during(PROLOGUE):
             if isinstance(over_time, Partial):
                 value = self._share(name, value)
-            whole = {axis: one for axis, one in wanted.items() if axis != TIME or isinstance(over_time, Partial)}
+            whole = {axis: place for axis, place in wanted.items() if axis != TIME or isinstance(over_time, Partial)}
             node = self._resharded(name, value, whole, finish=finish)
         if isinstance(over_time, Shard) and node is not None:
             return self._slice(name, node, over_time, whole)
@@ -218,8 +218,8 @@ class Emission:
     def _slice(self, name: str, node: fx.Node, divided: Shard, rest: Placements) -> fx.Node:
         """A placeholder for a micro-batch's part of a value of the whole step; the executor slices it."""
         blocks = divided.outer
-        for axis, one in rest.items():
-            if isinstance(one, Shard) and one.dim == divided.dim and one.outer < divided.outer:
+        for axis, placement in rest.items():
+            if isinstance(placement, Shard) and placement.dim == divided.dim and placement.outer < divided.outer:
                 blocks //= self.sizes[axis]
         key = (node, divided.dim, blocks)
         if key not in self._sliced:

@@ -117,9 +117,9 @@ def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) ->
     apart where a collective sends the first gradient: the second is then computed during the transfer."""
     key = (*map(str, node.args[:-1]), node.meta.get("phase"))
     first = before.setdefault(key, node)
-    if first is node or _is_sent(first) or any(one.meta.get("returned") for one in (first, node)):
+    if first is node or _is_sent(first) or any(gradient.meta.get("returned") for gradient in (first, node)):
         return
-    mask = [one or other for one, other in zip(first.args[-1], node.args[-1], strict=True)]  # type: ignore[arg-type]
+    mask = [left or right for left, right in zip(first.args[-1], node.args[-1], strict=True)]  # type: ignore[arg-type]
     first.args = (*first.args[:-1], mask)
     node.replace_all_uses_with(first)
 
@@ -322,13 +322,13 @@ def reuse_memory(graph: fx.Graph) -> None:
         node.target, keyword = _IN_PLACE[node.target]
         node.kwargs = {**node.kwargs, keyword: target}
         # from here on the result shares the memory of its input
-        mine, theirs = root[node], root[target]
-        last[theirs] = max(last[theirs], last[mine])
-        if mine in kept:
-            kept.add(theirs)
-        alike = members.pop(mine)
-        root.update(dict.fromkeys(alike, theirs))
-        members[theirs] += alike
+        node_root, target_root = root[node], root[target]
+        last[target_root] = max(last[target_root], last[node_root])
+        if node_root in kept:
+            kept.add(target_root)
+        alike = members.pop(node_root)
+        root.update(dict.fromkeys(alike, target_root))
+        members[target_root] += alike
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
@@ -353,10 +353,10 @@ def _destination(
     if not isinstance(value, Tensor):
         return None
     for candidate in arguments[:1] if node.target in _FIRST_ONLY else arguments:
-        mine, own = candidate.meta.get("val"), root[candidate]
-        if not isinstance(mine, Tensor) or mine.shape != value.shape or mine.dtype != value.dtype:
+        operand, own = candidate.meta.get("val"), root[candidate]
+        if not isinstance(operand, Tensor) or operand.shape != value.shape or operand.dtype != value.dtype:
             continue
-        if own in kept or own in overlapping or last[own] > index[node] or mine.stride() != value.stride():
+        if own in kept or own in overlapping or last[own] > index[node] or operand.stride() != value.stride():
             continue
         if any(other is not candidate and root[other] is own for other in arguments):
             continue

@@ -151,7 +151,7 @@ class Gradients:
         if len(terms) > 1:
             return self._stored(parameter)
         placements = self._to.values[terms[0]].placements
-        return {axis: one for axis, one in self._to.known(placements).items() if axis != TIME}
+        return {axis: placement for axis, placement in self._to.known(placements).items() if axis != TIME}
 
     def _add(self, total: _Total, term: fx.Node) -> None:
         self._to.returned(self._to.emit(aten.add_.Tensor, total.node, term))

@@ -158,8 +158,8 @@ class LocalCall:
     def outside(self, factor: str, other: str) -> bool:
         """Whether the axis of ``factor`` precedes the axis of ``other`` in the mesh."""
         order = list(self._groups)
-        ((one,), (two,)) = self._axes(factor), self._axes(other)
-        return order.index(one) < order.index(two)
+        ((axis,), (other_axis,)) = self._axes(factor), self._axes(other)
+        return order.index(axis) < order.index(other_axis)
 
     def all_reduce(self, node: fx.Node, factor: str, op: str = "sum") -> fx.Node:
         """Emit an all-reduce and its wait for each axis that splits the factor."""

@@ -85,7 +85,7 @@ def lower_operator(
     nodes = nodes_of(calls, counter, sizes)
     positions = {node: position for position, node in enumerate(tensors)}
     started = {waited: _read(key, positions) for key, waited in emitter.exchanged.strips.items()}
-    fetches = {waited.all_input_nodes[0].name: Fetch(*one) for waited, one in started.items() if one is not None}
+    fetches = {waited.all_input_nodes[0].name: Fetch(*fetch) for waited, fetch in started.items() if fetch is not None}
     return OperatorProgram(nodes, fetches)
 
 

@@ -54,9 +54,9 @@ class PhaseFunction:
     def graph(self) -> fx.Graph:
         """The phase's graph; made at first use."""
         assert self._make is not None, "it was forgotten"
-        made = self._make()
+        graph = self._make()
         self._make = None
-        return made
+        return graph
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def partition(
     result = {}
     for phase, nodes in members.items():
         others = [taken[other] for other in PHASES if other not in ALTERNATIVES.get(phase, (phase,))]
-        outputs = [node for node in nodes if node.meta.get("returned") or any(node in one for one in others)]
+        outputs = [node for node in nodes if node.meta.get("returned") or any(node in inputs for inputs in others)]
         make = partial(split.graph_of, phase, orders[phase], taken[phase], outputs)
         names = (node.name for node in taken[phase]), (node.name for node in outputs)
         result[phase] = PhaseFunction(*names, make, partial(boxed_function, constants=constants, kernels=kernels))
@@ -104,7 +104,7 @@ def partition(
 
 def _input_and_weight(backward: list[fx.Node], program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     """Split backward in two: the nodes on which sent gradients depend, and the rest."""
-    sent_down = {one.value.name for one in program.crossing(ActionKind.SEND_B)}
+    sent_down = {transfer.value.name for transfer in program.crossing(ActionKind.SEND_B)}
     needed: set[fx.Node] = set()
     inside = set(backward)
     pending = [node for node in backward if node.name in sent_down]
@@ -178,12 +178,12 @@ class _Partition:
     @staticmethod
     def taken(order: list[fx.Node]) -> dict[fx.Node, None]:
         """The values that a function takes from outside, constants excepted."""
-        made = set(order)
+        inside = set(order)
         return {
             source: None
             for node in order
             for source in node.all_input_nodes
-            if source not in made and source.op != "get_attr"
+            if source not in inside and source.op != "get_attr"
         }
 
     def graph_of(

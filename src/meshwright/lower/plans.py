@@ -30,12 +30,12 @@ class PlanLowering:
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages, each on the rank of its submesh that corresponds to ``rank``. Where parts are
         uneven, rank 0 has the largest."""
-        divided, found = cut(self._graph, plan.firsts), []
+        divided, programs = cut(self._graph, plan.firsts), []
         for stage in range(divided.num_stages):
             groups = groups_of(plan, stage, rank)
             lowered = lower_stage(self._graph, plan, stage, groups, rules=self._rules, divided=divided)
-            found.append(describe(lowered, {group.name: group.size for group in groups.values()}, self._counter))
-        return tuple(found)
+            programs.append(describe(lowered, {group.name: group.size for group in groups.values()}, self._counter))
+        return tuple(programs)
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
@@ -56,7 +56,7 @@ class PlanLowering:
             tensors = [self._graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
             rule = operator.rule
             self._calls[operator.name] = (
-                operator.target, operator.arguments, tuple((one.shape, one.dtype) for one in tensors),
+                operator.target, operator.arguments, tuple((tensor.shape, tensor.dtype) for tensor in tensors),
                 operator.prologue, msgspec.json.encode((rule, operator.letters)),
             )  # fmt: skip
         return self._calls[operator.name]
@@ -66,10 +66,10 @@ def groups_of(plan: Plan, stage: int, rank: int) -> dict[str, AxisGroup]:
     """The groups of a rank within a stage's submesh, by the names of their axes; groups of one rank are left out."""
     mesh = plan.submesh(stage)
     joined = [name for name in plan.algorithms if len(members(name)) > 1 and mesh.has(name)]
-    found = {}
+    groups = {}
     for name in (*mesh.names, *joined):
         ranks = mesh.group_ranks(name, rank % mesh.world_size)
         if len(ranks) > 1:
             index = ranks.index(rank % mesh.world_size)
-            found[name] = AxisGroup(name, len(ranks), index, plan.algorithms.get(name, "native"))
-    return found
+            groups[name] = AxisGroup(name, len(ranks), index, plan.algorithms.get(name, "native"))
+    return groups

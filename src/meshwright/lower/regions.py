@@ -70,7 +70,7 @@ class Compiler:
     @property
     def num_kernels(self) -> int:
         """The number of kernels compiled so far."""
-        return sum(one is not None for one in self._known.values())
+        return sum(kernel is not None for kernel in self._known.values())
 
     def compile(self, graph: fx.Graph) -> None:
         """Replace every region of the graph with a call of its kernel. Needs ``meta["val"]`` of every node."""
@@ -102,16 +102,16 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
     bare: list[Callable[[list[Tensor]], Sequence[Tensor]]] = []
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        made: Any = tool.compile_fx_inner(*args, **kwargs)
-        bare.append(made.current_callable)
-        return made
+        kernel: Any = tool.compile_fx_inner(*args, **kwargs)
+        bare.append(kernel.current_callable)
+        return kernel
 
     examples = [_example(value) for value in values]
     with torch.no_grad(), tool.patch(compile_threads=1):
-        made: Any = tool.compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples, inner_compile=compiled)
-        results = made(*examples)
+        function: Any = tool.compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples, inner_compile=compiled)
+        results = function(*examples)
     given = {value.untyped_storage().data_ptr() for value in examples}
-    if any(one.untyped_storage().data_ptr() in given for one in results):
+    if any(result.untyped_storage().data_ptr() in given for result in results):
         return None
     (call,) = bare  # without torch.compile's wrapper, which no region needs: it costs 0.1 ms with cold caches
 
@@ -123,8 +123,8 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
 
 
 def _example(value: Tensor) -> Tensor:
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return made.fill_(1)
+    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return example.fill_(1)
 
 
 # --- gelu -------------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
     gradient, x = backward.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
-    forward = next((one for one in x.users if one.target is aten.gelu.default), None)
+    forward = next((user for user in x.users if user.target is aten.gelu.default), None)
     if forward is None or backward < forward or forward.kwargs or backward.kwargs:
         return
     if x.meta["val"].dtype != torch.float32 or _size(forward) < WORTH:
@@ -148,10 +148,10 @@ def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
 
     def emit(target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(forward):
-            made = graph.call_function(target, args)
-        values = fx.map_arg(args, lambda one: one.meta["val"])
-        made.meta = {**forward.meta, "val": target(*values)}
-        return made
+            node = graph.call_function(target, args)
+        values = fx.map_arg(args, lambda argument: argument.meta["val"])
+        node.meta = {**forward.meta, "val": target(*values)}
+        return node
 
     bell = emit(aten.exp.default, emit(aten.mul.Tensor, emit(aten.mul.Tensor, x, x), -0.5))
     size = emit(aten.mul.Tensor, emit(aten.abs.default, x), _SCALE / math.sqrt(2))
@@ -176,7 +176,7 @@ def _joins(node: fx.Node) -> bool:
         return False
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
-    if not all(isinstance(one, Tensor) and one.numel() for one in values if one is not None):
+    if not all(isinstance(output, Tensor) and output.numel() for output in values if output is not None):
         return False
     if node.target is aten._to_copy.default:
         source = node.args[0]
@@ -195,8 +195,8 @@ def _is_one_a_row(node: fx.Node) -> bool:
     into, dim, index = node.args[:3]
     assert isinstance(into, fx.Node)
     assert isinstance(index, fx.Node)
-    rows, found = into.meta["val"].shape, index.meta["val"].shape
-    return dim in (-1, len(rows) - 1) and tuple(found) == (*rows[:-1], 1)
+    rows, index_shape = into.meta["val"].shape, index.meta["val"].shape
+    return dim in (-1, len(rows) - 1) and tuple(index_shape) == (*rows[:-1], 1)
 
 
 def _is_light(node: fx.Node) -> bool:
@@ -209,27 +209,27 @@ def _is_light(node: fx.Node) -> bool:
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     """Runs of operators that can be one kernel: no operator outside a run reads its results before its end."""
-    found: list[list[fx.Node]] = []
+    runs: list[list[fx.Node]] = []
     members: list[fx.Node] = []
-    made: set[fx.Node] = set()  # results of the run, and views of them
+    produced: set[fx.Node] = set()  # results of the run, and views of them
     for node in graph.nodes:
-        depends = not made.isdisjoint(node.all_input_nodes)
+        depends = not produced.isdisjoint(node.all_input_nodes)
         if _joins(node):
             members.append(node)
-            made.add(node)
+            produced.add(node)
         elif node.op == "call_function" and node.target in _FREE:
             if depends:
-                made.add(node)
+                produced.add(node)
         elif node.op == "call_function" and not (_is_light(node) and not depends):
-            found.append(members)
-            members, made = [], set()
-    found.append(members)
-    return [one for one in found if len(one) > 1 and max(map(_size, one)) >= WORTH]
+            runs.append(members)
+            members, produced = [], set()
+    runs.append(members)
+    return [run for run in runs if len(run) > 1 and max(map(_size, run)) >= WORTH]
 
 
 def _size(node: fx.Node) -> int:
     value = node.meta["val"]
-    return max(one.numel() for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None)
+    return max(out.numel() for out in (value if isinstance(value, tuple | list) else (value,)) if out is not None)
 
 
 # --- a region as a graph of its own -----------------------------------------------------------------------------------
@@ -256,10 +256,10 @@ class _Extraction:
     def replace(self, kernel: Callable[[fx.Graph, Sequence[Tensor]], Region | None]) -> None:
         for node in self.members:
             self._copy(node)
-        results = [one for node in self.members for one in self._results(node)]
+        results = [result for node in self.members for result in self._results(node)]
         if not results:
             return
-        self.inner.output(tuple(self.copies.get(one) or self._copy(one) for one in results))
+        self.inner.output(tuple(self.copies.get(result) or self._copy(result) for result in results))
         function = kernel(self.inner, [node.meta["val"] for node in self.inputs])
         if function is None:
             return
@@ -270,13 +270,13 @@ class _Extraction:
         with self.graph.inserting_before(call):
             contiguous = [self._as_expected(node) for node in self.inputs]
         call.args = tuple(contiguous)
-        call.meta.update({**last.meta, "val": tuple(one.meta["val"] for one in results)})
+        call.meta.update({**last.meta, "val": tuple(result.meta["val"] for result in results)})
         place = call
-        for index, one in enumerate(results):
+        for index, result in enumerate(results):
             with self.graph.inserting_after(place):
                 place = self.graph.call_function(operator.getitem, (call, index))
-            place.meta.update(one.meta)
-            one.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.inside)
+            place.meta.update(result.meta)
+            result.replace_all_uses_with(place, delete_user_cb=lambda user: user not in self.inside)
         self._erase(last)
         for node in views:
             place.append(node)
@@ -284,13 +284,13 @@ class _Extraction:
 
     def _views_before(self, last: fx.Node) -> list[fx.Node]:
         """Views of the region's results that stand before its end and that other operators read."""
-        found: list[fx.Node] = []
+        views: list[fx.Node] = []
         node = self.members[0]
         while node is not last:
             if node.op == "call_function" and node.target in _FREE and self._is_view_of_member(node):
-                found.append(node)
+                views.append(node)
             node = node.next
-        return [node for node in found if node not in self.absorbed and not self._is_result(node)]
+        return [node for node in views if node not in self.absorbed and not self._is_result(node)]
 
     def _erase(self, last: fx.Node) -> None:
         """Drop the operators that the kernel replaces."""
@@ -315,9 +315,9 @@ class _Extraction:
             root = root.args[0]
         if root.op != "placeholder" or not value.is_contiguous():
             return node
-        made = self.graph.call_function(aten.contiguous.default, (node,))
-        made.meta.update(node.meta)
-        return made
+        contiguous = self.graph.call_function(aten.contiguous.default, (node,))
+        contiguous.meta.update(node.meta)
+        return contiguous
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The results of an operator that nodes outside the region read."""
@@ -361,9 +361,9 @@ class _Extraction:
         shifted = call(aten.sub.Tensor, (x, call(aten.amax.default, (x, [dim], True))))
         parts = call(aten.exp.default, (shifted,))
         whole = call(aten.sum.dim_IntList, (parts, [dim], True))
-        made = call(aten.sub.Tensor, (shifted, call(aten.log.default, (whole,))))
-        self.softmaxes[made] = (parts, whole)
-        return made
+        output = call(aten.sub.Tensor, (shifted, call(aten.log.default, (whole,))))
+        self.softmaxes[output] = (parts, whole)
+        return output
 
     def _add_to_rows(self, node: fx.Node, args: Any) -> fx.Node:
         """A scatter of one number per row, as element-wise operators."""

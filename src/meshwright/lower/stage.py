@@ -140,7 +140,7 @@ class _StageLowering:
         alone = self.divided.num_stages == 1 and not emission.microbatched
         program = self._program(self._named_results(joined), alone and not stage.recompute and not stage.released)
         values = {name: value.to(self.device) for name, value in constants.items()}
-        again = Recomputation(stage.recompute, {one.name: one.module for one in self.ir.operators})
+        again = Recomputation(stage.recompute, {op.name: op.module for op in self.ir.operators})
         return partition(graph, program, values, again, compiler, kernels, note)
 
     # --- values that exist before the step ---------------------------------------------------------------------------
@@ -170,9 +170,9 @@ class _StageLowering:
         if not self.plan.uneven:
             return placements
         return {
-            axis: Shard(one.dim, self.plan.microbatches, one.unit)
-            for axis, one in placements.items()
-            if isinstance(one, Shard)
+            axis: Shard(shard.dim, self.plan.microbatches, shard.unit)
+            for axis, shard in placements.items()
+            if isinstance(shard, Shard)
         }
 
     def _rows_of_input(self, name: str) -> Placements:
@@ -181,13 +181,13 @@ class _StageLowering:
             return {}
         wants = [
             self._wanted(operator, position)
-            for operator in self.ir.operators for position, one in enumerate(operator.inputs) if one == name
+            for operator in self.ir.operators for position, operand in enumerate(operator.inputs) if operand == name
         ]  # fmt: skip
         first = self.emission.known(wants[0]) if wants else {}
         return {
-            axis: one for axis, one in first.items()
-            if isinstance(one, Shard) and one.outer == 1 and one.dim and axis not in (*DATA_AXES, TIME)
-            and all(other.get(axis) == one for other in wants)
+            axis: shard for axis, shard in first.items()
+            if isinstance(shard, Shard) and shard.outer == 1 and shard.dim and axis not in (*DATA_AXES, TIME)
+            and all(other.get(axis) == shard for other in wants)
         }  # fmt: skip
 
     def _wanted(self, operator: Operator, position: int) -> Placements:
@@ -215,7 +215,7 @@ class _StageLowering:
 
     def _transfer(self, name: str, node: fx.Node) -> Transfer:
         placements, shape = self._border(name), self.ir.tensors[name].shape
-        over_time: Placements = {axis: one for axis, one in placements.items() if axis == TIME}
+        over_time: Placements = {axis: placement for axis, placement in placements.items() if axis == TIME}
         whole = self.emission.local_shape(shape, over_time)
         local = self.emission.local_shape(shape, placements)
         return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole)
@@ -338,7 +338,7 @@ class _StageLowering:
                 return emission.want(name, {})
         divided = value.placements.get(TIME)
         emission.returned(value.node)
-        placements = {axis: one for axis, one in emission.known(value.placements).items() if axis != TIME}
+        placements = {axis: placement for axis, placement in emission.known(value.placements).items() if axis != TIME}
         shape = self.ir.tensors[name].shape
         joined = emission.given("joined", STEP, emission.local_shape(shape, placements), emission.dtype(name))
         join = divided.op if isinstance(divided, Partial) else "last"

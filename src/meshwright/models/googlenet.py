@@ -73,7 +73,7 @@ class GoogLeNet(nn.Module):
         )  # fmt: skip
         inputs, modules = 3 * width, []
         for channels in MODULES:
-            modules.append(Inception(inputs, *(one * width // 64 for one in channels)))
+            modules.append(Inception(inputs, *(count * width // 64 for count in channels)))
             inputs = modules[-1].channels
         self.modules_3 = nn.Sequential(*modules[:2])
         self.modules_4 = nn.Sequential(*modules[2:7])

@@ -114,12 +114,12 @@ class WideResNet(nn.Module):
         inputs, groups = width, []
         for group, count in enumerate(blocks):
             inside, outputs = widened * width * 2**group, 4 * width * 2**group
-            made = []
+            residuals = []
             for block in range(count):
                 stride = 2 if group > 0 and block == 0 else 1
-                made.append(Residual(inputs, (inside, 1, 1), (inside, 3, stride), (outputs, 1, 1)))
+                residuals.append(Residual(inputs, (inside, 1, 1), (inside, 3, stride), (outputs, 1, 1)))
                 inputs = outputs
-            groups.append(nn.Sequential(*made))
+            groups.append(nn.Sequential(*residuals))
         self.groups = nn.Sequential(*groups)
         self.head = nn.Linear(inputs, classes)
         draw_kernels(self)

@@ -42,8 +42,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def arguments(call: "Call | Local") -> dict[str, Any]:
     """All arguments of a call of an ATen operator by name; an argument that the call leaves out has its default."""
     schema = call.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip([one.name for one in schema], call.args, strict=False))
-    return {one.name: one.default_value for one in schema if one.has_default_value()} | given | dict(call.kwargs)
+    given = dict(zip([arg.name for arg in schema], call.args, strict=False))
+    return {arg.name: arg.default_value for arg in schema if arg.has_default_value()} | given | dict(call.kwargs)
 
 
 Value = Any

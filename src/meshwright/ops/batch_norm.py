@@ -70,7 +70,7 @@ def batch_norm_local(local: Local) -> Any:
         result if isinstance(result, tuple) else (local.call(operator.getitem, result, index) for index in range(5))
     )
     parts = local.coordinate(OWN)[1]
-    return image, mean, scale, *(local.call(aten.mul.Tensor, one, 1 / parts) for one in running)
+    return image, mean, scale, *(local.call(aten.mul.Tensor, statistic, 1 / parts) for statistic in running)
 
 
 def _over_shards(local: Local, updates: bool) -> tuple[Value, ...]:
@@ -145,8 +145,8 @@ def batch_norm_backward_rule(call: Call) -> Rule:
     image = f"{mark}n c{space}"
     # without batch statistics, the saved statistics are empty
     vectors = "".join(", c" if len(value) else ", !e" for value in call.args[2:7] if value is not None)
-    made = mask if len(call.outputs) == sum(mask) else [True] * len(call.outputs)  # fake results ignore the mask
-    pattern = f"^{image}, {image}{vectors} -> {wanted(made, image, 'c')}"
+    present = mask if len(call.outputs) == sum(mask) else [True] * len(call.outputs)  # fake results ignore the mask
+    pattern = f"^{image}, {image}{vectors} -> {wanted(present, image, 'c')}"
     if not train:
         return make_rule(call, pattern)
     decompositions = dict.fromkeys(["n", *names], "sum") | {OWN: OWN}

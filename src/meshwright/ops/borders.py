@@ -44,15 +44,15 @@ class Borders:
         """The borders of a split dim. None if the plan does not compute own rows first, if parts differ in size, or if
         own rows with equal padding before and after do not make all rows: the stride must fit the parts, and the
         padding must put each window around its row."""
-        rows, made = side.image[1] - side.image[0], side.made[1] - side.made[0]
+        rows, out_rows = side.image[1] - side.image[0], side.made[1] - side.made[0]
         alike = all(
             len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.made)
         )
         before, after = window.padding, window.extent - window.stride - window.padding
-        fits = rows == made * window.stride and 0 <= after <= before and 2 * before < window.extent and before > 0
-        found = cls(local, side, window, window.ranges(side.made), made, before, after)
-        reach = max(before, after) <= rows and max(found.top, found.bottom) <= made
-        return found if local.interior_first(side.factor) and alike and fits and reach else None
+        fits = rows == out_rows * window.stride and 0 <= after <= before and 2 * before < window.extent and before > 0
+        borders = cls(local, side, window, window.ranges(side.made), out_rows, before, after)
+        reach = max(before, after) <= rows and max(borders.top, borders.bottom) <= out_rows
+        return borders if local.interior_first(side.factor) and alike and fits and reach else None
 
     @property
     def top(self) -> int:
@@ -70,8 +70,8 @@ class Borders:
         begun = self._begun(source)
         result = local.call(local.target, source, weight, None, *self._padded(rest))
         for strip, start, _ in self._strips(begun):
-            made = local.call(local.target, strip, weight, None, *rest)
-            result = local.call(collectives.ADD_ROWS, result, made, dim, start)
+            terms = local.call(local.target, strip, weight, None, *rest)
+            result = local.call(collectives.ADD_ROWS, result, terms, dim, start)
         return result
 
     def weight_gradient(self, grad: Value, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
@@ -80,8 +80,8 @@ class Borders:
         begun = self._begun(source)
 
         def gradient(grad: Value, source: Value, rest: tuple[Any, ...]) -> Value:
-            made = local.call(local.target, grad, source, weight, None, *rest, WEIGHT)
-            return local.call(operator.getitem, made, 1)
+            gradients = local.call(local.target, grad, source, weight, None, *rest, WEIGHT)
+            return local.call(operator.getitem, gradients, 1)
 
         result = gradient(grad, source, self._padded(rest))
         for strip, start, count in self._strips(begun):
@@ -94,14 +94,14 @@ class Borders:
 
         def gradient(grad: Value, rows: int, rest: tuple[Any, ...]) -> Value:
             like = local.call(aten.new_empty.default, grad, [*shape[:dim], rows, *shape[dim:][1:]])
-            made = local.call(local.target, grad, like, weight, None, *rest, INPUT)
-            return local.call(operator.getitem, made, 0)
+            gradients = local.call(local.target, grad, like, weight, None, *rest, INPUT)
+            return local.call(operator.getitem, gradients, 0)
 
         strips = []
         for start, count, (low, high) in self._edges:
             if count:
-                made = gradient(self._rows(grad, start, count), window.rows(count), rest)
-                strips.append(self._rows(made, low, high - low))
+                terms = gradient(self._rows(grad, start, count), window.rows(count), rest)
+                strips.append(self._rows(terms, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
         rows = self.made * window.stride
         own = gradient(grad, rows, self._padded(rest))
@@ -126,12 +126,12 @@ class Borders:
     def _strips(self, begun: Any) -> list[tuple[Value, int, int]]:
         """For the halo before and the halo after, if not empty: its rows with zeros in place of own rows, the first
         made row that reads them, and the number of such rows."""
-        local, dim, found = self.local, self.side.dim, []
+        local, dim, strips = self.local, self.side.dim, []
         for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:
                 padding = [0, 0] * (-dim - 1) + [low, self.window.rows(count) - high]
-                found.append((local.call(aten.constant_pad_nd.default, strip, padding, 0.0), start, count))
-        return found
+                strips.append((local.call(aten.constant_pad_nd.default, strip, padding, 0.0), start, count))
+        return strips
 
     def _rows(self, value: Value, start: int, count: int) -> Value:
         return self.local.call(aten.slice.Tensor, value, self.side.dim, start, start + count)

@@ -60,7 +60,7 @@ class _Settings:
     @classmethod
     def of(cls, given: tuple[Any, ...], kernel: Sequence[int]) -> "_Settings":
         *lists, transposed, output_padding, groups = given
-        stride, padding, dilation, more = (each(one, len(kernel)) for one in (*lists, output_padding))
+        stride, padding, dilation, more = (each(setting, len(kernel)) for setting in (*lists, output_padding))
         return cls(stride, padding, dilation, transposed, more, groups, windows(kernel, stride, padding, dilation))
 
     def arguments(self, local: Local, sides: Sequence[Side]) -> tuple[Any, ...]:
@@ -84,8 +84,8 @@ def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, ou
     c, f, filters = settings.channels()
     filters += "".join(f" !{name}" for name in {1: "q", 2: "pq", 3: "rpq"}[len(kernel)])
 
-    def text(image: str, made: str) -> str:
-        return pattern.format(source=f"n {c} {image}", weight=filters, output=f"n {f} {made}")
+    def text(image: str, result: str) -> str:
+        return pattern.format(source=f"n {c} {image}", weight=filters, output=f"n {f} {result}")
 
     return space.rule(call, text, **({"g": settings.groups} if settings.groups != 1 else {}))
 

@@ -61,12 +61,12 @@ def _experts_backward(
         with torch.enable_grad():
             hidden = F.linear(tokens[rows], up[expert]).detach().requires_grad_()
             inner = _gated(hidden, activation, down.shape[2])
-        mine, share = grad[rows], weights[rows, slots, None]
-        back = torch.mm(mine, down[expert])
+        grad_rows, share = grad[rows], weights[rows, slots, None]
+        back = torch.mm(grad_rows, down[expert])
         grads[1][rows, slots] = (back * inner.detach()).sum(-1).to(weights.dtype)
-        scaled = mine * share.to(mine.dtype)
+        scaled = grad_rows * share.to(grad_rows.dtype)
         torch.mm(scaled.t(), inner.detach(), out=grads[3][expert])
-        (inside,) = torch.autograd.grad(inner, hidden, back * share.to(mine.dtype))
+        (inside,) = torch.autograd.grad(inner, hidden, back * share.to(grad_rows.dtype))
         torch.mm(inside.t(), tokens[rows], out=grads[2][expert])
         grads[0].index_add_(0, rows, torch.mm(inside, up[expert]))
     return grads
@@ -114,8 +114,8 @@ def across(
     """``experts`` of this rank's tokens, with the experts split over ``size`` ranks."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     rows, numbers, theirs = dispatch.sent(tokens.repeat_interleave(index.shape[1], 0))
-    made = _experts(rows, numbers, rows.new_ones(len(rows), 1), up, down, activation, first)
-    return (dispatch.returned(made, theirs) * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+    outputs = _experts(rows, numbers, rows.new_ones(len(rows), 1), up, down, activation, first)
+    return (dispatch.returned(outputs, theirs) * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
 def across_backward(
@@ -126,15 +126,15 @@ def across_backward(
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     width = torch.promote_types(tokens.dtype, weights.dtype)
     slots = index.shape[1]
-    packed = [*(one.repeat_interleave(slots, 0) for one in (tokens, grad)), weights.reshape(-1, 1)]
-    rows, numbers, theirs = dispatch.sent(torch.cat([one.to(width) for one in packed], 1))
+    packed = [*(tensor.repeat_interleave(slots, 0) for tensor in (tokens, grad)), weights.reshape(-1, 1)]
+    rows, numbers, theirs = dispatch.sent(torch.cat([tensor.to(width) for tensor in packed], 1))
     token, gradient, weight = rows.split([tokens.shape[1], grad.shape[1], 1], 1)
-    found = _experts_backward(
+    grads = _experts_backward(
         gradient.to(grad.dtype), token.to(tokens.dtype), numbers, weight.to(weights.dtype), up, down, activation, first
     )
-    back = dispatch.returned(torch.cat([found[0].to(width), found[1].to(width)], 1), theirs)
-    mine, share = back.split([tokens.shape[1], 1], 2)
-    return mine.sum(1).to(tokens.dtype), share.squeeze(2).to(weights.dtype), found[2], found[3]
+    back = dispatch.returned(torch.cat([grads[0].to(width), grads[1].to(width)], 1), theirs)
+    token_grads, weight_grads = back.split([tokens.shape[1], 1], 2)
+    return token_grads.sum(1).to(tokens.dtype), weight_grads.squeeze(2).to(weights.dtype), grads[2], grads[3]
 
 
 def _over_ranks(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ def transform_rule(call: Call) -> Rule:
 def parts_rule(call: Call) -> Rule:
     """``^b s -> b s 2`` (real and imaginary part), or back."""
     names = letters(min(call.tensors[0].dim(), call.outputs[0].dim()))
-    one, two = operand(names), operand([*names, "2"])
-    return make_rule(call, f"^{two} -> {one}" if call.target is aten.view_as_complex.default else f"^{one} -> {two}")
+    num, pair = operand(names), operand([*names, "2"])
+    return make_rule(call, f"^{pair} -> {num}" if call.target is aten.view_as_complex.default else f"^{num} -> {pair}")
 
 
 def conjugate_rule(call: Call) -> Rule:

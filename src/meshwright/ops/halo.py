@@ -91,7 +91,7 @@ def give_back(local: Local, value: Value, sides: Sequence[Side], every: Sequence
 def without(padding: Sequence[int], sides: Sequence[Side]) -> list[int]:
     """The padding that the operator still adds: none in dims whose halo was fetched."""
     split = {side.index for side in sides}
-    return [0 if index in split else one for index, one in enumerate(padding)]
+    return [0 if index in split else pad for index, pad in enumerate(padding)]
 
 
 def each(value: int | Sequence[int], space: int) -> list[int]:

@@ -21,14 +21,14 @@ def gather_rule(call: Call) -> Rule | Unsplit:
     for position in range(source.dim()):
         if position == dim or source.shape[position] != index.shape[position]:
             left[position], right[position] = f"!x{position}", f"!y{position}"
-    one, two = operand(left), operand(right)
+    source_dims, index_dims = operand(left), operand(right)
     if call.target is aten.gather.default:
-        return make_rule(call, f"^{one}, {two} -> {two}")
+        return make_rule(call, f"^{source_dims}, {index_dims} -> {index_dims}")
     if any(tensor.shape != index.shape for tensor in call.tensors[2:]):
         return Unsplit("the values of this scatter have another shape than its index")
-    values = f", ^{two}" * len(call.tensors[2:])
+    values = f", ^{index_dims}" * len(call.tensors[2:])
     linear = "^" if values or call.args[3] == 0 else ""
-    return make_rule(call, f"{linear}{one}, {two}{values} -> {one}")
+    return make_rule(call, f"{linear}{source_dims}, {index_dims}{values} -> {source_dims}")
 
 
 def _adjacent(indices: list[Tensor | None]) -> list[int] | None:
@@ -54,7 +54,7 @@ def _index_patterns(call: Call) -> tuple[str, list[str], list[str], list[int]] |
     shape = list(torch.broadcast_shapes(*shapes))
     names = [f"i{position}" if size != 1 else "1" for position, size in enumerate(shape)]
     taken, sizes = [*left[before], *names, *left[after]], [*source.shape[before], *shape, *source.shape[after]]
-    return operand(left), [operand(aligned(names, shape, one)) for one in shapes], taken, sizes
+    return operand(left), [operand(aligned(names, shape, index_shape)) for index_shape in shapes], taken, sizes
 
 
 def index_rule(call: Call) -> Rule | Unsplit:

@@ -202,15 +202,15 @@ def group_norm_backward_local(local: Local) -> Any:
     if mask[0]:
         factor = None if weight is None else spread(widened(local, weight), channels // groups)
         first, second = (
-            local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, _times(local, one, factor), [2], True), count)
-            for one in (plain, scaled)
+            local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, _times(local, term, factor), [2], True), count)
+            for term in (plain, scaled)
         )
         inner = local.call(aten.sub.Tensor, _times(local, grad, factor), first)
         inner = local.call(aten.sub.Tensor, inner, _times(local, normal, second))
         inner = _times(local, inner, spread(scale))
         result.append(local.call(aten.reshape.default, inner, local.shape()))
-    for one in [scaled] * mask[1] + [plain] * mask[2]:
-        result.append(local.call(aten.reshape.default, local.call(aten.sum.dim_IntList, one, [0]), [channels]))
+    for term in [scaled] * mask[1] + [plain] * mask[2]:
+        result.append(local.call(aten.reshape.default, local.call(aten.sum.dim_IntList, term, [0]), [channels]))
     values = iter(narrowed(local, value, index) for index, value in enumerate(result))
     return tuple(next(values) if wanted else None for wanted in mask)
 

@@ -97,9 +97,9 @@ def _where_split(emit: Callable[[Local, _Pool, list[Side]], Any]) -> Callable[[L
 def _max_pool(local: Local, settings: _Pool, sides: list[Side]) -> Any:
     source = fetch(local, local.args[0], sides, settings.windows, -math.inf)
     call = local.call(local.target, source, *settings.maxima(sides))
-    found, indices = (local.call(operator.getitem, call, index) for index in (0, 1))
+    values, indices = (local.call(operator.getitem, call, index) for index in (0, 1))
     here = _Place.of(local, local.input_shape(0), sides, settings.windows)
-    return found, here.outwards(local, indices)
+    return values, here.outwards(local, indices)
 
 
 def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
@@ -125,15 +125,15 @@ class _Place:
         """The place for a part of this ``shape``; without windows (``every``), a rank reads only its part."""
         rank = sides[0].space
         rows = list(shape[-rank:])
-        found = cls([0] * rank, rows, list(rows))
+        place = cls([0] * rank, rows, list(rows))
         for side in sides:
             part, _ = local.coordinate(side.factor)
             low, high = side.image[part : part + 2]
             if every is not None:
                 low, high = every[side.index].ranges(side.made)[part]
-            found.lows[side.index], found.rows[side.index] = low, high - low
-            found.whole[side.index] = side.image[-1]
-        return found
+            place.lows[side.index], place.rows[side.index] = low, high - low
+            place.whole[side.index] = side.image[-1]
+        return place
 
     def shape(self, part: Sequence[int]) -> list[int]:
         """The shape of the tensor that is pooled, with the halo."""
@@ -165,15 +165,15 @@ def _moved(local: Local, indices: Value, before: list[int], after: list[int], by
     if inner > 1:
         columns = local.call(aten.remainder.Scalar, rest, inner)
         rest = _floor(local, rest, inner)
-    found: list[Value] = []
+    coordinates: list[Value] = []
     for dim in range(last, -1, -1):
-        one = local.call(aten.remainder.Scalar, rest, before[dim]) if dim else rest
+        coordinate = local.call(aten.remainder.Scalar, rest, before[dim]) if dim else rest
         rest = _floor(local, rest, before[dim]) if dim else rest
-        one = local.call(aten.add.Tensor, one, by[dim])
-        found.insert(0, one if within else local.call(aten.clamp.default, one, 0, after[dim] - 1))
-    flat = found[0]
+        coordinate = local.call(aten.add.Tensor, coordinate, by[dim])
+        coordinates.insert(0, coordinate if within else local.call(aten.clamp.default, coordinate, 0, after[dim] - 1))
+    flat = coordinates[0]
     for dim in range(1, last + 1):
-        flat = local.call(aten.add.Tensor, local.call(aten.mul.Tensor, flat, after[dim]), found[dim])
+        flat = local.call(aten.add.Tensor, local.call(aten.mul.Tensor, flat, after[dim]), coordinates[dim])
     if columns is None:
         return flat
     return local.call(aten.add.Tensor, local.call(aten.mul.Tensor, flat, inner), columns)
@@ -200,7 +200,7 @@ def _avg_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 
 
 def _divided(
-    local: Local, value: Value, settings: _Pool, sides: Sequence[Side], image: Sequence[int], made: Sequence[int]
+    local: Local, value: Value, settings: _Pool, sides: Sequence[Side], image: Sequence[int], output: Sequence[int]
 ) -> Value:
     """Divide the sums of windows by their numbers of elements (rows times columns); averages stay as they are."""
     if settings.is_alike(sides):
@@ -212,7 +212,7 @@ def _divided(
         if index in split:
             part, _ = local.coordinate(split[index].factor)
             length, first = split[index].image[-1], split[index].made[part]
-        counts = _counts(local, value, window, length, first, made[index - rank], settings.counts_padding)
+        counts = _counts(local, value, window, length, first, output[index - rank], settings.counts_padding)
         value = local.call(
             aten.div.Tensor, value, local.call(aten.view.default, counts, [-1, *[1] * (rank - 1 - index)])
         )
@@ -245,8 +245,8 @@ def adaptive_local(local: Local) -> Any:
     result = local.call(local.target, local.args[0], local.shape()[-rank:])
     if not sides or "max" not in str(local.target):
         return result
-    found, indices = (local.call(operator.getitem, result, index) for index in (0, 1))
-    return found, _Place.of(local, local.input_shape(0), sides, None).outwards(local, indices)
+    values, indices = (local.call(operator.getitem, result, index) for index in (0, 1))
+    return values, _Place.of(local, local.input_shape(0), sides, None).outwards(local, indices)
 
 
 def adaptive_max_backward_local(local: Local) -> Any:

@@ -90,11 +90,11 @@ def argmax_local(local: Local) -> Any:
     index, parts = local.coordinate("v")
     shape = [parts, *local.shape()]
     keep = len(local.shape()) == len(local.input_shape(0))
-    found = local.call(local.target, source, dim, keep)
-    where = local.call(aten.add.Tensor, found, local.bounds("v")[index])
+    positions = local.call(local.target, source, dim, keep)
+    where = local.call(aten.add.Tensor, positions, local.bounds("v")[index])
     values, places = (
-        local.call(aten.reshape.default, local.all_gather(one, "v"), shape)
-        for one in (local.call(extreme, source, [dim], keep), where)
+        local.call(aten.reshape.default, local.all_gather(value, "v"), shape)
+        for value in (local.call(extreme, source, [dim], keep), where)
     )
     best = local.call(local.target, values, 0, True)
     return local.call(aten.squeeze.dim, local.call(aten.gather.default, places, 0, best), 0)

@@ -36,13 +36,13 @@ class _Needed:
 
 def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: Any) -> Value:
     """Run the operator on the part's rows and their halo; keep the rows of the result that belong to the part."""
-    for one in needed:
-        value = local.halo(value, one.side.factor, one.side.dim, one.side.image, one.ranges)
+    for need in needed:
+        value = local.halo(value, need.side.factor, need.side.dim, need.side.image, need.ranges)
     value = local.call(local.target, value, *settings)
-    for one in needed:
-        if any(one.rest):
-            own = local.shape()[one.side.dim]
-            value = local.call(aten.slice.Tensor, value, one.side.dim, one.rest[0], one.rest[0] + own)
+    for need in needed:
+        if any(need.rest):
+            own = local.shape()[need.side.dim]
+            value = local.call(aten.slice.Tensor, value, need.side.dim, need.rest[0], need.rest[0] + own)
     return value
 
 
@@ -52,13 +52,13 @@ def _gradient_of(
     """The adjoint of ``_made_of``: pad the gradient to the rows that forward made, make the gradient of the rows that
     forward read with ``gradient(grad, shape)``, and add up these rows at their owners."""
     shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
-    for one in needed:
-        rest[one.side.index], shape[one.side.dim] = one.rest, one.rows
+    for need in needed:
+        rest[need.side.index], shape[need.side.dim] = need.rest, need.rows
     if any(map(any, rest)):
         grad = local.call(aten.constant_pad_nd.default, grad, _flat(rest))
     result = gradient(grad, shape)
-    for one in reversed(needed):
-        result = local.halo_sum(result, one.side.factor, one.side.dim, one.side.image, one.ranges)
+    for need in reversed(needed):
+        result = local.halo_sum(result, need.side.factor, need.side.dim, need.side.image, need.ranges)
     return result
 
 
@@ -74,7 +74,7 @@ def _amounts(padding: Sequence[int], rank: int) -> list[Rows]:
 
 
 def _flat(amounts: Sequence[Rows]) -> list[int]:
-    return [one for pair in reversed(amounts) for one in pair]
+    return [rows for pair in reversed(amounts) for rows in pair]
 
 
 def _pad_window(amount: Rows) -> Window:
@@ -84,12 +84,12 @@ def _pad_window(amount: Rows) -> Window:
 
 def constant_pad_rule(call: Call) -> Rule:
     """``n c ~y ~x -> n c ~y1 ~x1``: the parts of a padded dim have other rows than those of the image."""
-    source, made = call.tensors[0], call.outputs[0]
+    source, output = call.tensors[0], call.outputs[0]
     space, names = Space(), letters(source.dim())
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
         if any(amount):
             name = _FROM_THE_BACK[source.dim() - 1 - dim]
-            space.add(name, (source.shape[dim], made.shape[dim]), halo=True)
+            space.add(name, (source.shape[dim], output.shape[dim]), halo=True)
         else:
             space.left.append(names[dim])
             space.right.append(names[dim])
@@ -118,7 +118,7 @@ def constant_pad_local(local: Local) -> Any:
 def image_pad_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``: rows beyond the border repeat rows of the image."""
     amounts = _amounts(arguments(call)["padding"], space_rank(call.target))
-    return Space.of(*image_and_made(call), [any(one) for one in amounts]).spatial_rule(call, linear=True)
+    return Space.of(*image_and_made(call), [any(amount) for amount in amounts]).spatial_rule(call, linear=True)
 
 
 def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
@@ -156,7 +156,7 @@ def _image_padding(local: Local) -> tuple[dict[str, Any], list[_Needed], list[Ro
         if any(amounts[side.index]):
             part, length = local.coordinate(side.factor)[0], side.image[-1]
             wanted = _pad_window(amounts[side.index]).ranges(side.made)
-            ranges = tuple(_sources(one, length, reflects) for one in wanted)
+            ranges = tuple(_sources(rows, length, reflects) for rows in wanted)
             (low, high), (first, last) = wanted[part], ranges[part]
             before, after = max(0, -low), max(0, high - length)
             amounts[side.index] = before, after
@@ -172,22 +172,22 @@ def _scales(given: dict[str, Any]) -> list[float | None]:
     return [value for name, value in given.items() if name.startswith("scales")]
 
 
-def _reach(image: int, made: int, cubic: bool) -> int:
+def _reach(image: int, output: int, cubic: bool) -> int:
     """The number of neighbouring rows that a part reads for interpolation: one (cubic: two), rounded up so that a whole
     number of new rows covers them. 0 if the image shrinks by a whole factor (not cubic): own rows are enough."""
-    step = image // math.gcd(image, made)
+    step = image // math.gcd(image, output)
     if cubic:
         return -(-2 // step) * step
-    return 0 if image % made == 0 else step
+    return 0 if image % output == 0 else step
 
 
 def resize_rule(call: Call) -> Rule:
     """``^n c ~y ~x -> n c ~y1 ~x1``: whole factors, or interpolation between the centres of pixels."""
     given, rank, nearest = arguments(call), space_rank(call.target), "nearest" in str(call.target)
-    image, made = image_and_made(call)
+    image, output = image_and_made(call)
     space = Space()
     for index, (name, scale) in enumerate(zip(SPACE[rank], _scales(given), strict=True)):
-        large, small = image[index - rank], made[index - rank]
+        large, small = image[index - rank], output[index - rank]
         whole_factor = large % small == 0 or small % large == 0
         even = scale is None or scale * large == small
         if not even or (not whole_factor if nearest else given["align_corners"]):
@@ -200,28 +200,28 @@ def resize_rule(call: Call) -> Rule:
 
 def _near(local: Local) -> list[_Needed]:
     """The split dims of a resized image. A part reads enough rows that a whole number of new rows covers them."""
-    rank, found = space_rank(local.target), []
+    rank, needed = space_rank(local.target), []
     cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
     for side in split_sides(local, rank):
         if side.factor == both(SPACE[rank][side.index]):
-            part, image, made = local.coordinate(side.factor)[0], side.image[-1], side.made[-1]
-            step = image // math.gcd(image, made)
-            near = 0 if nearest else min(2 if cubic else 1, _reach(image, made, cubic))
+            part, image, output = local.coordinate(side.factor)[0], side.image[-1], side.made[-1]
+            step = image // math.gcd(image, output)
+            near = 0 if nearest else min(2 if cubic else 1, _reach(image, output, cubic))
             ranges = tuple(
-                (max(0, (first * image // made - near) // step * step),
-                 min(image, -(-(-(-end * image // made) + near) // step) * step))
+                (max(0, (first * image // output - near) // step * step),
+                 min(image, -(-(-(-end * image // output) + near) // step) * step))
                 for first, end in pairwise(side.made)
             )  # fmt: skip
             low, high = ranges[part]
             first, end = side.made[part : part + 2]
-            rest = first - low * made // image, high * made // image - end
-            found.append(_Needed(side, ranges, high - low, rest))
-    return found
+            rest = first - low * output // image, high * output // image - end
+            needed.append(_Needed(side, ranges, high - low, rest))
+    return needed
 
 
 def _with_rest(size: list[int], needed: Sequence[_Needed]) -> list[int]:
     """The size of the result on the part's rows and their halo; ``size`` is that of the part's own result."""
-    rest = {one.side.index: sum(one.rest) for one in needed}
+    rest = {need.side.index: sum(need.rest) for need in needed}
     return [rows + rest.get(index, 0) for index, rows in enumerate(size)]
 
 

@@ -103,15 +103,15 @@ class Ring:
         have, want = (self.takes(self.index), own) if back else (own, self.takes(self.index))
         goes = [holder(half, mirrored=not back) for half in have]
         comes = [holder(half, mirrored=back) for half in want]
-        rows = torch.cat([one.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for one in values], 1)
+        rows = torch.cat([tensor.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for tensor in values], 1)
         counts = torch.zeros(self.size, 1, dtype=torch.int64)
         for rank in goes:
             counts[rank] += 1
         came, _ = exchange(rows if goes[0] <= goes[1] else rows.flip(0), counts)
         came = came if comes[0] <= comes[1] else came.flip(0)
         result = []
-        for one, flat in zip(values, came.split([one.numel() // 2 for one in values], 1), strict=True):
-            batch, heads, length, width = one.shape
+        for tensor, flat in zip(values, came.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
+            batch, heads, length, width = tensor.shape
             halves = flat.reshape(2, batch, heads, length // 2, width)
             result.append(halves.movedim(0, 2).reshape(batch, heads, length, width))
         return result
@@ -129,7 +129,7 @@ def forward(
     total = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
     every = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     for step in range(size):
-        coming = [shift(one) for one in ring.moving(key, value, mask)] if step + 1 < size else []
+        coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < size else []
         part = ring.part(step, query, key, mask, causal)
         if part is not None:
             settings = (dropout, part.causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
@@ -161,9 +161,9 @@ def backward(
     if balanced:
         grad, query, key, value, output = ring.swapped(exchange, (grad, query, key, value, output))
         logsumexp = ring.swapped(exchange, (logsumexp.unsqueeze(-1),))[0].squeeze(-1)
-    grads = [torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)]
+    grads = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     for step in range(size):
-        coming = [shift(one) for one in ring.moving(key, value, mask)] if step + 1 < size else []
+        coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < size else []
         part = ring.part(step, query, key, mask, causal)
         if part is not None:
             settings = (dropout, part.causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
@@ -172,9 +172,9 @@ def backward(
                 grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
                 output[:, :, rows], logsumexp[:, :, rows], *settings,
             )  # fmt: skip
-            for one, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
-                one[:, :, place].add_(term)
-        going = [shift(one) for one in grads[1:]]
+            for total, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
+                total[:, :, place].add_(term)
+        going = [shift(total) for total in grads[1:]]
         grads[1:] = [finish() for finish in going]
         if coming:
             key, value, *rest = (finish() for finish in coming)
@@ -209,7 +209,7 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _shapes(grad: Tensor, *values: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in values[:3])
+    return tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in values[:3])
 
 
 _SETTINGS = f"{SETTINGS}, SymInt row, SymInt index, bool balanced, str group, SymInt size"

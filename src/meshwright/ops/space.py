@@ -19,9 +19,9 @@ _RANK = re.compile(r"([123])d")
 
 def space_rank(target: Target) -> int:
     """The number of spatial dims of a pooling, padding or resizing: 2 for max_pool2d."""
-    found = _RANK.search(str(target))
-    assert found is not None
-    return int(found[1])
+    match = _RANK.search(str(target))
+    assert match is not None
+    return int(match[1])
 
 
 def is_gradient(target: Target) -> bool:
@@ -52,13 +52,13 @@ class Space:
 
     @classmethod
     def of(
-        cls, image: Sequence[int], made: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
+        cls, image: Sequence[int], output: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
         equal: bool = False,
     ) -> "Space":  # fmt: skip
         """The last dims of an image and of the result. ``halos`` says of each dim whether it is split with a halo."""
         result = cls()
         for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):
-            sizes = image[index - len(halos)], made[index - len(halos)]
+            sizes = image[index - len(halos)], output[index - len(halos)]
             result.add(name, sizes, halo=halo, contiguous=contiguous, equal=equal)
         return result
 
@@ -91,8 +91,8 @@ class Space:
         """``n c ~y ~x -> n c ~y1 ~x1`` in each sample and channel; the reverse for a gradient, whose second tensor is
         the image and whose third has the pattern of the first."""
         lead = letters(call.tensors[0].dim() - len(self.left), "n")
-        image, made = operand([*lead, *self.left]), operand([*lead, *self.right])
-        inputs, output = ([made, image, made], image) if is_gradient(call.target) else ([image], made)
+        image, result = operand([*lead, *self.left]), operand([*lead, *self.right])
+        inputs, output = ([result, image, result], image) if is_gradient(call.target) else ([image], result)
         text = f"{'^' * linear}{', '.join(inputs[: len(call.tensors)])} -> {', '.join([output] * len(call.outputs))}"
         return self.rule(call, lambda *_: text)
 

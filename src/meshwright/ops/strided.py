@@ -17,12 +17,12 @@ def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storag
     """Return a view if the strides show all elements in order; else a look-up of elements."""
     if _in_order(input, size, stride, storage_offset):
         return aten.view.default(input, list(size))
-    found = _Lookup.of(input, size, stride, storage_offset)
+    lookup = _Lookup.of(input, size, stride, storage_offset)
     base = input
     for dim in reversed(range(input.dim())):
-        base = base if dim in found.order else base.select(dim, 0)
-    base = base.permute([sorted(found.order).index(dim) for dim in found.order]).reshape(found.shape)
-    return (aten.index.Tensor(base, found.indices(input)) if found.looks_up else base).reshape(list(size))
+        base = base if dim in lookup.order else base.select(dim, 0)
+    base = base.permute([sorted(lookup.order).index(dim) for dim in lookup.order]).reshape(lookup.shape)
+    return (aten.index.Tensor(base, lookup.indices(input)) if lookup.looks_up else base).reshape(list(size))
 
 
 def as_strided_scatter(
@@ -31,12 +31,12 @@ def as_strided_scatter(
     """Return ``src`` reshaped if it overwrites all elements in order; else write the elements one by one."""
     if _in_order(input, size, stride, storage_offset):
         return aten.clone.default(aten.reshape.default(src, list(input.shape)))
-    found = _Lookup.of(input, size, stride, storage_offset)
-    order = [*(dim for dim in range(input.dim()) if dim not in found.order), *found.order]
+    lookup = _Lookup.of(input, size, stride, storage_offset)
+    order = [*(dim for dim in range(input.dim()) if dim not in lookup.order), *lookup.order]
     base = input.permute(order)
-    values = src.reshape([*found.shape[: found.kept], *found.size[found.kept :]])
-    if found.looks_up:
-        values = aten.index_put.default(base.reshape(found.shape), found.indices(input), values)
+    values = src.reshape([*lookup.shape[: lookup.kept], *lookup.size[lookup.kept :]])
+    if lookup.looks_up:
+        values = aten.index_put.default(base.reshape(lookup.shape), lookup.indices(input), values)
     return aten.clone.default(values.reshape(base.shape).permute([order.index(dim) for dim in range(len(order))]))
 
 
@@ -66,9 +66,9 @@ class _Lookup:
         while True:
             starts = _digits(offset, steps)
             moves = [_digits(step, steps) for _, step in pairs]
-            found = _Lookup(order, shape, [length for length, _ in pairs], starts or [], [one or [] for one in moves])
-            if starts is not None and None not in moves and found._is_within():
-                return found
+            lookup = _Lookup(order, shape, [length for length, _ in pairs], starts or [], [row or [] for row in moves])
+            if starts is not None and None not in moves and lookup._is_within():
+                return lookup
             if len(shape) == 1 or steps[-2] != shape[-1] * steps[-1]:
                 raise CaptureError(
                     f"it shows {list(size)} by strides {list(stride)}, {offset} elements after the first of a tensor "
@@ -104,7 +104,7 @@ class _Lookup:
         """The index for each dim of ``shape``; None for a dim that is shown whole."""
         size = self.size[self.kept :]
         places = [torch.arange(length, device=like.device) for length in size]
-        places = [one.reshape([-1] + [1] * (len(size) - 1 - dim)) for dim, one in enumerate(places)]
+        places = [positions.reshape([-1] + [1] * (len(size) - 1 - dim)) for dim, positions in enumerate(places)]
         result: list[Tensor | None] = [None] * self.kept
         for dim in range(self.kept, len(self.shape)):
             index = torch.zeros(size, dtype=torch.int64, device=like.device) + self.starts[dim]

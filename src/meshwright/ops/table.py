@@ -70,9 +70,9 @@ def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rul
     Raises:
         RuleError: the rule's pattern does not fit the call, or the call draws random numbers without a key.
     """
-    found = operator_rule(call.target, own)
-    if found is not None:
-        return found.rule(call)
+    rule = operator_rule(call.target, own)
+    if rule is not None:
+        return rule.rule(call)
     if is_random(call.target):
         raise RuleError(
             "this random operator has no form with a key, so that ranks would draw different numbers",

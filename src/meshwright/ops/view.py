@@ -47,11 +47,11 @@ _EMPTY = 2**61 - 1
 
 def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
     """The shortest runs of dims, left and right, with equal numbers of elements; outer dims of size 1 are left out."""
-    one, two = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
-    for before, reached in pairwise(sorted({1, *one} & {1, *two})):
+    left_ends, right_ends = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
+    for before, reached in pairwise(sorted({1, *left_ends} & {1, *right_ends})):
         yield (
-            range(bisect_right(one, before), bisect_left(one, reached) + 1),
-            range(bisect_right(two, before), bisect_left(two, reached) + 1),
+            range(bisect_right(left_ends, before), bisect_left(left_ends, reached) + 1),
+            range(bisect_right(right_ends, before), bisect_left(right_ends, reached) + 1),
         )
 
 

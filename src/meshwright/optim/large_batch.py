@@ -67,13 +67,13 @@ class _LayerWise(Optimizer):
         adapted = [k for k, value in enumerate(parameters) if group["adapt_vectors"] or value.dim() > 1]
         scales: list[Tensor | float] = [1.0] * len(parameters)
         if adapted:
-            mine, theirs = ([values[k] for k in adapted] for values in (parameters, others))
-            squares = torch.stack([_norms(mine), _norms(theirs)]).square()
+            weights, updates = ([values[k] for k in adapted] for values in (parameters, others))
+            squares = torch.stack([_norms(weights), _norms(updates)]).square()
             if self._shard_sum is not None:
-                squares = self._shard_sum(mine, squares)
+                squares = self._shard_sum(weights, squares)
             first, second = squares.sqrt().unbind()
-            found = torch.where((first > 0) & (second > 0), formula(first, second), 1.0)
-            for k, scale in zip(adapted, found.unbind(), strict=True):
+            ratios = torch.where((first > 0) & (second > 0), formula(first, second), 1.0)
+            for k, scale in zip(adapted, ratios.unbind(), strict=True):
                 scales[k] = scale
         return scales
 
@@ -217,8 +217,8 @@ class LAMB(_LayerWise):
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """2-norms [n] of this rank's parts, each computed at least in float32 and returned in float64."""
-    found = (torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in tensors)
-    return torch.stack([norm.double() for norm in found])
+    norms = (torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in tensors)
+    return torch.stack([norm.double() for norm in norms])
 
 
 def _with_momentum(state: dict[str, Any], step: Tensor, momentum: float, nesterov: bool) -> Tensor:

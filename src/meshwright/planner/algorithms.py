@@ -25,12 +25,12 @@ def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> d
     """The collective algorithm of each axis: the fastest that the cluster's file has measured. Without a measurement,
     two CPU ranks of one box swap their data in one round; others use torch.distributed's own collectives."""
     network = Network(cluster) if cluster is not None and cluster.device.kind == "cpu" else None
-    found = {}
+    algorithms = {}
     for axis in communicating(axes):
         measured = network.algorithms(axis_group(mesh, axis)) if network is not None else ""
         usual = "exchange" if mesh.size(axis) == 2 and in_a_box(mesh, axis, cluster) else "native"
-        found[axis] = measured or usual
-    return found
+        algorithms[axis] = measured or usual
+    return algorithms
 
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:

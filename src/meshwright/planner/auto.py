@@ -98,7 +98,7 @@ def plan_auto(
     refused: list[str] = []
     offload = offload and cluster.device.kind != "cpu"  # a CPU's memory is the host's
     weigh = _Scales(graph, world_size, cluster, lower, optimizer, clips, offload, clock)
-    layouts = [one for one in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or one.pp == 1]
+    layouts = [c for c in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or c.pp == 1]
     weighed = len(layouts)
     falling: dict[str, list[float]] = {}
     for number, layout in enumerate(layouts):
@@ -118,8 +118,8 @@ def plan_auto(
         options.append(option)
         if option.layout == layout and option.peak_bytes <= limit:
             family.append(option.predicted.step_s)
-    fitting = sorted((one for one in options if one.peak_bytes <= limit), key=lambda one: one.rank)
-    too_large = [one for one in options if one.peak_bytes > limit]
+    fitting = sorted((choice for choice in options if choice.peak_bytes <= limit), key=lambda choice: choice.rank)
+    too_large = [choice for choice in options if choice.peak_bytes > limit]
     if not fitting and weighed < len(layouts):
         raise LayoutError(
             f"no layout that fits was found in {seconds:g} s: {weighed} of {len(layouts)} were weighed",
@@ -136,17 +136,17 @@ def plan_auto(
         step_s[option.name] = foretell(lower, option.plan, cluster, work=option.work).played.step_s
     near = (1 + ALIKE) * min(step_s.values())
     best = min(
-        (one for one in fitting[:PLAYED] if step_s.get(one.name, math.inf) <= near),
-        key=lambda one: (_complexity(one.layout), step_s[one.name]),
+        (choice for choice in fitting[:PLAYED] if step_s.get(choice.name, math.inf) <= near),
+        key=lambda choice: (_complexity(choice.layout), step_s[choice.name]),
     )
-    others = [one for one in fitting if one is not best]
-    others.sort(key=lambda one: step_s.get(one.name, one.predicted.step_s))
+    others = [choice for choice in fitting if choice is not best]
+    others.sort(key=lambda choice: step_s.get(choice.name, choice.predicted.step_s))
     plan = weigh.explained(best, limit)
     prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.peak_bytes)
     if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
         prediction = foretell(lower, plan, cluster, optimizer=optimizer, clips=clips).prediction
-    lost = [_alternative(one, best, step_s) for one in others[:SHOWN]]
-    lost += [_too_large(one, limit) for one in sorted(too_large, key=lambda one: one.predicted.step_s)[: SHOWN // 2]]
+    lost = [_alternative(choice, best, step_s) for choice in others[:SHOWN]]
+    lost += [_too_large(big, limit) for big in sorted(too_large, key=lambda big: big.predicted.step_s)[: SHOWN // 2]]
     if weighed < len(layouts) or len(step_s) < min(PLAYED, len(fitting)):
         note = clock.stopped(weighed, len(layouts), len(step_s))
         plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
@@ -182,13 +182,13 @@ class _Scales:
             if option.layout == layout and option.ask is self._plain and option.peak_bytes <= limit:
                 return option
             options.append(option)
-        if self.offload and all(one.peak_bytes > limit for one in options):
-            host = (msgspec.structs.replace(one.layout, offload="optimizer") for one in tuple(options))
-            options += [self._with_recomputation(one, limit) for one in host]
-        fitting = [one for one in options if one.peak_bytes <= limit]
+        if self.offload and all(choice.peak_bytes > limit for choice in options):
+            host = (msgspec.structs.replace(choice.layout, offload="optimizer") for choice in tuple(options))
+            options += [self._with_recomputation(offloaded, limit) for offloaded in host]
+        fitting = [choice for choice in options if choice.peak_bytes <= limit]
         if not fitting:
-            return min(options, key=lambda one: one.peak_bytes)
-        return min(fitting, key=lambda one: one.rank)
+            return min(options, key=lambda choice: choice.peak_bytes)
+        return min(fitting, key=lambda choice: choice.rank)
 
     def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
         """The layout with as little recomputation as the limit allows, or with the most if nothing fits. Strategies
@@ -203,8 +203,8 @@ class _Scales:
             again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
             if any(stage.recompute for stage in again.plan.stages):  # else there is nothing to recompute
                 option = again
-        ways = [one for one in (option, careful) if one is not None and one.peak_bytes <= limit]
-        return min(ways, key=lambda one: one.predicted.step_s, default=option)
+        ways = [way for way in (option, careful) if way is not None and way.peak_bytes <= limit]
+        return min(ways, key=lambda way: way.predicted.step_s, default=option)
 
     def explained(self, option: _Option, limit: float) -> Plan:
         """The plan of an option with the best bucket sizes, and notes on what other strategies would cost."""
@@ -235,7 +235,7 @@ class _Scales:
         work, schedule = self.works[key], schedule_of(plan)
         peaks = peak_memory(work, schedule)
         predicted = predict_step(work, schedule, plan.mesh, self.cluster)
-        option = _Option(plan, work, predicted, max(peaks, key=lambda one: one.peak_bytes), ask)
+        option = _Option(plan, work, predicted, max(peaks, key=lambda memory: memory.peak_bytes), ask)
         self.begun.append(option)
         return option
 
@@ -253,16 +253,16 @@ def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
     )
 
 
-def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:
+def _alternative(option: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:
     """The entry of a runner-up with the reason why it lost: the part of the step that differs most."""
-    mine, winner = one.predicted, best.predicted
+    loser, winner = option.predicted, best.predicted
     parts = {
-        "computing": mine.compute_s - winner.compute_s,
-        "communication": mine.communication_s - winner.communication_s,
-        "waiting for other stages": mine.waiting_s - winner.waiting_s,
+        "computing": loser.compute_s - winner.compute_s,
+        "communication": loser.communication_s - winner.communication_s,
+        "waiting for other stages": loser.waiting_s - winner.waiting_s,
     }
     what, more = max(parts.items(), key=lambda item: item[1])
-    seconds = step_s.get(one.name, mine.step_s)
+    seconds = step_s.get(option.name, loser.step_s)
     slower = seconds / step_s[best.name] - 1
     if slower <= ALIKE:
         why = f"{slower:+.1%}, which is within what can be foretold, and less simple"
@@ -270,12 +270,12 @@ def _alternative(one: _Option, best: _Option, step_s: dict[str, float]) -> Alter
         why = f"{slower:.1%} slower"
         if more > 0:
             why += f": {more * 1e3:.3g} ms more of {what}"
-    return Alternative(layout=one.name, step_s=seconds, peak_memory_bytes=one.peak_bytes, why=why)
+    return Alternative(layout=option.name, step_s=seconds, peak_memory_bytes=option.peak_bytes, why=why)
 
 
-def _too_large(one: _Option, limit: float) -> Alternative:
-    why = f"needs {_gib(one.peak_bytes)} GiB at {one.memory.action or 'its peak'}, of {_gib(limit)}"
-    return Alternative(layout=one.name, step_s=one.predicted.step_s, peak_memory_bytes=one.peak_bytes, why=why)
+def _too_large(option: _Option, limit: float) -> Alternative:
+    why = f"needs {_gib(option.peak_bytes)} GiB at {option.memory.action or 'its peak'}, of {_gib(limit)}"
+    return Alternative(layout=option.name, step_s=option.predicted.step_s, peak_memory_bytes=option.peak_bytes, why=why)
 
 
 def _nothing_fits(
@@ -289,7 +289,7 @@ def _nothing_fits(
             where="plan",
             remedy=f"use a global batch that {world_size} divides, or other numbers of ranks",
         )
-    least = min(too_large, key=lambda one: one.peak_bytes)
+    least = min(too_large, key=lambda option: option.peak_bytes)
     changes = [f"give every rank {_gib(least.peak_bytes)} GiB"]
     if fewer := _smaller_batch(graph.batch_size, least, limit):
         changes.append(f"use a global batch of {fewer}")

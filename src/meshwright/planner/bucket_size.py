@@ -68,24 +68,24 @@ def fit_buckets(
             break
         largest = choices[0]
         choices = [
-            one
-            for one in choices
-            if one.reduced_bytes < largest.reduced_bytes or one.gathered_bytes < largest.gathered_bytes
+            choice
+            for choice in choices
+            if choice.reduced_bytes < largest.reduced_bytes or choice.gathered_bytes < largest.gathered_bytes
         ]
-    found = scale.plan_of(choices[0])
-    return msgspec.structs.replace(found, notes=(*found.notes, *scale.notes(choices[0])))
+    fitted = scale.plan_of(choices[0])
+    return msgspec.structs.replace(fitted, notes=(*fitted.notes, *scale.notes(choices[0])))
 
 
 def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
     """Sort choices: first those that cost about as little as the best, most usual first; then the others by cost."""
-    most = min(one.exposed_s for one in choices) + ALIKE * computed_s
-    return sorted(choices, key=lambda one: (max(one.exposed_s, most), one.unusual, one.exposed_s))
+    most = min(choice.exposed_s for choice in choices) + ALIKE * computed_s
+    return sorted(choices, key=lambda choice: (max(choice.exposed_s, most), choice.unusual, choice.exposed_s))
 
 
 def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:
     """The peak memory of the rank that needs most."""
     peaks = peak_memory(step_work(lower(plan), plan, cluster, optimizer=optimizer), schedule_of(plan))
-    return max(one.peak_bytes for one in peaks)
+    return max(memory.peak_bytes for memory in peaks)
 
 
 class _Scale:
@@ -97,11 +97,11 @@ class _Scale:
         self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
         self.reduced, self.gathered = _distinct(reduced, plan.algorithms), _distinct(gathered, plan.algorithms)
         self.reductions = {
-            size: [self._transfer(one, "reduce_scatter" if self._is_cut(one) else "all_reduce") for one in buckets]
+            size: [self._transfer(b, "reduce_scatter" if self._is_cut(b) else "all_reduce") for b in buckets]
             for size, buckets in self.reduced.items()
         }
         self.gathers = {
-            size: [self._transfer(one, "all_gather") for one in buckets] for size, buckets in self.gathered.items()
+            size: [self._transfer(b, "all_gather") for b in buckets] for size, buckets in self.gathered.items()
         }
         self.singles = msgspec.structs.replace(
             plan, buckets=filled(reduced, 0, plan.algorithms), gathers=filled(gathered, 0, plan.algorithms)
@@ -115,7 +115,7 @@ class _Scale:
 
     def weighed(self) -> list[Choice]:
         """Every pair of sizes with its cost; of several sizes that give equal buckets, one is weighed."""
-        self.actions = [stage_actions(one, self.singles, self.cluster) for one in self.lower(self.singles)]
+        self.actions = [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
         return [
             Choice(size, other, self._exposed_s(gathers, reductions))
             for size, reductions in self.reductions.items()
@@ -125,10 +125,10 @@ class _Scale:
     @property
     def computed_s(self) -> float:
         """Seconds of compute of the stage that computes longest."""
-        return max(computed_s(one) for one in self.actions)
+        return max(computed_s(actions) for actions in self.actions)
 
     def _exposed_s(self, gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
-        return max(exposed_s(one, gathers, reductions) for one in self.actions)
+        return max(exposed_s(actions, gathers, reductions) for actions in self.actions)
 
     def plan_of(self, choice: Choice) -> Plan:
         """The plan with buckets of these sizes."""
@@ -163,23 +163,23 @@ class _Scale:
         name, group = chosen(algorithm, collective, int(num_bytes)), axis_group(self.plan.mesh, axis)
         return self.network.collective_s(collective, num_bytes, group, name)  # type: ignore[arg-type]
 
-    def _transfer(self, one: Bucket, operation: str) -> Transfer:
+    def _transfer(self, bucket: Bucket, operation: str) -> Transfer:
         cut = operation == "reduce_scatter"
-        left = one.num_bytes // self.plan.mesh.size(one.axis) if cut else one.num_bytes
+        left = bucket.num_bytes // self.plan.mesh.size(bucket.axis) if cut else bucket.num_bytes
         return Transfer(
-            one.axis,
-            one.parameters,
-            self._seconds(operation, one.axis, one.num_bytes, one.algorithm),
-            after_s=sum(self._seconds("all_reduce", axis, left) for axis in one.across),
+            bucket.axis,
+            bucket.parameters,
+            self._seconds(operation, bucket.axis, bucket.num_bytes, bucket.algorithm),
+            after_s=sum(self._seconds("all_reduce", axis, left) for axis in bucket.across),
             alone=cut,
-            hides=self._hides(operation, one),
+            hides=self._hides(operation, bucket),
         )
 
     # --- in words ----------------------------------------------------------------------------------------------------
 
     def notes(self, choice: Choice) -> list[Note]:
         """Notes on the sizes of gradient buckets and of parameter buckets, where different sizes are possible."""
-        found = []
+        notes = []
         for module, size, buckets, transfers in (
             ("gradients", choice.reduced_bytes, self.reduced, self.reductions),
             ("parameters", choice.gathered_bytes, self.gathered, self.gathers),
@@ -187,27 +187,27 @@ class _Scale:
             if len(buckets) < 2:
                 continue
             still_s = {
-                other: self._exposed_s((), one) if module == "gradients" else self._exposed_s(one, ())
-                for other, one in transfers.items()
+                other: self._exposed_s((), collectives) if module == "gradients" else self._exposed_s(collectives, ())
+                for other, collectives in transfers.items()
             }
-            whole_s = sum(one.seconds + one.after_s for one in transfers[size])
+            whole_s = sum(transfer.seconds + transfer.after_s for transfer in transfers[size])
             sizes = list(buckets)
             where, count = sizes.index(size), len(buckets[size])
             others = (*sizes[:where][-1:], *sizes[where + 1 :][:1])
-            words = [f"{_text(one)} {(still_s[one] - still_s[size]) * 1e3:+.3g} ms" for one in others]
+            words = [f"{_text(other)} {(still_s[other] - still_s[size]) * 1e3:+.3g} ms" for other in others]
             reason = f"stands still {still_s[size] * 1e3:.3g} ms for {whole_s * 1e3:.3g} ms of it; {', '.join(words)}"
             split = f"{count} bucket{'s' * (count > 1)} of at most {_text(size)}"
-            found.append(Note(module=module, split=split, reason=reason))
-        return found
+            notes.append(Note(module=module, split=split, reason=reason))
+        return notes
 
 
 def _distinct(members: Sequence[Member], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
     """The buckets by size, without sizes that give the same buckets as a size nearer to the usual one."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
-    found: dict[tuple[Bucket, ...], int] = {}
-    for size in sorted(by_size, key=lambda one: abs(log2(one / BUCKET_BYTES))):
-        found.setdefault(by_size[size], size)
-    return {size: by_size[size] for size in sorted(found.values())}
+    size_of: dict[tuple[Bucket, ...], int] = {}
+    for size in sorted(by_size, key=lambda num_bytes: abs(log2(num_bytes / BUCKET_BYTES))):
+        size_of.setdefault(by_size[size], size)
+    return {size: by_size[size] for size in sorted(size_of.values())}
 
 
 def _text(num_bytes: int) -> str:

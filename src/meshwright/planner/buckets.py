@@ -35,27 +35,27 @@ def filled(
     which they are full. Members that share a bucket of ``base`` share one here, whatever its size."""
     home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
     pending: dict[tuple[_Together, int], list[Member]] = {}
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
 
     def close(held: list[Member]) -> None:
         _, axis, across, _, _ = held[0].key
-        found.append(
+        buckets.append(
             Bucket(
-                axis=axis, parameters=tuple(one.name for one in held), num_bytes=sum(one.num_bytes for one in held),
+                axis=axis, parameters=tuple(m.name for m in held), num_bytes=sum(m.num_bytes for m in held),
                 algorithm=algorithms.get(axis, "native"), across=across,
             )
         )  # fmt: skip
 
-    for one in members:
-        number = home.get(one.name, -1)
-        held = pending.setdefault((one.key, number), [])
-        if held and number < 0 and sum(each.num_bytes for each in held) + one.num_bytes > most_bytes:
+    for member in members:
+        number = home.get(member.name, -1)
+        held = pending.setdefault((member.key, number), [])
+        if held and number < 0 and sum(m.num_bytes for m in held) + member.num_bytes > most_bytes:
             close(held)
-            held = pending[one.key, number] = []
-        held.append(one)
+            held = pending[member.key, number] = []
+        held.append(member)
     for held in pending.values():
         close(held)
-    return tuple(found)
+    return tuple(buckets)
 
 
 def gathered_members(
@@ -69,17 +69,17 @@ def gathered_members(
         name: min((order[operator.name] for operator, _ in consumers.get(name, ())), default=len(order))
         for name in graph.parameters
     }
-    found = []
+    members = []
     for name in sorted(graph.parameters, key=first.__getitem__):
-        here = {one: placement for one, placement in storage[name].items() if one in axis_sizes}
+        here = {mesh_axis: placement for mesh_axis, placement in storage[name].items() if mesh_axis in axis_sizes}
         axis = flat_axis(here)
         if axis:
             tensor = graph.tensors[name]
             num_bytes = part_bytes(tensor, unflattened(here), axis_sizes)
             modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
             shared = " ".join(modules) if len(modules) > 1 else ""
-            found.append(Member((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
-    return tuple(found)
+            members.append(Member((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
+    return tuple(members)
 
 
 def reduced_members(
@@ -94,7 +94,7 @@ def reduced_members(
     leaves each rank a part."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
-    found: list[Member] = []
+    members: list[Member] = []
     entries = [entry for entry in graph.gradients if entry.gradient is not None]
     counts = Counter(entry.gradient for entry in entries)
     for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
@@ -107,7 +107,7 @@ def reduced_members(
         flat = flat_axis(want)
         if not axes or (flat and flat not in axes):
             continue
-        axis, *across = [flat, *(one for one in axes if one != flat)] if flat else _summed_over(axes, mover)
+        axis, *across = [flat, *(other for other in axes if other != flat)] if flat else _summed_over(axes, mover)
         if rest != {a: p for a, p in unflattened(want).items() if a in mover.sizes}:
             continue
         if counts[gradient] > 1 or consumers.get(gradient) or len(stages) > 1:
@@ -115,15 +115,15 @@ def reduced_members(
         tensor = graph.tensors[gradient]
         num_bytes = part_bytes(tensor, rest, mover.sizes)
         key = (tuple(stages), axis, tuple(across), bool(flat), tensor.dtype)
-        found.append(Member(key, entry.parameter, num_bytes))
-    return tuple(found)
+        members.append(Member(key, entry.parameter, num_bytes))
+    return tuple(members)
 
 
 def _summed_over(axes: list[str], mover: Mover) -> list[str]:
     """The axes over which a bucket is summed: several in turn, or one joined axis."""
     have: Placements = dict.fromkeys(axes, Partial("sum"))
-    found = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
-    return [found[0].axis] if len(found) == 1 else [axis for axis in mover.sizes if axis in axes]
+    moves = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
+    return [moves[0].axis] if len(moves) == 1 else [axis for axis in mover.sizes if axis in axes]
 
 
 def part_bytes(tensor: Tensor, placements: Placements, axis_sizes: Mapping[str, int]) -> int:

@@ -27,11 +27,11 @@ class Axes:
 
 def axes_of(graph: Graph) -> Axes:
     """What a layout of the graph's model can divide."""
-    mixtures = [one for one in graph.operators if one.target.startswith("meshwright.experts.")]
-    experts = math.gcd(*(graph.tensors[one.inputs[-1]].shape[0] for one in mixtures)) if mixtures else 1
+    mixtures = [operator for operator in graph.operators if operator.target.startswith("meshwright.experts.")]
+    experts = math.gcd(*(graph.tensors[mixture.inputs[-1]].shape[0] for mixture in mixtures)) if mixtures else 1
     sequences = Factors(graph, {}, {}).sequences()
-    attention = any(one.target.startswith("meshwright.attention.") for one in graph.operators)
-    images = any(one.target.startswith("aten.convolution.") for one in graph.operators)
+    attention = any(operator.target.startswith("meshwright.attention.") for operator in graph.operators)
+    images = any(operator.target.startswith("aten.convolution.") for operator in graph.operators)
     return Axes(bool(sequences), attention and bool(sequences), experts, images)
 
 
@@ -59,7 +59,7 @@ def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]
         dp = world_size // size
         if batch_size % dp == 0:
             yield Layout(dp=dp, mixed=(size,))
-            two = max(one for one in divisors(size) if one * one <= size)
+            two = max(divisor for divisor in divisors(size) if divisor * divisor <= size)
             if two > 1 and batch_size < world_size:
                 yield Layout(dp=dp, mixed=(size // two, two))
     yield from _by_rule(batch_size, world_size, axes)
@@ -84,4 +84,4 @@ def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
 
 def divisors(number: int) -> list[int]:
     """All divisors of ``number``, in rising order."""
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

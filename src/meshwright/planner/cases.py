@@ -151,7 +151,7 @@ def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluste
         if not fits:
             break  # larger micro-batches need more memory
         size *= 2
-    return min(weighed, key=lambda one: one[0])[1]
+    return min(weighed, key=lambda pair: pair[0])[1]
 
 
 def _cluster(name: str, devices: int) -> Cluster:

@@ -80,9 +80,9 @@ def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dic
                 what = f"it needs all of {name!r}, of which every micro-batch makes a part"
             raise _refused(operator, sizes[TIME], what)
         for index, output in enumerate(operator.outputs):
-            made = output_placements(rule, strategy, index, sizes) if rule is not None else {}
-            if TIME in made:
-                placements[output] = made[TIME]
+            by_axis = output_placements(rule, strategy, index, sizes) if rule is not None else {}
+            if TIME in by_axis:
+                placements[output] = by_axis[TIME]
 
 
 def _refused(operator: Operator, count: int, what: str) -> LayoutError:

@@ -48,7 +48,7 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
     # best[k]: for each point, the time of the slowest of the k stages before it, and the previous point
     best: list[dict[int, tuple[float, int]]] = [{-1: (0.0, -1)}]
     for _ in range(num_stages - 1):
-        found: dict[int, tuple[float, int]] = {}
+        reached: dict[int, tuple[float, int]] = {}
         for number, point in enumerate(points):
             penalty = 1.0 if point.between_blocks else INSIDE_A_BLOCK
             for previous, (slowest, _) in best[-1].items():
@@ -58,9 +58,9 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
                 received = points[previous].sent_s if previous >= 0 else 0.0
                 cost = (before[point.position] - before[start] + received + point.sent_s) * penalty
                 entry = max(slowest, cost)
-                if number not in found or entry < found[number][0]:
-                    found[number] = (entry, previous)
-        best.append(found)
+                if number not in reached or entry < reached[number][0]:
+                    reached[number] = (entry, previous)
+        best.append(reached)
     total = before[-1]
     last = min(
         best[-1],
@@ -80,18 +80,18 @@ def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
         LayoutError: the capture does not use the module of a stage's first operator.
     """
     forward = forward_operators(graph)
-    names = {one.name for one in forward}
+    names = {op.name for op in forward}
     result = []
     for first in firsts:
         module = first.partition(":")[0]
-        found = first if first in names else next((one.name for one in forward if one.module == module), None)
-        if found is None:
+        start = first if first in names else next((op.name for op in forward if op.module == module), None)
+        if start is None:
             raise LayoutError(
                 f"this batch does not use module {module!r}, where a stage begins",
                 where="batch",
                 remedy="choose another cut (stages[].first in the plan), or batches that use all modules",
             )
-        result.append(found)
+        result.append(start)
     return tuple(result)
 
 
@@ -127,29 +127,29 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
         lower_after = end + 1 < len(forward) and live[end + 1] < live[index]
         if not lower_before and not lower_after and live[index] < inf:
             flat = range(index, end + 1)
-            where = next((one for one in flat if _block(forward[one]) != _block(forward[one - 1])), None)
+            where = next((place for place in flat if _block(forward[place]) != _block(forward[place - 1])), None)
             # The live tensors cross once in forward, their gradients once in backward.
             points.append(_Point(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
         index = end + 1
-    products = [index for index, one in enumerate(forward) if one.flops > 0]
-    return [one for one in points if products and products[0] < one.position <= products[-1]]
+    products = [index for index, operator in enumerate(forward) if operator.flops > 0]
+    return [point for point in points if products and products[0] < point.position <= products[-1]]
 
 
 def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
     """The bytes of tensors made before a position and read at or after it (infinite: no cut there), by position."""
     place = {operator.name: index for index, operator in enumerate(forward)}
-    made = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
+    made_at = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
     last: dict[str, int] = {}
     for operator in forward:
         for name in operator.inputs:
-            if name in made:
+            if name in made_at:
                 last[name] = place[operator.name]
     for name in (graph.loss, *graph.metrics.values()):
-        if name in made:
+        if name in made_at:
             last[name] = len(forward) - 1
     changes = [0.0] * (len(forward) + 2)
     for name, end in last.items():
-        changes[made[name] + 1] += graph.tensors[name].num_bytes
+        changes[made_at[name] + 1] += graph.tensors[name].num_bytes
         changes[end + 1] -= graph.tensors[name].num_bytes
     live = list(itertools.accumulate(changes[: len(forward)]))
     for first, end in _buffer_spans(graph, place):  # only one stage may hold a buffer
@@ -161,14 +161,14 @@ def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
     """For every buffer that a step updates, the positions of the first and the last forward operator that read the
     buffer or make its new value."""
     consumers, producers = graph.consumers(), graph.producers()
-    found = []
+    spans = []
     for buffer, update in graph.buffer_updates.items():
-        users = [one.name for one, _ in consumers.get(buffer, ())]
+        users = [consumer.name for consumer, _ in consumers.get(buffer, ())]
         users += [producers[update].name] if update in producers else []
         positions = [place[name] for name in users if name in place]
         if positions:
-            found.append((min(positions), max(positions)))
-    return found
+            spans.append((min(positions), max(positions)))
+    return spans
 
 
 def _block(operator: Operator) -> str:
@@ -180,5 +180,5 @@ def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> froz
     """Parameters that stages of different dp or tp sizes share. No split fits all stages, so they are stored whole."""
     divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
     sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
-    shared = {name for name, held in divided.owners.items() if len({sizes[one % layout.pp] for one in held}) > 1}
+    shared = {name for name, held in divided.owners.items() if len({sizes[owner % layout.pp] for owner in held}) > 1}
     return frozenset(shared.intersection(graph.parameters))

@@ -50,7 +50,7 @@ def pass_partials(
                 passes = placements.get(name, {}).get(axis) == Partial("sum") and name not in crossing
                 if group and operand.linear == group and not passes:
                     strategy.pop(axis, None)
-        for axis in (one for one in axes if one not in settled):
+        for axis in (other for other in axes if other not in settled):
             if axis not in strategy and not (axis == TIME and operator.prologue):
                 reduced = divided.reduced_inputs(operator, producers) if axis != TIME else set()
                 here = {name: placements.get(name, {}) for name in operator.inputs if name not in reduced}
@@ -75,15 +75,15 @@ def _linear_group(
     ]
     if not any(partial):
         return 0
-    groups = {operand.linear for operand, one in zip(rule.parsed.inputs, partial, strict=True) if one}
+    groups = {operand.linear for operand, term in zip(rule.parsed.inputs, partial, strict=True) if term}
     if len(groups) != 1 or 0 in groups:
         return 0
     group = groups.pop()
     if axis == TIME:  # nothing is reduced over time; division turns a whole operand into a term
         return group
-    if any(operand.linear == group and not one for operand, one in zip(rule.parsed.inputs, partial, strict=True)):
+    if any(operand.linear == group and not term for operand, term in zip(rule.parsed.inputs, partial, strict=True)):
         return 0
-    into = sum(graph.tensors[name].num_elements for name, one in zip(operator.inputs, partial, strict=True) if one)
+    into = sum(graph.tensors[name].num_elements for name, term in zip(operator.inputs, partial, strict=True) if term)
     out = sum(graph.tensors[name].num_elements for name in operator.outputs)
     return group if out <= into else 0
 
@@ -95,15 +95,15 @@ def parameter_storage(
     consumers = graph.consumers()
     storage: dict[str, dict[str, Placement]] = {}
     for name in graph.parameters:
-        found: dict[str, Placement] = {}
+        placements: dict[str, Placement] = {}
         for operator, position in consumers.get(name, ()):
             if operator.rule is None or operator.backward:
                 continue
             wanted = input_placements(operator.rule, strategies[operator.name], position, sizes)
             for axis, placement in wanted.items():
                 if isinstance(placement, Shard):
-                    found.setdefault(axis, placement)
-        storage[name] = found
+                    placements.setdefault(axis, placement)
+        storage[name] = placements
     return storage
 
 
@@ -114,8 +114,8 @@ def zero_storage(
     Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat."""
     trained = _trained(graph)
     return {
-        name: {**found, axis: Flat()} if axis not in found and (stage == 3 or name in trained) else found
-        for name, found in storage.items()
+        name: {**placements, axis: Flat()} if axis not in placements and (stage == 3 or name in trained) else placements
+        for name, placements in storage.items()
     }
 
 
@@ -140,11 +140,11 @@ def _trained(graph: Graph) -> set[str]:
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:
     """Starred names that a stage recomputes in backward: attention operators (``selective``) or blocks (``full``)."""
-    forward = [one for one in operators if one.name not in divided.late and not one.prologue]
+    forward = [op for op in operators if op.name not in divided.late and not op.prologue]
     if kind == "selective":
-        return tuple(dict.fromkeys(starred(one.name) for one in forward if one.target.startswith(_ATTENTION)))
+        return tuple(dict.fromkeys(starred(op.name) for op in forward if op.target.startswith(_ATTENTION)))
     if kind == "full":
-        return tuple(dict.fromkeys(one.repeat.partition("*")[0] + "*" for one in forward if one.repeat))
+        return tuple(dict.fromkeys(op.repeat.partition("*")[0] + "*" for op in forward if op.repeat))
     return ()
 
 

@@ -90,7 +90,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
         LayoutError: the new batch does not divide over dp.
     """
     layout = plan.layout
-    parts = layout.microbatches * math.lcm(*(one.get("dp", 1) for one in layout.stage_sizes or ({"dp": layout.dp},)))
+    parts = layout.microbatches * math.lcm(*(axes.get("dp", 1) for axes in layout.stage_sizes or ({"dp": layout.dp},)))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
         layout = msgspec.structs.replace(layout, microbatches=1)
     return _planned(graph, layout, None, plan, Ask())
@@ -120,8 +120,8 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
             for bucket in plan.buckets
             if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
         ),
-        algorithms={axis: one for plan in plans for axis, one in plan.algorithms.items()},
-        links={axis: one for plan in plans for axis, one in plan.links.items()},
+        algorithms={axis: algorithm for plan in plans for axis, algorithm in plan.algorithms.items()},
+        links={axis: link for plan in plans for axis, link in plan.links.items()},
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
 
@@ -257,21 +257,21 @@ class _Planner:
                 whole=self.ask.whole,
             )
         self.solved = self.ask.known[key]
-        self.strategies |= {name: dict(one) for name, one in self.solved.strategies.items()}
+        self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
 
     def _of_space(self) -> dict[str, Strategy]:
         """The pins and the splits of the spatial axes; the integer program solves the other axes around both."""
-        found = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
-        rule = SpatialRule(Factors(self.graph, self.sizes, found), defaultdict(dict))
+        strategies = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
+        rule = SpatialRule(Factors(self.graph, self.sizes, strategies), defaultdict(dict))
         self.axis_notes += rule.split(self.space, required=True)
-        return {name: one for name, one in found.items() if one}
+        return {name: strategy for name, strategy in strategies.items() if strategy}
 
     def _require_heads(self, axis: str) -> None:
         """Raise a LayoutError if the axis divides no head factor of an attention that is not pinned on it."""
         for operator in self.graph.operators if axis in self.sizes else ():
             rule, attends = operator.rule, operator.target.startswith("meshwright.attention.")
             if rule is not None and attends and axis not in self.pins.get(operator.name, {}):
-                sizes = [rule.sizes[one.name] for one in rule.parsed.outputs[0].dims[1] if one.name]
+                sizes = [rule.sizes[factor.name] for factor in rule.parsed.outputs[0].dims[1] if factor.name]
                 dividing_heads(sizes, axis, self.sizes[axis], operator.module)
 
     def _storage(self) -> dict[str, dict[str, Placement]]:
@@ -285,23 +285,23 @@ class _Planner:
         return zero_storage(self.graph, storage, axis, self.layout.zero) if axis else storage
 
     def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
-        mine = [one for one in self.graph.operators if divided.stage_of.get(one.name, index) == index]
+        operators = [op for op in self.graph.operators if divided.stage_of.get(op.name, index) == index]
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
         reduced, released = in_parts(self.graph, self.layout, held, base)
         return Stage(
-            strategies=grouped({one.name: self.strategies[one.name] for one in mine}),
+            strategies=grouped({op.name: self.strategies[op.name] for op in operators}),
             storage=held,
             gradients={name: held[name] for name in reduced},
             released=released,
             first=first,
-            recompute=recomputed(mine, divided, self.layout.recompute),
+            recompute=recomputed(operators, divided, self.layout.recompute),
         )
 
     def _interiors(self) -> tuple[str, ...]:
         if self.cluster is None or self.lower is None:
             return ()
-        known = {name: {a: c for a, c in one.items() if a != TIME} for name, one in self.strategies.items()}
+        known = {name: {a: c for a, c in strategy.items() if a != TIME} for name, strategy in self.strategies.items()}
         prices = Prices(self.graph, self.mesh, self.axes, self.cluster, self.lower, self.layout.microbatches)
         hides = self.cluster.device.kind != "cpu"  # on CPUs, the computing cores also move the rows
         return interiors(self.graph, prices, known, hides)

@@ -27,7 +27,7 @@ class Factors:
         and keys."""
         graph = self.graph
         given = [graph.tensors[name] for name in graph.inputs]
-        dims = [one.dims[1] for one in given if len(one.shape) == 2 and one.dtype.startswith("int")]
+        dims = [tensor.dims[1] for tensor in given if len(tensor.shape) == 2 and tensor.dtype.startswith("int")]
         for operator in graph.operators:
             if operator.target.startswith("meshwright.attention."):
                 dims += [graph.tensors[name].dims[2] for name in operator.inputs[:2]]
@@ -65,11 +65,11 @@ def repeated_heads(graph: Graph) -> set[str]:
         return (maker, maker.inputs[0]) if maker is not None and maker.target.startswith(_VIEWS) else None
 
     def after(name: str) -> tuple[Operator, str] | None:
-        readers = [one for one, _ in consumers.get(name, ())]
+        readers = [reader for reader, _ in consumers.get(name, ())]
         alone = len(readers) == 1 and readers[0].target.startswith((*_VIEWS, "aten.sum."))
         return (readers[0], readers[0].outputs[0]) if alone else None
 
-    found: set[str] = set()
+    names: set[str] = set()
     for operator in graph.operators:
         ends: list[tuple[str, Callable[[str], tuple[Operator, str] | None]]] = []
         if operator.target.startswith("meshwright.attention."):
@@ -79,13 +79,13 @@ def repeated_heads(graph: Graph) -> set[str]:
         for name, step in ends:
             chain, met = [], step(name)
             while met is not None:
-                one, here = met
-                chain.append(one.name)
+                neighbour, here = met
+                chain.append(neighbour.name)
                 if graph.tensors[here].num_elements < graph.tensors[name].num_elements:
-                    found.update(chain)
+                    names.update(chain)
                     break
                 met = step(here)
-    return found
+    return names
 
 
 def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:

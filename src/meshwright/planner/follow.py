@@ -30,15 +30,15 @@ def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
         if axis not in strategy:
             for tensor in operator.inputs:
                 source = placed.get(tensor)
-                letter = next((one for one, other in operator.classes.items() if other == source), None)
+                letter = next((factor for factor, other in operator.classes.items() if other == source), None)
                 if letter is not None and factors.fits(operator, letter, axis):
                     strategy[axis] = letter
                     break
         choice = strategy.get(axis)
         for output in operator.outputs:
-            found = operator.classes.get(choice) if choice else None
+            factor_class = operator.classes.get(choice) if choice else None
             dims = [name for dim in graph.tensors[output].dims for name in dim]
-            placed[output] = found if found in dims else None
+            placed[output] = factor_class if factor_class in dims else None
 
 
 def _class_at(graph: Graph, tensor: str, shard: Shard) -> str | None:

@@ -27,7 +27,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peak(self) -> RankMemory:
         """The memory of the rank with the highest peak."""
-        return max(self.memory, key=lambda one: one.peak_bytes)
+        return max(self.memory, key=lambda memory: memory.peak_bytes)
 
     def trace(self) -> Trace:
         """The predicted trace: the work of every rank, and the memory it holds."""

@@ -11,7 +11,7 @@ from meshwright.planner.intra_op.prices import Prices
 def interiors(graph: Graph, prices: Prices, strategies: Mapping[str, Strategy], hides: bool) -> tuple[str, ...]:
     """Starred names of the convolutions, and of their gradients, that should compute their interior first. ``hides``:
     whether rows travel while the device computes."""
-    names = [one.name for one in graph.operators if pays(prices, one, strategies[one.name], hides)]
+    names = [operator.name for operator in graph.operators if pays(prices, operator, strategies[operator.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
 
 

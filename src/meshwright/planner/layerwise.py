@@ -82,22 +82,22 @@ def divide_layers(
     """
     net = load_network(net) if isinstance(net, str) else net
     cluster = load_cluster(cluster, devices) if isinstance(cluster, str) else cluster
-    found = _best(net, cluster, images, precision, only=None)
-    if found is None:
+    choices = _best(net, cluster, images, precision, only=None)
+    if choices is None:
         raise LayoutError(
             f"neither {images} images nor the features of every layer divide by {cluster.num_devices} devices",
             where=f"network {net.name}",
             remedy="take a batch that they divide, or another number of devices",
         )
     alone = _best(net, cluster, images, precision, only="data")
-    peak = sum(choice.held_bytes for choice in found) + BUCKET_BYTES * (cluster.num_devices > 1)
+    peak = sum(choice.held_bytes for choice in choices) + BUCKET_BYTES * (cluster.num_devices > 1)
     peak += CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0
     return Layerwise(
         network=net.name,
         ranks=cluster.num_devices,
         images=images,
-        choices=found,
-        step_s=sum(choice.total_s for choice in found),
+        choices=choices,
+        step_s=sum(choice.total_s for choice in choices),
         peak_bytes=peak,
         verdict=memory_verdict(peak, cluster.device.memory_bytes),
         all_data_s=sum(choice.total_s for choice in alone) if alone is not None else None,
@@ -123,12 +123,12 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
 
 def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
     """The ways in which ``ranks`` ranks divide a layer evenly."""
-    found: list[Way] = ["data"] if images % ranks == 0 else []
+    ways: list[Way] = ["data"] if images % ranks == 0 else []
     if layer.groups == 1 and layer.outputs % ranks == 0:
-        found.append("outputs")
+        ways.append("outputs")
     if layer.groups == 1 and layer.inputs % ranks == 0:
-        found.append("inputs")
-    return found
+        ways.append("inputs")
+    return ways
 
 
 def choice_of(
@@ -155,7 +155,7 @@ def choice_of(
         compute_s=cost.forward_s + cost.backward_s,
         moving_s=moved_s,
         gradients_s=network.collective_s("all_reduce", reduced, Group(ranks)) if reduced else 0.0,
-        optimizer_s=rates.stream("update", layer.parameters / split * OPTIMIZER_BYTES).seconds,
+        optimizer_s=rates.memory_bound("update", layer.parameters / split * OPTIMIZER_BYTES).seconds,
         held_bytes=cost.saved_bytes + layer.parameters / split * (18 if element == 2 else 16),
     )
 
@@ -177,4 +177,4 @@ def _best(
                 if after not in reached or total_s < reached[after][0]:
                     reached[after] = total_s, (*choices, choice)
         best = reached
-    return min(best.values(), key=lambda one: one[0])[1] if best else None
+    return min(best.values(), key=lambda pair: pair[0])[1] if best else None

@@ -45,25 +45,25 @@ def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
     groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for module, line in lines.items():
         groups[starred(module)].add(line)
-    named = [(starred(one) if len(groups[starred(one)]) == 1 else one, *line) for one, line in lines.items()]
+    named = [(starred(path) if len(groups[starred(path)]) == 1 else path, *line) for path, line in lines.items()]
     return tuple(Note(module=a or "(model)", split=b, reason=c) for a, b, c in dict.fromkeys(named))
 
 
 def unsplit_notes(graph: Graph, mesh: Mesh, cluster: Cluster | None, lower: Lower | None) -> tuple[Note, ...]:
     """One note for every operator that no rule splits (repeated operators share one): why, and its cost on every rank,
     in bytes, and in seconds if the cluster is known."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     costs = NodeCosts(mesh, cluster) if cluster is not None else None
     for operator in graph.operators:
         if operator.rule is None:
-            sums = found[starred(operator.name), operator.reason]
+            sums = totals[starred(operator.name), operator.reason]
             sums[0] += 1
             sums[1] += operator.bytes
             if costs is not None and lower is not None:
                 sums[2] += costs.of(lower.operator(operator, {}, {}).nodes).seconds
     return tuple(
         Note(module=name, split="replicated", reason=f"{reason}; {_cost_text(*sums)}")
-        for (name, reason), sums in found.items()
+        for (name, reason), sums in totals.items()
     )
 
 

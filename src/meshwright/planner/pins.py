@@ -30,48 +30,48 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
     Raises:
         LayoutError: a pin names no module, axis or factor, or contradicts another.
     """
-    found: dict[str, Strategy] = {}
+    strategies: dict[str, Strategy] = {}
     by: dict[tuple[str, str], str] = {}
     for glob, factor, axis in _every(pins, axes):
         text, where = f"{factor}@{axis}", f"layout: pin[{glob!r}]"
-        members = [one for one in factors.graph.operators if matches(glob, one.module)]
+        members = [member for member in factors.graph.operators if matches(glob, member.module)]
         if not members:
             raise _nowhere(factors, glob, where)
         if axis not in factors.sizes:
             continue
         hits = 0
-        by_class = not any(factor in one.classes for one in members)
+        by_class = not any(factor in member.classes for member in members)
         for operator in members:
             letter = _letter(factors, operator, factor, axis, by_class)
             hits += bool(letter)
             other = by.get((operator.name, axis))
             if other is not None:
                 before, here = _closeness(other, operator.module), _closeness(glob, operator.module)
-                if before == here and found.get(operator.name, {}).get(axis, letter) != letter:
+                if before == here and strategies.get(operator.name, {}).get(axis, letter) != letter:
                     raise LayoutError(
                         f"{text!r} contradicts pin[{other!r}] ({pins[other]!r}) at {operator.module or 'the model'}",
                         where=where, remedy="leave out one of the two, or name fewer modules in one",
                     )  # fmt: skip
                 if before > here:
                     continue
-                found.get(operator.name, {}).pop(axis, None)
+                strategies.get(operator.name, {}).pop(axis, None)
             by[operator.name, axis] = glob
             if not letter and factor not in ("batch", "none"):  # the solver decides for this operator
                 continue
-            found.setdefault(operator.name, {})[axis] = letter
+            strategies.setdefault(operator.name, {})[axis] = letter
         if not hits and factor != "none":
             raise _unknown_factor(factors, members, factor, axis, where)
-    return found
+    return strategies
 
 
 def _every(pins: dict[str, str], axes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
     """Yield every (glob, factor, axis) of the pins."""
     for glob, text in pins.items():
         where = f"layout: pin[{glob!r}]"
-        for one in text.split() or [text]:
-            factor, at, named = one.partition("@")
+        for pin in text.split() or [text]:
+            factor, at, named = pin.partition("@")
             if not at:
-                raise LayoutError(f"{one!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
+                raise LayoutError(f"{pin!r} is not factor@axis", where=where, remedy="write for example 'batch@tp'")
             factors, over = STATIONARY.get(factor, ("batch" if factor == "sample" else factor,)), named.split(",")
             for axis in over:
                 if axis not in axes:
@@ -96,7 +96,7 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
     joint = operator.rule.joint if operator.rule is not None else {}
     meant = factors_of(operator, factor) if factor in WORDS else []
     meant += [name for name, members in joint.items() if factor in (name, *members) and name != OWN]
-    return next((one for one in meant if factors.fits(operator, one, axis)), "")
+    return next((candidate for candidate in meant if factors.fits(operator, candidate, axis)), "")
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
@@ -106,11 +106,11 @@ def _closeness(glob: str, module: str) -> tuple[bool, int]:
 
 def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
     """The error for a factor that no matched operator can split. It names the factor's sizes, or the known factors."""
-    classes = {name for one in members for letter, name in one.classes.items() if factor in (letter, name)}
+    classes = {name for member in members for letter, name in member.classes.items() if factor in (letter, name)}
     sizes = sorted({factors.graph.factor_classes[name].size for name in classes})
-    letters = sorted({letter for one in members for letter in one.classes})
-    names = sorted({name for one in members for name in one.classes.values()}.difference(letters))
-    words = [word for word in WORDS if any(factors_of(one, word) for one in members)]
+    letters = sorted({letter for member in members for letter in member.classes})
+    names = sorted({name for member in members for name in member.classes.values()}.difference(letters))
+    words = [word for word in WORDS if any(factors_of(member, word) for member in members)]
     known = ["batch", "none", *letters, *names, *words]
     size = f", of size {' and '.join(map(str, sizes))}," if sizes else ""
     near = "" if sizes else did_you_mean(factor, known)
@@ -122,6 +122,6 @@ def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis
 
 
 def _nowhere(factors: Factors, glob: str, where: str) -> LayoutError:
-    modules = sorted({one.module for one in factors.graph.operators if one.module})
+    modules = sorted({operator.module for operator in factors.graph.operators if operator.module})
     remedy = f"{did_you_mean(glob, modules)} modules are: {', '.join(modules[:20])}".strip()
     return LayoutError("matches no module", where=where, remedy=remedy)

@@ -79,11 +79,11 @@ def _schedule(setup: Setup) -> Schedule | None:
 
 def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
     """The seconds of each kind of action, by stage. A rank waits for its send; one direction is half of ``send_s``."""
-    found = []
+    costs = []
     for index, stage in enumerate(stages):
         back_s = send_s / 2 if index else 0.0
         weight_s = max(stage.backward.weight_s, 1e-12)
-        found.append(
+        costs.append(
             timing.Costs(
                 forward=stage.forward.total_s + (send_s / 2 if index < len(stages) - 1 else 0.0),
                 backward=stage.backward.total_s + back_s,
@@ -91,4 +91,4 @@ def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
                 backward_weight=weight_s,
             )
         )
-    return found
+    return costs

@@ -25,16 +25,16 @@ def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None =
     fits already, or if no single change is enough. If no change fits clearly, one that fits marginally is taken."""
     if verdict(estimate_memory(setup, cluster), cluster, memory_bytes) == "fits":
         return None
-    found = []
+    candidates = []
     for text, changed in single_changes(setup):
         memory = estimate_memory(changed, cluster)
-        told = verdict(memory, cluster, memory_bytes)
-        if told != "does not fit":
+        fit = verdict(memory, cluster, memory_bytes)
+        if fit != "does not fit":
             step_s = estimate_step(changed, cluster).step_s
-            found.append(
-                (told != "fits", step_s, Change(text=text, setup=changed, step_s=step_s, peak_bytes=memory.peak_bytes))
+            candidates.append(
+                (fit != "fits", step_s, Change(text=text, setup=changed, step_s=step_s, peak_bytes=memory.peak_bytes))
             )
-    return min(found, key=lambda one: one[:2])[2] if found else None
+    return min(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
 
 
 def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:

@@ -158,14 +158,14 @@ def search(
     for setup in _setups(model, cluster, global_batch, precision, flash, schedules):
         considered += 1
         memory = estimate_memory(setup, cluster)
-        told = verdict(memory, cluster, memory_bytes)
-        if told == "does not fit":
+        fit = verdict(memory, cluster, memory_bytes)
+        if fit == "does not fit":
             if nearest is None or memory.peak_bytes < nearest.memory.peak_bytes:
-                nearest = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=told)
+                nearest = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=fit)
             continue
         estimate = estimate_step(setup, cluster)
         usd = None if price is None else estimate.step_s / 3600 * cluster.num_devices * price
-        option = Option(setup=setup, estimate=estimate, memory=memory, verdict=told, usd=usd)
+        option = Option(setup=setup, estimate=estimate, memory=memory, verdict=fit, usd=usd)
         everything.append(option)
         key = (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep)
         if key not in best or _rank(option) < _rank(best[key]):
@@ -189,8 +189,8 @@ def front(options: Iterable[Option]) -> tuple[Option, ...]:
     """Options that no other option beats in time, memory and price together, fastest first. They may be for different
     devices, batches and clusters. If one of two prices is unknown, time and memory decide."""
     kept: list[Option] = []
-    for option in sorted(options, key=lambda one: (one.sequence_s, one.peak_bytes, one.sequence_usd or 0.0)):
-        if not any(_beats(one, option) for one in kept):
+    for option in sorted(options, key=lambda point: (point.sequence_s, point.peak_bytes, point.sequence_usd or 0.0)):
+        if not any(_beats(faster, option) for faster in kept):
             kept.append(option)
     return tuple(kept)
 

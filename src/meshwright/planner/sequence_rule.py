@@ -11,12 +11,12 @@ from meshwright.planner.factors import Factors, repeated_heads
 
 def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
     """Split experts over ``axis`` in mixture-of-experts operators; all other operators split the batch there."""
-    found = [operator for operator in factors.graph.operators if operator.target.startswith("meshwright.experts")]
-    for operator in found:
+    mixtures = [operator for operator in factors.graph.operators if operator.target.startswith("meshwright.experts")]
+    for operator in mixtures:
         if axis in factors.strategies[operator.name]:
             continue
         experts = operator.rule.joint if operator.rule is not None else ()
-        letter = next((one for one in experts if factors.fits(operator, one, axis)), None)
+        letter = next((factor for factor in experts if factors.fits(operator, factor, axis)), None)
         if letter is not None:
             factors.strategies[operator.name][axis] = letter
         elif required:
@@ -26,7 +26,7 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
                 where=f"module {operator.module or '(model)'}",
                 remedy="use an ep that divides the experts, and a batch that dp divides",
             )
-    if not found and required:
+    if not mixtures and required:
         raise LayoutError(f"{axis}={factors.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
 
 
@@ -39,7 +39,7 @@ def split_sequence(factors: Factors, axis: str, context: str, *, required: bool)
             letter = factors.letter_of(operator, sequences, axis)
             if context == "ring" and operator.target.startswith("meshwright.attention") and letter:
                 rings = operator.rule.joint if operator.rule is not None else {}
-                rounds = next((one for one in rings if factors.fits(operator, one, axis)), None)
+                rounds = next((ring for ring in rings if factors.fits(operator, ring, axis)), None)
                 if rings and rounds is None and required:
                     raise _unequal(factors, operator, axis, "use a sequence that it divides, or context='gather'")
                 letter = rounds or letter
@@ -60,17 +60,17 @@ def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> La
 def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
     """The sequence splits of operators with a batch and a sequence, for use where tp leaves the operator whole."""
     sequences = factors.sequences()
-    found: dict[str, Strategy] = {}
+    strategies: dict[str, Strategy] = {}
     for operator in factors.graph.operators:
         has_batch = any(factors.is_batch(name) for name in operator.classes.values())
         letter = factors.letter_of(operator, sequences, axis)
         if letter is not None and has_batch and not operator.prologue:
-            found[operator.name] = {axis: letter}
-    if not found and required:
+            strategies[operator.name] = {axis: letter}
+    if not strategies and required:
         sizes = sorted({factors.graph.factor_classes[name].size for name in sequences})
         raise LayoutError(
             f"no sequence fits {axis}={factors.sizes[axis]}: sizes are {', '.join(map(str, sizes)) or 'none'}",
             where="layout: sequence_parallel",
             remedy="use a longer sequence, or leave sequence_parallel out",
         )
-    return found
+    return strategies

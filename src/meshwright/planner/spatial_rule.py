@@ -66,13 +66,13 @@ class SpatialRule:
 
     def _classes(self, axis: str) -> set[str]:
         """The factor classes that an axis splits: the outermost of each dim, because parts are runs of rows."""
-        found = {
+        classes = {
             operator.classes[letter]
             for operator, rule, choice in self._images(axis)
             for letter in rule.members(choice)
             if letter in operator.classes
         }
-        return {name for name in found if not self.factors.is_batch(name)}
+        return {name for name in classes if not self.factors.is_batch(name)}
 
     def _of_image(self, operator: Operator, axis: str) -> str | None:
         """The factor of an image operator that splits the axis's dim; None if it has no such dim."""

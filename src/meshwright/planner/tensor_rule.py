@@ -26,12 +26,12 @@ class TensorRule:
         operator between them needs it whole. Heads first, then hidden features in order, then vocabularies that pay."""
         chosen: dict[str, str] = {}
         heads, hidden, vocabulary = self._candidates()
-        made: list[tuple[str, str]] = []
+        head_classes: list[tuple[str, str]] = []
         for dim, module in heads.items():
             # split key and value heads where the axis divides them, else the query heads that share each of them
             sizes = [self.graph.factor_classes[name].size for name in dim]
-            made.append((dim[dividing_heads(sizes, axis, self.sizes[axis], module)], "attention heads"))
-        for name, what in [*made, *((name, "hidden features") for name in hidden)]:
+            head_classes.append((dim[dividing_heads(sizes, axis, self.sizes[axis], module)], "attention heads"))
+        for name, what in [*head_classes, *((name, "hidden features") for name in hidden)]:
             if self._takes(name, axis, chosen):
                 chosen[name] = f"{what}: column then row, one all-reduce forward and one backward"
         for name in vocabulary:
@@ -50,7 +50,7 @@ class TensorRule:
             if axis in self.strategies[operator.name]:
                 continue
             for name in chosen:
-                letter = next((one for one, other in operator.classes.items() if other == name), None)
+                letter = next((factor for factor, other in operator.classes.items() if other == name), None)
                 if letter is not None and self.factors.fits(operator, letter, axis):
                     self.strategies[operator.name][axis] = letter
                     if not operator.backward:
@@ -61,7 +61,7 @@ class TensorRule:
     def _candidates(self) -> tuple[dict[tuple[str, ...], str], list[str], list[str]]:
         """Factor classes to split: attention heads (classes of a dim: first module), hidden features, vocabularies."""
         heads: dict[tuple[str, ...], str] = {}
-        made: dict[str, None] = {}
+        produced: dict[str, None] = {}
         reduced: dict[str, None] = {}
         vocabulary: dict[str, None] = {}
         weights = {name for tensor in self.graph.parameters for dim in self.graph.tensors[tensor].dims for name in dim}
@@ -70,21 +70,21 @@ class TensorRule:
                 continue
             if operator.target.startswith("meshwright.attention."):
                 dim = operator.rule.parsed.outputs[0].dims[1]
-                heads.setdefault(tuple(operator.classes[one.name] for one in dim if one.name), operator.module)
+                heads.setdefault(tuple(operator.classes[factor.name] for factor in dim if factor.name), operator.module)
             if operator.target.startswith(_CONTRACTIONS):
                 for letter, name in operator.classes.items():
                     if name in weights and not self.factors.is_batch(name):
-                        (reduced if operator.rule.reduced(letter, 0) else made).setdefault(name)
+                        (reduced if operator.rule.reduced(letter, 0) else produced).setdefault(name)
             if operator.target.startswith("meshwright.experts."):  # it makes and reduces its features inside
                 features = operator.rule.parsed.inputs[4].dims[2]
                 inside = dict.fromkeys(operator.classes[factor.name] for factor in features if factor.name)
-                made |= inside
+                produced |= inside
                 reduced |= inside
             if "softmax" in operator.target:
                 vocabulary.update({operator.classes[letter]: None for letter in operator.rule.decompositions})
         every = {name for dim in heads for name in dim}
-        hidden = [name for name in made if name in reduced and name not in every]
-        return heads, hidden, [name for name in vocabulary if name in made]
+        hidden = [name for name in produced if name in reduced and name not in every]
+        return heads, hidden, [name for name in vocabulary if name in produced]
 
     def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:
         """Whether all operators can split a factor class together with the classes already chosen."""
@@ -102,7 +102,7 @@ class TensorRule:
             return False
         for operator in self.graph.operators:
             met = any(name in dim for tensor in operator.inputs for dim in self.graph.tensors[tensor].dims)
-            letter = next((one for one, other in operator.classes.items() if other == name), None)
+            letter = next((factor for factor, other in operator.classes.items() if other == name), None)
             if letter is None:
                 if met:
                     return False
@@ -122,11 +122,11 @@ class TensorRule:
         size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
         if self.cluster is None or not self.cluster.levels:
             return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"
-        operator = next(one for one in self.graph.operators if name in one.classes.values() and one.outputs)
+        operator = next(op for op in self.graph.operators if name in op.classes.values() and op.outputs)
         dtype = next(self.graph.tensors[t].dtype for t in operator.inputs if "float" in self.graph.tensors[t].dtype)
-        peaks, made = self.cluster.device.peak_flops_per_s, self.graph.tensors[operator.outputs[0]]
+        peaks, output = self.cluster.device.peak_flops_per_s, self.graph.tensors[operator.outputs[0]]
         flops_per_s = peaks.get(dtype) or max(peaks.values())
-        item = made.num_bytes / max(1, made.num_elements)
+        item = output.num_bytes / max(1, output.num_elements)
         saved = 6 * size * (1 - 1 / parts) / flops_per_s
         spent = 2 * 2 * (parts - 1) / parts * item * self.cluster.levels[0].beta_s_per_byte
         products, traffic = f"{saved * 1e9:.2g} ns of products", f"{spent * 1e9:.2g} ns of traffic"

@@ -56,14 +56,14 @@ def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validati
     rows = tuple(_row(case) for case in cases)
     timed = [(case, row) for case, row in zip(cases, rows, strict=True) if row.measured_s is not None]
     failed = _balanced_accuracy([(case.out_of_memory, row.fits) for case, row in zip(cases, rows, strict=True)])
-    found = Validation(cases=len(rows), oom_balanced_accuracy=failed, rows=rows, left_out=tuple(left_out))
+    validation = Validation(cases=len(rows), oom_balanced_accuracy=failed, rows=rows, left_out=tuple(left_out))
     if not timed:
-        return found
+        return validation
     measured = np.array([row.measured_s for _, row in timed], dtype=float)
     predicted = np.array([row.predicted_s for _, row in timed], dtype=float)
     errors = 100 * (predicted / measured - 1)
     return msgspec.structs.replace(
-        found,
+        validation,
         mape=float(np.abs(errors).mean()),
         p90=float(np.percentile(np.abs(errors), 90)),
         bias=float(errors.mean()),
@@ -76,7 +76,7 @@ def constant_efficiency_mape(at_peak_s: np.ndarray, measured_s: np.ndarray) -> f
     """The least mean error, in percent, of ``at_peak_s / efficiency`` over all efficiencies. Each row's error is
     piecewise linear in 1 / efficiency, so the best efficiency makes the prediction of some row exact."""
     candidates = measured_s / at_peak_s
-    return float(min(100 * np.abs(at_peak_s * one / measured_s - 1).mean() for one in candidates))
+    return float(min(100 * np.abs(at_peak_s * candidate / measured_s - 1).mean() for candidate in candidates))
 
 
 def executed_flops(setup: Setup) -> float:
@@ -107,9 +107,9 @@ def _flops_at_peak_s(case: Case) -> float:
     return executed_flops(case.setup) / (case.setup.world_size * peak)
 
 
-def _balanced_accuracy(told: Sequence[tuple[bool, bool]]) -> float | None:
-    failed = [not fits for out, fits in told if out]
-    ran = [fits for out, fits in told if not out]
+def _balanced_accuracy(outcomes: Sequence[tuple[bool, bool]]) -> float | None:
+    failed = [not fits for out, fits in outcomes if out]
+    ran = [fits for out, fits in outcomes if not out]
     if not failed:
         return None
     parts = [sum(right) / len(right) for right in (failed, ran) if right]
@@ -117,10 +117,10 @@ def _balanced_accuracy(told: Sequence[tuple[bool, bool]]) -> float | None:
 
 
 def _spearman(left: np.ndarray, right: np.ndarray) -> float | None:
-    one, other = _ranks(left), _ranks(right)
-    if one.std() == 0 or other.std() == 0:
+    left_ranks, right_ranks = _ranks(left), _ranks(right)
+    if left_ranks.std() == 0 or right_ranks.std() == 0:
         return None
-    return float(np.corrcoef(one, other)[0, 1])
+    return float(np.corrcoef(left_ranks, right_ranks)[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -30,8 +30,8 @@ def factors_of(operator: Operator, word: str) -> list[str]:
         return []
     inputs, outputs = operator.rule.parsed.inputs, operator.rule.parsed.outputs
     backward = operator.target.startswith("aten.convolution_backward")
-    image, made = (inputs[1], inputs[0]) if backward else (inputs[0], outputs[0])
-    return [factor.name for factor in (image if word == "channel" else made).dims[1] if factor.name]
+    image, output = (inputs[1], inputs[0]) if backward else (inputs[0], outputs[0])
+    return [factor.name for factor in (image if word == "channel" else output).dims[1] if factor.name]
 
 
 def word_of(operator: Operator, factor: str) -> str:

@@ -61,10 +61,10 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise LayoutError(f"{num_ranks} ranks", where="--ranks", remedy=f"compare 1 to {MAX_RANKS}")
-    found = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    found = found.resized(num_ranks)
-    names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, found)]
-    link, gamma, sharing = links_of(found), gamma_s_per_byte(found.device), num_ranks <= MAX_SHARING
+    loaded = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    loaded = loaded.resized(num_ranks)
+    names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, loaded)]
+    link, gamma, sharing = links_of(loaded), gamma_s_per_byte(loaded.device), num_ranks <= MAX_SHARING
 
     rows: list[Row] = []
     times_alone: dict[str, list[float]] = {}
@@ -73,16 +73,16 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
         steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES))
         same = check(steps)
         alone = alone_s(steps, link, gamma, ITEM_BYTES)
-        shared = shared_s(steps, found, ITEM_BYTES) if sharing else None
+        shared = shared_s(steps, loaded, ITEM_BYTES) if sharing else None
         rows.append(Row(name, _in_bytes(count(steps)), alone, shared, same))
         if same and num_ranks > 1 and operation != "barrier":
             sized = [build(operation, name, num_ranks, size // ITEM_BYTES) for size in SIZES]
-            times_alone[name] = [alone_s(one, link, gamma, ITEM_BYTES) for one in sized]
+            times_alone[name] = [alone_s(step_list, link, gamma, ITEM_BYTES) for step_list in sized]
             if sharing:
-                times_shared[name] = [shared_s(one, found, ITEM_BYTES) for one in sized]
+                times_shared[name] = [shared_s(step_list, loaded, ITEM_BYTES) for step_list in sized]
     return Comparison(
         operation=operation,
-        cluster=found.name,
+        cluster=loaded.name,
         num_ranks=num_ranks,
         num_bytes=num_bytes,
         rows=tuple(sorted(rows, key=lambda row: row.alone_s if row.shared_s is None else row.shared_s)),
@@ -100,18 +100,18 @@ def _along_levels(operation: str, cluster: Cluster) -> list[str]:
     return [written(inside, across, boxes) for inside in INSIDE for across in ACROSS_BY_OPERATION.get(operation, ())]
 
 
-def _in_bytes(found: Count) -> Count:
-    parts = {key: getattr(found, key) * ITEM_BYTES for key in ("moved", "busiest", "peak", "added")}
-    return msgspec.structs.replace(found, **parts)
+def _in_bytes(counts: Count) -> Count:
+    parts = {key: getattr(counts, key) * ITEM_BYTES for key in ("moved", "busiest", "peak", "added")}
+    return msgspec.structs.replace(counts, **parts)
 
 
-def _crossovers(found: Mapping[str, list[float]]) -> tuple[Best, ...]:
+def _crossovers(seconds: Mapping[str, list[float]]) -> tuple[Best, ...]:
     """The fastest algorithm from each crossover on, given the seconds at all ``SIZES``; linear in between."""
     best: list[Best] = []
-    if not found:
+    if not seconds:
         return ()
     for index, (low, high) in enumerate(pairwise(SIZES)):
-        at = {name: (times[index], times[index + 1]) for name, times in found.items()}
+        at = {name: (times[index], times[index + 1]) for name, times in seconds.items()}
         part = 0.0
         while part < 1:
             now = min(at, key=lambda name: (_at(at[name], part), at[name][1]))
@@ -127,7 +127,7 @@ def _at(times: tuple[float, float], part: float) -> float:
     return times[0] + part * (times[1] - times[0])
 
 
-def _meeting(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """The point between 0 and 1 at which line ``other`` falls below line ``one``; 1 if it does not."""
-    start, end = other[0] - one[0], other[1] - one[1]
+def _meeting(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """The point between 0 and 1 at which line ``second`` falls below line ``first``; 1 if it does not."""
+    start, end = second[0] - first[0], second[1] - first[1]
     return start / (start - end) if start > 0 > end else 1.0

@@ -64,7 +64,7 @@ NOTES = (
 
 
 def explain(
-    found: Found,
+    result: Found,
     cluster: Cluster,
     *,
     memory_bytes: float | None = None,
@@ -73,19 +73,19 @@ def explain(
 ) -> Report | None:
     """The report on the best layout of a search on ``cluster``; if nothing fits, on the layout that lacks least memory;
     None without either. ``scaling``: the results of searches on other numbers of devices."""
-    best = found.options[0] if found.options else found.nearest
+    best = result.options[0] if result.options else result.nearest
     if best is None:
         return None
     setup, memory = best.setup, best.memory
     limit = memory_bytes or cluster.device.memory_bytes
     # the next fastest options, then options of the front that need less memory or money
-    others = [*found.options[1:7], *[option for option in found.front if option not in found.options[:7]][:4]]
+    others = [*result.options[1:7], *[option for option in result.front if option not in result.options[:7]][:4]]
     return Report(
         model=setup.model.name,
         cluster=cluster.name,
         devices=setup.world_size,
         verdict=best.verdict,
-        sentence=_sentence(best, limit, found),
+        sentence=_sentence(best, limit, result),
         facts=_facts(best, cluster),
         layout=_layout(setup),
         time=tuple(
@@ -105,15 +105,15 @@ def explain(
     )
 
 
-def _sentence(best: Option, limit_bytes: float, found: Found) -> str:
+def _sentence(best: Option, limit_bytes: float, result: Found) -> str:
     peak, limit = best.memory.peak_bytes / 2**30, limit_bytes / 2**30
     held = (
         f"The fullest device holds {peak:.1f} of {limit:.1f} GiB (stage {best.memory.stage}, at {best.memory.moment})."
     )
     if best.verdict == "does not fit":
-        why = f"None of {found.considered} layouts fits; this one lacks least."
+        why = f"None of {result.considered} layouts fits; this one lacks least."
         return f"{why} {held} More devices, or larger ones, would."
-    return f"The fastest of {found.considered} layouts: a step takes {best.step_s:.4g} s. {held}"
+    return f"The fastest of {result.considered} layouts: a step takes {best.step_s:.4g} s. {held}"
 
 
 def _facts(best: Option, cluster: Cluster) -> tuple[tuple[str, str], ...]:
@@ -157,10 +157,10 @@ def _alternative(option: Option, best: Option) -> Alternative:
     )  # fmt: skip
 
 
-def _point(devices: int, found: Found) -> Point:
-    if not found.options:
+def _point(devices: int, result: Found) -> Point:
+    if not result.options:
         return Point(devices=devices, step_s=0.0, sequences_per_s=0.0, usd_per_1000_sequences=None, layout="")
-    best = found.options[0]
+    best = result.options[0]
     each = best.sequence_usd
     return Point(
         devices=devices,

@@ -58,7 +58,7 @@ def memory(trace: Trace, limit_bytes: float) -> str:
         parts.append(svg.line("grid", left, y, svg.WIDTH - 60, y))
         parts.append(svg.text(left - 6, y + 4, size(value) if step else "0", "end"))
     for index, rank in enumerate(shown):
-        samples = svg.thinned([(one.time_s, one.bytes) for one in trace.of_rank(rank).memory])
+        samples = svg.thinned([(sample.time_s, sample.bytes) for sample in trace.of_rank(rank).memory])
         points = ((left + scale * time_s, bottom - up * held) for time_s, held in samples)
         title = f"stage {rank}, at most {size(trace.peak_bytes(rank))}"
         parts.append(svg.polyline(f"line s{index}", points, title))

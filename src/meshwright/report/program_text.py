@@ -12,29 +12,35 @@ _TRANSFERS = {
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
-def program_text(found: RankPrograms) -> str:
+def program_text(rank_programs: RankPrograms) -> str:
     """The text of every stage of a rank, one line per node; ``<-`` lists inputs, ``x`` freed storages."""
-    return "\n".join(line for one in found.programs for line in _program(one, found.rank))
+    return "\n".join(line for program in rank_programs.programs for line in _program(program, rank_programs.rank))
 
 
-def _program(one: Program, rank: int) -> list[str]:
-    lines = [f"rank {rank}, stage {one.stage} of {one.num_stages}" + (", in one function" if one.together else "")]
+def _program(program: Program, rank: int) -> list[str]:
+    kinds = {"parameters": program.parameters, "buffers": program.buffers, "inputs": program.inputs}
+    lines = [
+        f"rank {rank}, stage {program.stage} of {program.num_stages}"
+        + (", in one function" if program.together else "")
+    ]
     lines += [
         f"  holds {what}: {len(held)}, {_size(sum(each.bytes for each in held))}"
-        for what, held in (("parameters", one.parameters), ("buffers", one.buffers), ("inputs", one.inputs)) if held
+        for what, held in kinds.items() if held
     ]  # fmt: skip
-    names = {each.value: each.name for held in (one.parameters, one.buffers, one.inputs) for each in held if each.value}
+    names = {each.value: each.name for held in kinds.values() for each in held if each.value}
     for action, what in _TRANSFERS.items():
-        values = [(each.tensor, each.value) for each in one.crossing(action)]
+        values = [(each.tensor, each.value) for each in program.crossing(action)]
         lines += [f"  {what}: {value.name} ({tensor}), {_size(value.num_bytes)}" for tensor, value in values]
-    lines += [f"  sums up: gradient of {each.parameter}, {_size(each.value.num_bytes)}" for each in one.accumulators]
-    for phase in one.phases:
+    lines += [
+        f"  sums up: gradient of {each.parameter}, {_size(each.value.num_bytes)}" for each in program.accumulators
+    ]
+    for phase in program.phases:
         if phase.nodes:
             flops = sum(node.flops for node in phase.nodes)
             lines.append(f"{phase.name}: {len(phase.nodes)} nodes, {_count(flops)}FLOP")
             lines += [_node(node, names) for node in phase.nodes]
-    buffers = one.buffer_updates | one.buffers_after
-    ends = {"loss and metrics": one.scalars, "gradients": one.gradients, "buffers": buffers}
+    buffers = program.buffer_updates | program.buffers_after
+    ends = {"loss and metrics": program.scalars, "gradients": program.gradients, "buffers": buffers}
     lines += [
         f"gives {what}: {', '.join(f'{k} = {v}' for k, v in named.items())}" for what, named in ends.items() if named
     ]
@@ -42,11 +48,11 @@ def _program(one: Program, rank: int) -> list[str]:
 
 
 def _node(node: Node, names: dict[str, str]) -> str:
-    made = ", ".join(map(_value, node.outputs)) or node.name
-    words = [f"  {made} = {node.target.removesuffix('.default')}"]
+    outputs = ", ".join(map(_value, node.outputs)) or node.name
+    words = [f"  {outputs} = {node.target.removesuffix('.default')}"]
     words.append("<- " + ", ".join(names.get(name, name) for name in node.inputs) if node.inputs else "")
-    for one in (node.starts, *node.inside):
-        words.append(_collective(one) if one is not None else "")
+    for collective in (node.starts, *node.inside):
+        words.append(_collective(collective) if collective is not None else "")
     words.append(f"waits for {node.waits}" if node.waits else "")
     words.append(f"{_count(node.flops)}FLOP {_size(node.bytes)}" if node.kernels else "")
     words.append(f"[{node.operator}]" if node.operator else "")
@@ -54,16 +60,14 @@ def _node(node: Node, names: dict[str, str]) -> str:
     return "  ".join(filter(None, words))
 
 
-def _value(one: Value) -> str:
-    inside = "" if one.owns else f" in {one.storage}"
-    return f"{one.name} {one.dtype}{list(one.shape)}{inside}"
+def _value(value: Value) -> str:
+    inside = "" if value.owns else f" in {value.storage}"
+    return f"{value.name} {value.dtype}{list(value.shape)}{inside}"
 
 
-def _collective(one: Collective) -> str:
-    algorithm = f", {one.algorithm}" if one.algorithm else ""
-    return (
-        f"{one.kind.replace('_', '-')} over {one.axis} ({one.size} ranks{algorithm}): {_size(one.bytes)}, {one.label}"
-    )
+def _collective(op: Collective) -> str:
+    algorithm = f", {op.algorithm}" if op.algorithm else ""
+    return f"{op.kind.replace('_', '-')} over {op.axis} ({op.size} ranks{algorithm}): {_size(op.bytes)}, {op.label}"
 
 
 def _count(number: float) -> str:

@@ -85,7 +85,7 @@ def memory_lines(traces: Mapping[str, Trace]) -> str:
         last = name == list(drawn)[-1]
         for color, rank in enumerate(ranks):
             samples = [sample for sample in trace.memory if sample.rank == rank]
-            peaks = " and ".join(f"{size(one.peak_bytes(rank))} {name}" for name, one in drawn.items())
+            peaks = " and ".join(f"{size(drawn_trace.peak_bytes(rank))} {name}" for name, drawn_trace in drawn.items())
             if samples:
                 lines.append(
                     Line(
@@ -172,7 +172,7 @@ def _label(what: str, width: float) -> str:
 
 def _held(samples: Sequence[MemorySample], until_s: float) -> list[tuple[float, float]]:
     """The points of one rank's samples, from the trace's first span on; the last value is extended to the end."""
-    points = [(max(0.0, one.time_s), float(one.bytes)) for one in sorted(samples, key=lambda one: one.time_s)]
+    points = [(max(0.0, usage.time_s), float(usage.bytes)) for usage in sorted(samples, key=lambda usage: usage.time_s)]
     return svg.thinned([*points, (max(until_s, points[-1][0]), points[-1][1])])
 
 

@@ -109,18 +109,18 @@ def _text(path: Path) -> str:
 
 
 def _metrics(path: Path) -> Metrics:
-    found = Metrics(losses=[], held_out=[], step_s=[])
+    metrics = Metrics(losses=[], held_out=[], step_s=[])
     lines = _text(path).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             row: Any = json.loads(line)  # also accepts NaN and Infinity
             step = float(row["step"])
             if "loss" in row:
-                found.losses.append((step, float(row["loss"])))
+                metrics.losses.append((step, float(row["loss"])))
             if "step_s" in row:
-                found.step_s.append(float(row["step_s"]))
+                metrics.step_s.append(float(row["step_s"]))
             if "held_out" in row:
-                found.held_out.append((step, float(row["held_out"]["loss"])))
+                metrics.held_out.append((step, float(row["held_out"]["loss"])))
         except (ValueError, TypeError, KeyError):
             if number == len(lines):  # the run was stopped while it wrote this row
                 break
@@ -128,4 +128,4 @@ def _metrics(path: Path) -> Metrics:
                 f"not a row of metrics: {line[:60]!r}", where=f"{path}: line {number}",
                 remedy="a row is JSON with `step` and `loss`, or `held_out`; remove the line",
             ) from None  # fmt: skip
-    return found
+    return metrics

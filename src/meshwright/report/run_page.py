@@ -52,8 +52,8 @@ def render_run(run: RunFiles, command: str = "") -> str:
 
 def named_traces(run: RunFiles) -> dict[str, Trace]:
     """The run's traces by name (``predicted``, ``measured``), in this order."""
-    found = {"predicted": run.predicted, "measured": run.measured}
-    return {name: trace for name, trace in found.items() if trace is not None}
+    traces = {"predicted": run.predicted, "measured": run.measured}
+    return {name: trace for name, trace in traces.items() if trace is not None}
 
 
 def timeline_picture(traces: dict[str, Trace]) -> str:
@@ -79,41 +79,41 @@ def _verdicts(ledger: Ledger) -> dict[Row, Verdict]:
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
     metrics, ledger = run.metrics, run.ledger
-    found = [
+    facts = [
         ("ranks", f"{run.plan.mesh.world_size}"),
         ("layout", ledger.layout if ledger is not None else str(run.plan.mesh)),
     ]
     if metrics.losses:
-        found += [("steps", f"{metrics.losses[-1][0]:,.0f}"), ("last loss", f"{metrics.losses[-1][1]:.4f}")]
+        facts += [("steps", f"{metrics.losses[-1][0]:,.0f}"), ("last loss", f"{metrics.losses[-1][1]:.4f}")]
     if metrics.held_out:
-        found.append(("held-out loss", f"{metrics.held_out[0][1]:.4f} to {metrics.held_out[-1][1]:.4f}"))
+        facts.append(("held-out loss", f"{metrics.held_out[0][1]:.4f} to {metrics.held_out[-1][1]:.4f}"))
     if metrics.step_s:
-        found.append(("median step, data included", seconds(statistics.median(metrics.step_s))))
+        facts.append(("median step, data included", seconds(statistics.median(metrics.step_s))))
     if ledger is not None:
-        found.append(("predicted step", seconds(ledger.predicted_step_s)))
-        found.append(("measured step", seconds(ledger.measured_step_s)))
-        if peak_bytes := max(one.measured.peak_bytes for one in ledger.ranks):
-            found.append(("measured peak memory", size(peak_bytes)))
+        facts.append(("predicted step", seconds(ledger.predicted_step_s)))
+        facts.append(("measured step", seconds(ledger.measured_step_s)))
+        if peak_bytes := max(entry.measured.peak_bytes for entry in ledger.ranks):
+            facts.append(("measured peak memory", size(peak_bytes)))
     elif run.plan.prediction is not None:
-        found.append(("predicted step", seconds(run.plan.prediction.step_s)))
-    return found
+        facts.append(("predicted step", seconds(run.plan.prediction.step_s)))
+    return facts
 
 
 def _layout(plan: Plan) -> list[tuple[str, str, str]]:
     """The plan's decisions: names, values and meanings."""
-    found = [(axis.name, f"{axis.size}", _AXES.get(axis.name, "")) for axis in plan.mesh.axes]
-    found.append(("global batch", f"{plan.batch_size}", "samples of all ranks in a step"))
+    rows = [(axis.name, f"{axis.size}", _AXES.get(axis.name, "")) for axis in plan.mesh.axes]
+    rows.append(("global batch", f"{plan.batch_size}", "samples of all ranks in a step"))
     if plan.microbatches > 1:
-        found.append(("micro-batches", f"{plan.microbatches}", "parts of the batch, one after the other"))
+        rows.append(("micro-batches", f"{plan.microbatches}", "parts of the batch, one after the other"))
     if len(plan.stages) > 1:
-        found.append(("schedule", plan.schedule, "the order of forwards and backwards"))
+        rows.append(("schedule", plan.schedule, "the order of forwards and backwards"))
     if again := list(dict.fromkeys(name for stage in plan.stages for name in stage.recompute)):
-        found.append(("computed again", ", ".join(again), "in backward, instead of being kept"))
+        rows.append(("computed again", ", ".join(again), "in backward, instead of being kept"))
     for axis in dict.fromkeys(bucket.axis for bucket in plan.buckets):
         each = [bucket for bucket in plan.buckets if bucket.axis == axis]
         total = size(sum(bucket.num_bytes for bucket in each))
-        found.append((f"buckets over {axis}", f"{len(each)}", f"{total} of gradients that are reduced together"))
-    return found
+        rows.append((f"buckets over {axis}", f"{len(each)}", f"{total} of gradients that are reduced together"))
+    return rows
 
 
 _AXES = {

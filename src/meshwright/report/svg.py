@@ -60,12 +60,12 @@ def legend(entries: Iterable[tuple[int, str]]) -> str:
 
 def time_axis(left: float, bottom: float, until_s: float, scale: float) -> list[str]:
     """A line at ``bottom`` with five steps of time; ``scale`` is in units a second."""
-    found = [line("axis", left, bottom, left + scale * until_s, bottom)]
+    parts = [line("axis", left, bottom, left + scale * until_s, bottom)]
     for step in range(6):
         at_s = until_s * step / 5
         anchor = "start" if step == 0 else "end" if step == 5 else "middle"
-        found.append(text(left + scale * at_s, bottom + 18, seconds(at_s) if step else "0", anchor))
-    return found
+        parts.append(text(left + scale * at_s, bottom + 18, seconds(at_s) if step else "0", anchor))
+    return parts
 
 
 def some_of(ranks: Sequence[int]) -> Sequence[int]:

@@ -18,9 +18,9 @@ def same_path(path: str | os.PathLike[str]) -> tuple[Path, str]:
     return Path(path), where
 
 
-def check_same(where: str, what: str, mine: str) -> None:
-    """Raise a CheckpointError on every rank if ``mine`` differs between ranks."""
-    every = from_every_rank(mine)
+def check_same(where: str, what: str, value: str) -> None:
+    """Raise a CheckpointError on every rank if ``value`` differs between ranks."""
+    every = from_every_rank(value)
     for rank, other in enumerate(every):
         if other != every[0]:
             raise CheckpointError(
@@ -32,12 +32,12 @@ def check_same(where: str, what: str, mine: str) -> None:
 
 def everywhere(where: str, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank, and return its result. If ranks fail, all raise the error of the first of these."""
-    result, mine = None, None
+    result, failure = None, None
     try:
         result = told(where, action)
     except MeshwrightError as error:
-        mine = error
-    for first in from_every_rank(mine):
+        failure = error
+    for first in from_every_rank(failure):
         if first is not None:
             raise first
     return result  # type: ignore[return-value]

@@ -98,13 +98,13 @@ def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTi
 
 def sweeps(sizes: Sizes, places: Places, advance: Advance) -> Iterator[list[CollectiveTiming]]:
     """Yield all rows after each sweep, each with the median of its times so far. Every rank must call it."""
-    found: dict[CollectiveTiming, list[float]] = {}
+    seconds: dict[CollectiveTiming, list[float]] = {}
     pairs, groups = list(_pairs(places, dist.get_rank())), list(_groups(places, dist.get_rank()))
     memory = torch.zeros(max(sizes.bytes) // 4)  # shared by all calls: new memory is slower at first
     for _ in range(sizes.sweeps):
         for row in _sweep(sizes, memory, pairs, groups, advance):
-            found.setdefault(msgspec.structs.replace(row, time_s=1.0), []).append(row.time_s)
-        yield [msgspec.structs.replace(row, time_s=statistics.median(times)) for row, times in found.items()]
+            seconds.setdefault(msgspec.structs.replace(row, time_s=1.0), []).append(row.time_s)
+        yield [msgspec.structs.replace(row, time_s=statistics.median(times)) for row, times in seconds.items()]
 
 
 def _sweep(
@@ -115,13 +115,13 @@ def _sweep(
             advance(f"send of {size} bytes")
             seconds = _in_step(_ping_pong(channel, first, _vector(memory, size)), sizes) / 2
             yield _row("send", "channel", level, 2, size, seconds)
-    for one in groups:
-        boxes = equal_boxes(one.fan_outs) if one.fan_outs else ""
+    for level_group in groups:
+        boxes = equal_boxes(level_group.fan_outs) if level_group.fan_outs else ""
         for operation in sizes.operations:
             names: tuple[str, ...] = (NATIVE,)
             if operation in CHOSEN:
-                names = (*candidates(operation, one.group.size, boxes), *((MPI,) if mpi.is_there() else ()))
-            yield from _by_size(one, operation, names, sizes, memory, advance)
+                names = (*candidates(operation, level_group.group.size, boxes), *((MPI,) if mpi.is_there() else ()))
+            yield from _by_size(level_group, operation, names, sizes, memory, advance)
 
 
 def _pairs(places: Places, rank: int) -> Iterator[_Pair]:
@@ -153,18 +153,18 @@ def _groups(places: Places, rank: int) -> Iterator[_Group]:
 
 
 def _by_size(
-    one: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance
+    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance
 ) -> Iterator[CollectiveTiming]:
     """Yield the rows of every algorithm and size. Short vectors are not measured with algorithms that work in pieces,
     and long vectors not with algorithms that were far slower than the fastest (``HOPELESS``)."""
     left = list(names)
     for size in sizes.bytes:
         seconds: dict[str, float] = {}
-        for name in left if size >= LONG_BYTES else (one for one in left if not in_pieces(one)):
+        for name in left if size >= LONG_BYTES else (algorithm for algorithm in left if not in_pieces(algorithm)):
             advance(f"{operation} of {size} bytes")
-            group = msgspec.structs.replace(one.group, algorithm=name)
+            group = msgspec.structs.replace(level_group.group, algorithm=name)
             seconds[name] = _in_step(_collective(operation, group, _vector(memory, size)), sizes)
-            yield _row(operation, name, one.level, group.size, size, seconds[name], one.fan_outs)
+            yield _row(operation, name, level_group.level, group.size, size, seconds[name], level_group.fan_outs)
         if size >= HOPELESS_BYTES:
             left = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
 
@@ -218,11 +218,11 @@ def _in_step(call: Call, sizes: Sizes) -> float:
     meet()
     for _ in range(int(WARM_S / once_s)):
         call()
-    found = []
+    seconds = []
     for _ in range(blocks):
         start = time.perf_counter()
         for _ in range(several):
             call()
-        found.append((time.perf_counter() - start) / several)
-    slowest: float = max(from_every_rank(statistics.median(found)))
+        seconds.append((time.perf_counter() - start) / several)
+    slowest: float = max(from_every_rank(statistics.median(seconds)))
     return slowest

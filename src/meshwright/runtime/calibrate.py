@@ -129,20 +129,20 @@ class Sweeps:
 
     def measured(self) -> Measured:
         """The means of the sweeps' medians, and the drift."""
-        found = Measured(taken_s=self._taken_s, passed_s=self._passed_s)
+        measured = Measured(taken_s=self._taken_s, passed_s=self._passed_s)
         for (dtype, probe), medians in zip(self._probes, self._medians, strict=True):
             seconds = statistics.fmean(medians)
             if probe.kind == "dispatch":
-                found.kernel_s = seconds
+                measured.kernel_s = seconds
             elif probe.kind == "matmul":
-                found.peaks[dtype] = max(found.peaks.get(dtype, 0.0), probe.size / seconds)
+                measured.peaks[dtype] = max(measured.peaks.get(dtype, 0.0), probe.size / seconds)
             if probe.other:
-                found.others[probe.kind, probe.size] = probe.other
+                measured.others[probe.kind, probe.size] = probe.other
             if probe.kind != "dispatch" and dtype == "float32":
-                found.seconds.setdefault(probe.kind, []).append((probe.size, seconds))
+                measured.seconds.setdefault(probe.kind, []).append((probe.size, seconds))
         deviations = (statistics.stdev(medians) / statistics.fmean(medians) for medians in self._medians)
-        found.drift = statistics.median(deviations)
-        return found
+        measured.drift = statistics.median(deviations)
+        return measured
 
 
 def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[float, float, float]:
@@ -167,13 +167,13 @@ def _of_all(ranks: list[Measured]) -> Measured:
     first = ranks[0]
     seconds = {
         kind: [
-            (size, statistics.fmean(one.seconds[kind][index][1] for one in ranks))
+            (size, statistics.fmean(rank.seconds[kind][index][1] for rank in ranks))
             for index, (size, _) in enumerate(points)
         ]
         for kind, points in first.seconds.items()
     }
-    peaks = {dtype: statistics.fmean(one.peaks[dtype] for one in ranks) for dtype in first.peaks}
+    peaks = {dtype: statistics.fmean(rank.peaks[dtype] for rank in ranks) for dtype in first.peaks}
     return Measured(
-        seconds=seconds, kernel_s=statistics.fmean(one.kernel_s for one in ranks), peaks=peaks, others=first.others,
-        drift=max(one.drift for one in ranks),
+        seconds=seconds, kernel_s=statistics.fmean(rank.kernel_s for rank in ranks), peaks=peaks, others=first.others,
+        drift=max(rank.drift for rank in ranks),
     )  # fmt: skip

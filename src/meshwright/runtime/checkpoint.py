@@ -103,18 +103,18 @@ def examined(parameters: LocalParameters, path: Path) -> Manifest:
     found, graph = manifest.read(path), parameters.graph
     here = saved_tensors(parameters)
     for name in here | found.tensors:
-        mine, saved = here.get(name), found.tensors.get(name)
-        if mine is not None and saved is not None and mine.shape == saved.shape and mine.dtype != saved.dtype:
+        tensor, saved = here.get(name), found.tensors.get(name)
+        if tensor is not None and saved is not None and tensor.shape == saved.shape and tensor.dtype != saved.dtype:
             raise CheckpointError(
-                f"the checkpoint is in another precision: {name} is {saved.dtype}, in this model {mine.dtype}",
+                f"the checkpoint is in another precision: {name} is {saved.dtype}, in this model {tensor.dtype}",
                 where=f"{path}",
                 remedy=f"build the model in {saved.dtype} (model.to(torch.{saved.dtype})) and load it there; its "
                 "full_state_dict() then loads into a model of any dtype",
             )
-        if mine != saved:
+        if tensor != saved:
             raise CheckpointError(
                 f"the checkpoint is of another model: {name} is {saved or 'not there'}, in this model "
-                f"{mine or 'not there'}",
+                f"{tensor or 'not there'}",
                 where=f"{path}",
                 remedy=f"build the model that was saved ({found.model}, step {found.step}), or load another checkpoint",
             )

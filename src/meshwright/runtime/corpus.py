@@ -64,9 +64,9 @@ def library_sources() -> dict[str, bytes]:
         sources[path.relative_to(library).as_posix()] = text.replace(b"\r\n", b"\n")
     size = sum(map(len, sources.values()))
     if size < _LEAST_SOURCE_BYTES:
-        found = f"only {size:,} bytes of Python sources" if library.is_dir() else "no folder of Python sources"
+        contents = f"only {size:,} bytes of Python sources" if library.is_dir() else "no folder of Python sources"
         raise DataError(
-            f"the standard library has {found}",
+            f"the standard library has {contents}",
             where=str(library),
             remedy="use a Python whose library is installed as source files (not a zip file), or your own text",
         )

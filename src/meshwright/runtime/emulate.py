@@ -52,17 +52,17 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
     _wake_in_time()
     group = axis_groups(Mesh.of(pp=world_size), rank)["pp"] if world_size > 1 else None
     device = _Device(group)
-    mine = sorted({action.stage for action in schedule.ranks[rank]})
-    executor = _executor(stages, schedule, rank, mine, device)
+    own_stages = sorted({action.stage for action in schedule.ranks[rank]})
+    executor = _executor(stages, schedule, rank, own_stages, device)
     traces = []
     for _ in range(num_steps):
         recorder = Recorder()
         device.meet()
         with recording(recorder):
-            for stage in mine:
+            for stage in own_stages:
                 device.do(stages[stage].before, stage, named=True)
             executor.run({}, {}, {}, lambda microbatch: microbatch)
-            for stage in mine:
+            for stage in own_stages:
                 device.do(stages[stage].after, stage, named=True)
         traces.append(on_rank_0(recorder.trace(rank, "emulated"), CPU))
     return traces
@@ -97,25 +97,25 @@ class _Device:
     def do(self, doings: Iterable[Doing], stage: int, *, named: bool = False) -> None:
         """Wait for a stage's ``doings`` in order; ``named``: record a span for each piece of compute."""
         note = current()
-        for one in doings:
+        for doing in doings:
             begun = time.perf_counter()
-            if one.role == "start":
-                self._ends[stage, one.what] = begun, begun + one.seconds
+            if doing.role == "start":
+                self._ends[stage, doing.what] = begun, begun + doing.seconds
                 continue
-            if one.role == "meet":
+            if doing.role == "meet":
                 self.meet()
-            started, end = begun, time.perf_counter() + one.seconds
-            if one.role == "until":
-                started, end = self._ends.pop((stage, one.what))
+            started, end = begun, time.perf_counter() + doing.seconds
+            if doing.role == "until":
+                started, end = self._ends.pop((stage, doing.what))
             wait_until(end)
             if note is None:
                 continue
             now = time.perf_counter()
-            if one.role != "compute":
-                note.span(COMMUNICATION, one.what, started, max(end, started))
-                note.span(WAIT, one.what, begun, now)
+            if doing.role != "compute":
+                note.span(COMMUNICATION, doing.what, started, max(end, started))
+                note.span(WAIT, doing.what, begun, now)
             elif named:
-                note.span(COMPUTE, one.what, begun, now)
+                note.span(COMPUTE, doing.what, begun, now)
 
 
 class _Link:
@@ -134,19 +134,19 @@ class _Link:
 
 
 def _executor(
-    stages: Sequence[EmulatedStage], schedule: Schedule, rank: int, mine: Sequence[int], device: _Device
+    stages: Sequence[EmulatedStage], schedule: Schedule, rank: int, own_stages: Sequence[int], device: _Device
 ) -> Executor:
     """The executor of one pipeline rank."""
     homes = {action.stage: home for home, actions in enumerate(schedule.ranks) for action in actions}
-    lowered = {stage: _lowered(stages[stage], stage, schedule.num_stages, device) for stage in mine}
+    lowered = {stage: _lowered(stages[stage], stage, schedule.num_stages, device) for stage in own_stages}
     routes: dict[tuple[int, ActionKind], list[Route]] = {}
-    for stage, one in lowered.items():
-        for kind, transfers in one.program.transfers.items():
+    for stage, lowered_stage in lowered.items():
+        for kind, transfers in lowered_stage.program.transfers.items():
             beside = stage + (1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
             if transfers and homes[beside] != rank:
                 routes[stage, kind] = [Route(((homes[beside], (slice(0, 1),)),))]
-    found = channels({peer for some in routes.values() for route in some for peer in route.peers})
-    links = {peer: _Link(channel) for peer, channel in found.items()}
+    peer_channels = channels({peer for some in routes.values() for route in some for peer in route.peers})
+    links = {peer: _Link(channel) for peer, channel in peer_channels.items()}
     return Executor(lowered, schedule, rank, routes, links, CPU)
 
 

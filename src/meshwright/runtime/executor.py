@@ -69,22 +69,22 @@ class _Stage:
             phase.forget()
         self.step: Values = {}
         self.joined: dict[str, Tensor] = {}
-        self.buckets = {one.name: empty(one, device) for one in program.buckets}
-        self.totals = {one.value.name: self._memory(one, device) for one in program.accumulators}
+        self.buckets = {bucket.name: empty(bucket, device) for bucket in program.buckets}
+        self.totals = {total.value.name: self._memory(total, device) for total in program.accumulators}
         late = {name for phase in LATE for name in self.phases[phase].inputs}
-        ready = (*self.phases[FORWARD].outputs, *(one.value.name for one in program.crossing(ActionKind.RECV_F)))
-        self.sent = {one.value.name for one in program.crossing(ActionKind.SEND_F)}
-        self.holder = {one.name: one.value for one in program.buffers}
+        ready = (*self.phases[FORWARD].outputs, *(recv.value.name for recv in program.crossing(ActionKind.RECV_F)))
+        self.sent = {send.value.name for send in program.crossing(ActionKind.SEND_F)}
+        self.holder = {held.name: held.value for held in program.buffers}
         self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
         self.kept = {name for name in ready if name in late} | self.read_late
         self.of_step = {name for phase in (REDUCE, FINISH) for name in self.phases[phase].inputs}
         self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
 
-    def _memory(self, one: Accumulator, device: torch.device) -> Tensor:
-        value = one.value
+    def _memory(self, accumulator: Accumulator, device: torch.device) -> Tensor:
+        value = accumulator.value
         if value.owns:
             return empty(value, device)
-        return self.buckets[value.storage][one.offset :][: torch.Size(value.shape).numel()].view(value.shape)
+        return self.buckets[value.storage][accumulator.offset :][: torch.Size(value.shape).numel()].view(value.shape)
 
 
 def empty(value: Value, device: torch.device) -> Tensor:
@@ -219,9 +219,9 @@ class Executor:
         inputs: Mapping[str, Tensor],
     ) -> None:
         program, step = stage.program, stage.step
-        step.update({one.value: parameters[one.name] for one in program.parameters})
-        step.update({one.value: buffers[one.name] for one in program.buffers})
-        step.update({one.value: inputs[one.name] for one in program.inputs if one.value})
+        step.update({held.value: parameters[held.name] for held in program.parameters})
+        step.update({held.value: buffers[held.name] for held in program.buffers})
+        step.update({held.value: inputs[held.name] for held in program.inputs if held.value})
         step.update(stage.totals)
         self._call(stage, PROLOGUE)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
@@ -248,14 +248,14 @@ class Executor:
 
     def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
         """A micro-batch's part of a value of the whole step."""
-        one = stage.program.slices[name]
-        whole: Tensor = stage.step[one.source]
+        cut = stage.program.slices[name]
+        whole: Tensor = stage.step[cut.source]
         count = self.schedule.num_microbatches
-        size = whole.shape[one.dim] // one.blocks // count
-        if one.blocks == 1:
-            return whole.narrow(one.dim, microbatch * size, size)
-        split = whole.unflatten(one.dim, (one.blocks, -1)).narrow(one.dim + 1, microbatch * size, size)
-        return split.flatten(one.dim, one.dim + 1)
+        size = whole.shape[cut.dim] // cut.blocks // count
+        if cut.blocks == 1:
+            return whole.narrow(cut.dim, microbatch * size, size)
+        split = whole.unflatten(cut.dim, (cut.blocks, -1)).narrow(cut.dim + 1, microbatch * size, size)
+        return split.flatten(cut.dim, cut.dim + 1)
 
     def _arguments(self, stage: _Stage, microbatch: int, phase: PhaseFunction, given: Values) -> list[Any]:
         values: list[Any] = []
@@ -280,9 +280,9 @@ class Executor:
         returned = stage.functions[FORWARD](self._arguments(stage, microbatch, phase, live))
         live.update(zip(phase.outputs, returned, strict=True))
         self._collect(stage, live)
-        for one in program.joins:
-            new, old = live[one.value], stage.joined.get(one.joined)
-            stage.joined[one.joined] = new if old is None else _JOIN[one.join](old, new)
+        for join in program.joins:
+            new, old = live[join.value], stage.joined.get(join.joined)
+            stage.joined[join.joined] = new if old is None else _JOIN[join.join](old, new)
         live.update((name, stage.step[name]) for name in stage.read_late)  # before the update, for backward
         stage.step.update((stage.holder.get(name, name), live[value]) for name, value in program.buffer_updates.items())
         wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
@@ -297,14 +297,14 @@ class Executor:
         key, phase = (action.stage, microbatch), stage.phases[name]
         live = self._live.pop(key, {})
         arguments = self._arguments(stage, microbatch, phase, live)
-        wanted = {one.value.name for one in stage.program.crossing(ActionKind.SEND_B)}
+        wanted = {send.value.name for send in stage.program.crossing(ActionKind.SEND_B)}
         if action.kind is ActionKind.I:
             wanted.update(stage.phases[WEIGHT].inputs)
-        kept = {one: value for one, value in live.items() if one in wanted}
+        kept = {value_name: value for value_name, value in live.items() if value_name in wanted}
         del live  # values that only the arguments hold are freed at their last use
         results = dict(zip(phase.outputs, stage.functions[name](arguments), strict=True))
         self._collect(stage, results)
-        kept.update((one, value) for one, value in results.items() if one in wanted)
+        kept.update((value_name, value) for value_name, value in results.items() if value_name in wanted)
         if kept:
             self._live[key] = kept
 
@@ -319,9 +319,9 @@ class Executor:
         transfers = stage.program.crossing(action.kind)
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
-        for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
+        for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             for peer, place in route.messages:
-                self._leaving.append(self._channels[peer].send(live[one.value.name][place].contiguous()))
+                self._leaving.append(self._channels[peer].send(live[transfer.value.name][place].contiguous()))
         if action.kind is ActionKind.SEND_F:
             later = stage.kept
         else:
@@ -331,12 +331,12 @@ class Executor:
 
     def _receive(self, stage: _Stage, action: Action) -> None:
         transfers = stage.program.crossing(action.kind)
-        found = []
-        for one, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
-            whole = empty(one.value, self.device)
+        coming = []
+        for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
+            whole = empty(transfer.value, self.device)
             arrivals = [self._post(peer, whole, place, action) for peer, place in route.messages]
-            found.append((one.value.name, whole, route, arrivals))
-        self._coming[action.stage, _microbatch(action), action.kind] = found
+            coming.append((transfer.value.name, whole, route, arrivals))
+        self._coming[action.stage, _microbatch(action), action.kind] = coming
 
     def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:
         """Wait for the values that are received for the micro-batch, and return all of its values."""
@@ -347,8 +347,8 @@ class Executor:
             for arrival in arrivals:
                 arrival.wait()
             if route.mine is not None:
-                mine = whole[route.mine].contiguous()
-                self._leaving += [self._channels[peer].send(mine) for peer, _ in route.others]
+                own_box = whole[route.mine].contiguous()
+                self._leaving += [self._channels[peer].send(own_box) for peer, _ in route.others]
             theirs = [self._post(peer, whole, box, action) for peer, box in route.others if box is not None]
             for arrival in theirs:
                 arrival.wait()

@@ -100,11 +100,11 @@ GUARD = 'often a script must have what it does under `if __name__ == "__main__":
 
 def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
     """The error of the rank that failed first; ``rank`` is the one that the agent saw fail."""
-    paths = [file_of(directory, one, "failure") for one in range(num_ranks)]
-    found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
-    own = [failure for failure in found if not failure.lost_peer]
-    if own or (exit_code >= 0 and found):
-        return as_error(min(own, key=lambda failure: failure.time_ns) if own else found[0], directory)
+    paths = [file_of(directory, index, "failure") for index in range(num_ranks)]
+    failures = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
+    own = [failure for failure in failures if not failure.lost_peer]
+    if own or (exit_code >= 0 and failures):
+        return as_error(min(own, key=lambda failure: failure.time_ns) if own else failures[0], directory)
     doing, log = Status.read(directory, rank), file_of(directory, rank, "log")
     if exit_code >= 0 and not log.exists():
         return _failed(f"rank {rank} ended before it began: it could not import what it was to run", GUARD, doing)

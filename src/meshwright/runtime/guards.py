@@ -49,9 +49,9 @@ class Guard:
         self._spaces = [vars(part) for part in model.modules()]
         self._modes = self._modes_now(training)
         members, hooks = ([space[name] for space in self._spaces for name in names] for names in (_MEMBERS, _HOOKS))
-        self._empty = [one for one in (*members, *hooks) if not one]
-        self._members = [one for one in members if one]
-        self._hooks = [one for one in hooks if one]
+        self._empty = [registry for registry in (*members, *hooks) if not registry]
+        self._members = [registry for registry in members if registry]
+        self._hooks = [registry for registry in hooks if registry]
         self._held = list(chain.from_iterable(map(dict.values, self._members)))
         self._hooked = list(map(tuple, self._hooks))
         self._dtype = torch.get_default_dtype()

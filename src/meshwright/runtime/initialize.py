@@ -115,18 +115,18 @@ class _NoChangeOnMeta(TorchDispatchMode):
 
 def _blocks(model: nn.Module) -> set[str]:
     """Paths of the blocks: the outermost items of lists of modules, and elsewhere the modules without children."""
-    found: set[str] = set()
+    paths: set[str] = set()
 
     def visit(path: str, module: nn.Module, listed: bool) -> None:
         children = dict(module.named_children())
         if listed or not children:
-            found.add(path)
+            paths.add(path)
             return
         for name, child in children.items():
             visit(f"{path}.{name}" if path else name, child, isinstance(module, LISTS))
 
     visit("", model, False)
-    return found
+    return paths
 
 
 def _check_set(path: str, module: nn.Module, names: list[str]) -> None:
@@ -144,7 +144,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, own: list[str]) 
     if own and callable(reset):
         reset()
     owners = [model.get_submodule(above) for above in _with_parents(path)]
-    of_model: Any = next((found for owner in owners if callable(found := getattr(owner, "_init_weights", None))), None)
+    of_model: Any = next((init for owner in owners if callable(init := getattr(owner, "_init_weights", None))), None)
     if of_model is not None:
         of_model(module)
     elif own and not callable(reset):
@@ -173,10 +173,10 @@ def _allocate(module: nn.Module, names: list[str], device: torch.device) -> None
     for tensors in places:
         for name, value in list(tensors.items()):
             if name in names and value.is_meta:
-                made = torch.full_like(value, _unset(value.dtype), device=device)
+                tensor = torch.full_like(value, _unset(value.dtype), device=device)
                 if isinstance(value, nn.Parameter):
-                    made = nn.Parameter(made, requires_grad=value.requires_grad)
-                tensors[name] = made
+                    tensor = nn.Parameter(tensor, requires_grad=value.requires_grad)
+                tensors[name] = tensor
 
 
 def _unset(dtype: torch.dtype) -> Any:
@@ -198,7 +198,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, value in module._parameters.items():
             if value is not None and value.is_meta:
                 places.setdefault(id(value), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [tie for tie in places.values() if len(tie) > 1]
 
 
 def _tie(ties: list[list[tuple[nn.Module, str]]]) -> None:

@@ -22,27 +22,27 @@ class Parts:
         self.groups = groups
         self._whole = {name: tuple(value.shape) for name, value in captured.tensors.items()}
         self._every = {
-            name: {axis: one for axis, one in placements.get(name, {}).items() if isinstance(one, Shard)}
+            name: {axis: shard for axis, shard in placements.get(name, {}).items() if isinstance(shard, Shard)}
             for name in self._whole
         }
         self.cuts: dict[str, dict[str, Shard]] = {
-            name: {axis: one for axis, one in every.items() if axis not in DATA_AXES}
+            name: {axis: shard for axis, shard in every.items() if axis not in DATA_AXES}
             for name, every in self._every.items()
         }
 
     @property
     def slices(self) -> dict[str, tuple[slice, ...]]:
         """The slices of the global batch that this rank needs, by name of a tensor of the batch."""
-        found = {}
+        slices = {}
         for name, every in self._every.items():
             ends = [(0, size) for size in self._whole[name]]
             for axis in (axis for axis in self.groups if axis in every):
-                one, group = every[axis], self.groups[axis]
-                begin, end = ends[one.dim]
-                edges = bounds((end - begin) // one.unit, [group.size])
-                ends[one.dim] = begin + one.unit * edges[group.index], begin + one.unit * edges[group.index + 1]
-            found[name.removeprefix("batch.")] = tuple(slice(*pair) for pair in ends)
-        return found
+                shard, group = every[axis], self.groups[axis]
+                begin, end = ends[shard.dim]
+                edges = bounds((end - begin) // shard.unit, [group.size])
+                ends[shard.dim] = begin + shard.unit * edges[group.index], begin + shard.unit * edges[group.index + 1]
+            slices[name.removeprefix("batch.")] = tuple(slice(*pair) for pair in ends)
+        return slices
 
     def is_cut(self, name: str, value: Tensor) -> bool:
         """Whether a local tensor holds only this rank's rows, not the rows of all ranks that share its samples."""
@@ -52,8 +52,8 @@ class Parts:
     def whole_shape(self, name: str, value: Tensor, samples: int) -> tuple[int, ...]:
         """The global shape of a local tensor, if the global one has ``samples`` times as many samples."""
         shape = [value.shape[0] * samples, *value.shape[1:]]
-        for one in self.cuts[name].values() if self.is_cut(name, value) else ():
-            shape[one.dim] = self._whole[name][one.dim]
+        for shard in self.cuts[name].values() if self.is_cut(name, value) else ():
+            shape[shard.dim] = self._whole[name][shard.dim]
         return tuple(shape)
 
     def index(self, leaves: Leaves, data_index: int) -> int:
@@ -72,12 +72,12 @@ def check_alike(leaves: Leaves, captured: Leaves) -> None:
             where="batch", remedy="pass batches of one structure",
         )  # fmt: skip
     for name, value, other in zip(leaves.names, leaves.values, captured.values, strict=True):
-        mine, theirs = kind_of(value), kind_of(other)
-        if mine != theirs and (isinstance(value, Tensor) or isinstance(other, Tensor)):
+        kind, expected = kind_of(value), kind_of(other)
+        if kind != expected and (isinstance(value, Tensor) or isinstance(other, Tensor)):
             raise DataError(
-                f"it is {mine}, in the captured batch it was {theirs}",
+                f"it is {kind}, in the captured batch it was {expected}",
                 where=name,
-                remedy=f"pass it as {theirs}, or capture with a batch like this one",
+                remedy=f"pass it as {expected}, or capture with a batch like this one",
             )
 
 
@@ -93,10 +93,10 @@ def compare_over_ranks(leaves: Leaves, part: int) -> None:
     described = ", ".join(f"{name} {_in_words(value)}" for name, value in zip(leaves.names, leaves.values, strict=True))
     every = from_every_rank((part, described, _checksum(list(leaves.tensors.values()))))
     first: dict[int, tuple[int, int]] = {}
-    for rank, (index, found, checksum) in enumerate(every):
-        if found != every[0][1]:
+    for rank, (index, description, checksum) in enumerate(every):
+        if description != every[0][1]:
             raise RankError(
-                f"it was given {found}, rank 0 {every[0][1]}",
+                f"it was given {description}, rank 0 {every[0][1]}",
                 where=f"batch of rank {rank}",
                 remedy="pass batches of the same shapes on every rank",
             )

@@ -76,14 +76,14 @@ def _timeout() -> timedelta:
 def _device(device: torch.device | str) -> torch.device:
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or found.type not in kinds:
+        torch_device = None
+    if torch_device is None or torch_device.type not in kinds:
         raise LaunchError(
             f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
         )
-    return found
+    return torch_device
 
 
 def finish() -> None:
@@ -121,10 +121,10 @@ def cache_directory() -> Path:
 
 def memory_bytes() -> int:
     """The bytes of memory that this process may use: the machine's, or the limit of its control group."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
-        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return found
+        num_bytes = min(num_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return num_bytes
 
 
 def num_devices() -> int:
@@ -183,8 +183,8 @@ def _take_over_from_mpi() -> None:
     address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
     with socket.socket() as probe:
         probe.bind(("", 0))
-        found = (address, str(probe.getsockname()[1]))
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(found, root=0)
+        endpoint = (address, str(probe.getsockname()[1]))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(endpoint, root=0)
 
 
 def _join(backend: str) -> None:

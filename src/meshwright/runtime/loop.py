@@ -105,11 +105,11 @@ class Loop:
     def resume(self) -> Path | None:
         """Load the latest checkpoint and return its path; None if no checkpoint exists."""
         self.status.set("while loading a checkpoint")
-        found = self.trainer.load_latest(self.checkpoints, loader=self.loader)
+        path = self.trainer.load_latest(self.checkpoints, loader=self.loader)
         # Only rank 0 has the file. Ranks that disagree on the remaining work would wait for each other for ever.
         rows = from_rank_0(lambda: self.meter.rewind(self.trainer.step_number))
         self.evaluations = [HeldOut(step=row["step"], **row["held_out"]) for row in rows if "held_out" in row]
-        return found
+        return path
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Train. Even after an error, metrics.jsonl holds the metrics of the steps made. Raise a CheckpointError if the
@@ -163,18 +163,18 @@ class Loop:
             self.progress.advance()
         self.progress.end()
         loss = total / samples
-        found = HeldOut(
+        evaluation = HeldOut(
             step=step,
             loss=loss,
             bits_per_byte=loss / math.log(2) if self.bytes_are_tokens else None,
             accuracy=correct / samples if "correct" in trainer.metrics else None,
         )
-        self.evaluations.append(found)
-        values = {name: value for name, value in msgspec.to_builtins(found).items() if name != "step"}
+        self.evaluations.append(evaluation)
+        values = {name: value for name, value in msgspec.to_builtins(evaluation).items() if name != "step"}
         self.meter.write({"step": step, "held_out": values})
         if trainer.rank == 0:
-            log.info("held out, after step %d: %s", step, found)
-        return found
+            log.info("held out, after step %d: %s", step, evaluation)
+        return evaluation
 
     def _resize(self, size: int) -> None:
         """Take batches of ``size`` samples from now on."""

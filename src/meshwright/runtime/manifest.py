@@ -85,7 +85,7 @@ def begin(path: Path, num_bytes: int) -> str:
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
     if path.is_dir() and not _is_manifest(path / MANIFEST):
-        names = {one.name for one in path.iterdir()}
+        names = {entry.name for entry in path.iterdir()}
         left = {name for name in names if _is_data(path / name) or name.startswith(_TEMPORARY)}
         if others := sorted(names - left - ({MANIFEST} if left else set())):
             raise CheckpointError(f"the directory holds other files ({others[0]})", where=f"{path}", remedy=remedy)
@@ -97,7 +97,7 @@ def begin(path: Path, num_bytes: int) -> str:
 
 def no_room(path: Path, num_bytes: int) -> DiskError | None:
     """The error to raise if ``num_bytes`` do not fit on the disk of ``path``; None if they fit."""
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    there = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     free = shutil.disk_usage(there).free
     if free >= num_bytes:
         return None
@@ -144,12 +144,12 @@ def read(path: Path) -> Manifest:
 
 def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
     """Sizes and checksums of files."""
-    found = {}
+    saved_files = {}
     for name in names:
         with (directory / name).open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
-            found[name] = SavedFile(num_bytes=file.tell(), sha256=checksum)
-    return found
+            saved_files[name] = SavedFile(num_bytes=file.tell(), sha256=checksum)
+    return saved_files
 
 
 def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
@@ -164,8 +164,8 @@ def steps_in(directory: Path) -> list[str]:
     that no save wrote are left out."""
     if not directory.is_dir():
         return []
-    named = [one for one in directory.iterdir() if one.is_dir() and _STEP.fullmatch(one.name)]
-    names = [one.name for one in named if _is_manifest(one / MANIFEST) or any(map(_is_data, _entries(one)))]
+    named = [entry for entry in directory.iterdir() if entry.is_dir() and _STEP.fullmatch(entry.name)]
+    names = [entry.name for entry in named if _is_manifest(entry / MANIFEST) or any(map(_is_data, _entries(entry)))]
     return sorted(names, key=lambda name: int(name.removeprefix("step-")), reverse=True)
 
 
@@ -261,7 +261,7 @@ def _remove(directory: Path, files_of_saves: Iterable[Path]) -> None:
 
 def _absent(path: Path, error: OSError) -> CheckpointError:
     if not path.exists():
-        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = files.did_you_mean(path.name, beside)
         return CheckpointError("there is no checkpoint", where=f"{path}", remedy=near or "check the path")
     if not path.is_dir():

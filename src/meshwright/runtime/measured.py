@@ -70,16 +70,16 @@ def made_cluster(
     if threaded is not None and alone.spread <= BUSY_SPREAD:
         shared.append((_without_operands(threaded), cores, 1))
     if together is not None:
-        found = _without_operands(together)
-        shared.append((_while_others_train(alone, found) if ranks > 1 else found, 1, ranks))
+        concurrent = _without_operands(together)
+        shared.append((_while_others_train(alone, concurrent) if ranks > 1 else concurrent, 1, ranks))
     conditions = [
         Condition(
             threads=threads,
             ranks=at_once,
-            kernel_s=found.kernel_s,
-            efficiency=_curves(found, peaks["float32"] * threads, bandwidth * threads),
+            kernel_s=measured.kernel_s,
+            efficiency=_curves(measured, peaks["float32"] * threads, bandwidth * threads),
         )
-        for found, threads, at_once in shared
+        for measured, threads, at_once in shared
     ]
     name = machine_name()
     device = Device(
@@ -142,21 +142,21 @@ def _while_others_train(alone: Measured, together: Measured) -> Measured:
     return msgspec.structs.replace(together, seconds=seconds)
 
 
-def _without_operands(found: Measured) -> Measured:
+def _without_operands(measured: Measured) -> Measured:
     """Split products into multiplying and operand work: flat ones show the operands' time, square ones the rest."""
-    if "operands" not in found.seconds:
-        return found
-    best = max(_rate(size, seconds, found.kernel_s) for size, seconds in found.seconds["matmul"])
+    if "operands" not in measured.seconds:
+        return measured
+    best = max(_rate(size, seconds, measured.kernel_s) for size, seconds in measured.seconds["matmul"])
     flat = [
-        (size, max(seconds - found.others["operands", size] / best, 0.1 * seconds))
-        for size, seconds in sorted(found.seconds["operands"])
+        (size, max(seconds - measured.others["operands", size] / best, 0.1 * seconds))
+        for size, seconds in sorted(measured.seconds["operands"])
     ]
-    rates = [_rate(size, seconds, found.kernel_s) for size, seconds in flat]
+    rates = [_rate(size, seconds, measured.kernel_s) for size, seconds in flat]
     square = [
-        (size, max(seconds - _at(found.others["matmul", size], flat, rates), 0.7 * seconds))
-        for size, seconds in found.seconds["matmul"]
+        (size, max(seconds - _at(measured.others["matmul", size], flat, rates), 0.7 * seconds))
+        for size, seconds in measured.seconds["matmul"]
     ]
-    return msgspec.structs.replace(found, seconds=found.seconds | {"operands": flat, "matmul": square})
+    return msgspec.structs.replace(measured, seconds=measured.seconds | {"operands": flat, "matmul": square})
 
 
 def _at(num_bytes: float, flat: list[tuple[float, float]], rates: list[float]) -> float:
@@ -166,7 +166,7 @@ def _at(num_bytes: float, flat: list[tuple[float, float]], rates: list[float]) -
 
 
 def _flat(seconds: Seconds) -> list[tuple[str, float, float]]:
-    return [(kind, size, one) for kind, points in seconds.items() for size, one in points]
+    return [(kind, size, time_s) for kind, points in seconds.items() for size, time_s in points]
 
 
 def _rate(size: float, seconds: float, kernel_s: float) -> float:
@@ -174,12 +174,12 @@ def _rate(size: float, seconds: float, kernel_s: float) -> float:
     return size / max(seconds - kernel_s, 0.1 * seconds)
 
 
-def _curves(found: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
+def _curves(measured: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
     curves = {}
-    for kind, points in found.seconds.items():
+    for kind, points in measured.seconds.items():
         best = peak if kind in COMPUTE else bandwidth
         curves[kind] = tuple(
-            (float(size), min(1.0, float(f"{_rate(size, seconds, found.kernel_s) / best:.4g}")))
+            (float(size), min(1.0, float(f"{_rate(size, seconds, measured.kernel_s) / best:.4g}")))
             for size, seconds in sorted(points)
         )
     return curves
@@ -193,14 +193,14 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
     """Why a calibration must be made again; empty if it still holds."""
-    found = cluster.calibration
-    if found is None:
+    calibration = cluster.calibration
+    if calibration is None:
         return "it was not measured"
-    if found.machine != machine_name():
-        return f"it was measured on another machine, {found.machine}"
-    if found.torch != str(torch.__version__):
-        return f"it was measured with torch {found.torch}"
-    age_days = (now_s - found.time_s) / 86400
+    if calibration.machine != machine_name():
+        return f"it was measured on another machine, {calibration.machine}"
+    if calibration.torch != str(torch.__version__):
+        return f"it was measured with torch {calibration.torch}"
+    age_days = (now_s - calibration.time_s) / 86400
     if not 0 <= math.floor(age_days) <= days:
         return f"it is {age_days:.0f} days old"
     return ""

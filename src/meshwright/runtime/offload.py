@@ -96,15 +96,15 @@ class Offloader:
 
 def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split the parameters, in order, into chunks of about ``CHUNK_BYTES``."""
-    found: list[list[nn.Parameter]] = []
+    result: list[list[nn.Parameter]] = []
     filled = CHUNK_BYTES
-    for one in parameters:
-        if filled + one.nbytes > CHUNK_BYTES:
-            found.append([])
+    for parameter in parameters:
+        if filled + parameter.nbytes > CHUNK_BYTES:
+            result.append([])
             filled = 0
-        found[-1].append(one)
-        filled += one.nbytes
-    return found
+        result[-1].append(parameter)
+        filled += parameter.nbytes
+    return result
 
 
 def _moved(

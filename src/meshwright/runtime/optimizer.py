@@ -52,13 +52,13 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
     if idle:  # torch.optim refuses an empty list
         given = {"nothing": nn.Parameter(torch.empty(0))}
     try:
-        made: Any = factory(list(given.items()))
+        optimizer: Any = factory(list(given.items()))
     except (TypeError, ValueError) as error:
         raise _refused(f"it could not be made: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Optimizer):
-        raise _refused(f"the function returned a {type(made).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise _refused(f"the function returned a {type(optimizer).__name__}")
     known = {id(value) for value in given.values()}
-    held = [value for group in made.param_groups for value in group["params"]]
+    held = [value for group in optimizer.param_groups for value in group["params"]]
     if not held:
         raise _refused("it holds no parameter")
     if num_foreign := sum(id(value) not in known for value in held):
@@ -66,18 +66,18 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
             f"{num_foreign} of its {len(held)} tensors are not of those that the function was given, and would not be "
             "trained"
         )
-    if fused and type(made) in FUSED:
-        for group in made.param_groups:
+    if fused and type(optimizer) in FUSED:
+        for group in optimizer.param_groups:
             if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
                 group["fused"] = all(value.is_floating_point() for value in group["params"])
-    if isinstance(made, NeedsShardSums):
+    if isinstance(optimizer, NeedsShardSums):
         if any(map(parameters.is_sharded, parameters)):
-            made.sum_shards_with(shard_sum(parameters))
+            optimizer.sum_shards_with(shard_sum(parameters))
     else:
-        _check_whole(made, parameters)
-    for group in made.param_groups if idle else ():
+        _check_whole(optimizer, parameters)
+    for group in optimizer.param_groups if idle else ():
         group.update({key: [] for key in ("params", "param_names") if key in group})
-    return made
+    return optimizer
 
 
 def _refused(problem: str) -> OptimizerError:

@@ -65,10 +65,10 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
 def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the states of all ranks to one state. Ranks of different stages hold different parameters."""
     groups = []
-    for same in zip(*(one["groups"] for one in saved), strict=True):
+    for same in zip(*(rank_state["groups"] for rank_state in saved), strict=True):
         names = dict.fromkeys(name for group in same for name in group["parameters"])
         groups.append({**same[0], "parameters": list(names)})
-    states = {name: state for one in saved for name, state in one["states"].items()}
+    states = {name: state for rank_state in saved for name, state in rank_state["states"].items()}
     return {"name": saved[0]["name"], "groups": groups, "states": states}
 
 
@@ -86,10 +86,10 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
     there = [{name for name in group["parameters"] if not parameters.is_elsewhere(name)} for group in saved["groups"]]
     if here == there:
         return
-    mine, theirs = set().union(*here), set().union(*there)
-    odd = next((name for name in parameters if name in mine ^ theirs), None)
+    own_names, saved_names = set().union(*here), set().union(*there)
+    odd = next((name for name in parameters if name in own_names ^ saved_names), None)
     problem = "the optimizer's parameters are in other groups than the saved ones"
-    if odd in mine:
+    if odd in own_names:
         problem = f"there is no optimizer state of {odd}"
     elif odd is not None:
         problem = f"there is optimizer state of {odd}, which this trainer's optimizer does not hold"
@@ -127,9 +127,9 @@ def take(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any
             optimizer.state[parameter] = states[name]
     for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in other["options"].items():
-            mine = group.get(key)
-            if isinstance(mine, Tensor) and isinstance(value, Tensor):
-                mine.copy_(value)  # such as a learning rate that other objects hold too
+            current = group.get(key)
+            if isinstance(current, Tensor) and isinstance(value, Tensor):
+                current.copy_(value)  # such as a learning rate that other objects hold too
             else:
                 group[key] = value
 
@@ -164,4 +164,4 @@ def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str
 def _named(parameters: LocalParameters, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
     """Each parameter that the optimizer holds, with its group, by name."""
     names = _name_of(parameters, optimizer)
-    return {names[id(one)]: (one, group) for group in optimizer.param_groups for one in group["params"]}
+    return {names[id(param)]: (param, group) for group in optimizer.param_groups for param in group["params"]}

@@ -79,16 +79,16 @@ class LossScale:
     def unscale(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> bool:
         """Divide the gradients by the scale, in place. Return whether they and the loss are finite on every rank. All
         ranks must call it together."""
-        found = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
+        found_inf = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
         inverse = torch.full((1,), 1.0 / self.value, device=self.device)
         alike: dict[torch.dtype, list[Tensor]] = {}
-        for one in gradients:
-            alike.setdefault(one.dtype, []).append(one)
+        for gradient in gradients:
+            alike.setdefault(gradient.dtype, []).append(gradient)
         for several in alike.values():
-            unscale_and_check(several, found, inverse)
+            unscale_and_check(several, found_inf, inverse)
         for axis in sorted(groups, key=lambda axis: axis == "pp"):  # last, because stages may have other axes
-            found = sum_over(found, groups[axis])
-        return not float(found)
+            found_inf = sum_over(found_inf, groups[axis])
+        return not float(found_inf)
 
     def note(self, finite: bool, step: int, *, tells: bool = True) -> None:
         """Adapt the scale to step number ``step``, made or skipped. Raise a LossScaleError if no scale helps."""

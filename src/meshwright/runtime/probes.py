@@ -30,14 +30,14 @@ class Probe(msgspec.Struct, frozen=True):
 
 def kernel_probe() -> Probe:
     """A call so small that its time is only that of its dispatch."""
-    one, other = torch.ones(1), torch.ones(1)
-    return Probe("dispatch", 0.0, lambda: torch.add(one, other))
+    left, right = torch.ones(1), torch.ones(1)
+    return Probe("dispatch", 0.0, lambda: torch.add(left, right))
 
 
 def matmul_probe(side: int, dtype: str) -> Probe:
     """A square product whose second operand is transposed, as in linear layers."""
-    one = torch.randn(side, side).to(getattr(torch, dtype))
-    return Probe("matmul", 2.0 * side**3, lambda: torch.mm(one, one.t()), 3.0 * one.nbytes)
+    matrix = torch.randn(side, side).to(getattr(torch, dtype))
+    return Probe("matmul", 2.0 * side**3, lambda: torch.mm(matrix, matrix.t()), 3.0 * matrix.nbytes)
 
 
 def flat_probe(side: int) -> Probe:
@@ -100,10 +100,10 @@ def _element_wise(pool: list[Tensor]) -> Iterator[Probe]:
 
 
 def _by_rows(pool: list[Tensor]) -> Iterator[Probe]:
-    x, y, one = cycle(pool), cycle(pool[1:] + pool[:1]), pool[0]
-    size = one.numel() * ITEM_BYTES["float32"]
+    x, y, tensor = cycle(pool), cycle(pool[1:] + pool[:1]), pool[0]
+    size = tensor.numel() * ITEM_BYTES["float32"]
     weight = torch.ones(ROW)
-    _, mean, scale = aten.native_layer_norm.default(one, [ROW], weight, weight, 1e-5)
+    _, mean, scale = aten.native_layer_norm.default(tensor, [ROW], weight, weight, 1e-5)
     back = aten.native_layer_norm_backward.default
     yield Probe("softmax", 2 * size, lambda: aten._log_softmax.default(next(x), 1, False))
     yield Probe("norm", 2 * size, lambda: aten.native_layer_norm.default(next(x), [ROW], weight, weight, 1e-5))
@@ -115,12 +115,12 @@ def _by_rows(pool: list[Tensor]) -> Iterator[Probe]:
 
 
 def _by_channels(pool: list[Tensor]) -> Iterator[Probe]:
-    x, y, one = cycle(pool), cycle(pool[1:] + pool[:1]), pool[0]
-    size = one.numel() * ITEM_BYTES["float32"]
-    vector = torch.ones(one.shape[1])
+    x, y, tensor = cycle(pool), cycle(pool[1:] + pool[:1]), pool[0]
+    size = tensor.numel() * ITEM_BYTES["float32"]
+    vector = torch.ones(tensor.shape[1])
     run = aten._native_batch_norm_legit_functional.default
     back = aten.native_batch_norm_backward.default
-    _, mean, scale, _, _ = run(one, vector, vector, vector, vector, True, 0.1, 1e-5)
+    _, mean, scale, _, _ = run(tensor, vector, vector, vector, vector, True, 0.1, 1e-5)
     yield Probe("batch_norm", 2 * size, lambda: run(next(x), vector, vector, vector, vector, True, 0.1, 1e-5))
     yield Probe(
         "batch_norm_backward", 3 * size,

@@ -109,7 +109,7 @@ class Resumable:
                 raise
             self.saver.fail(error, self.rank)
             return
-        made = Manifest(
+        new_manifest = Manifest(
             step=self.step_number,
             model=self.graph.model,
             fingerprint=self.graph.fingerprint,
@@ -122,7 +122,7 @@ class Resumable:
             plan=self._plan_as_data(),
         )
         self.saver.start(
-            Save(path, made, share, packed, num_bytes, keep=keep, board=self.saver.board), blocking=blocking
+            Save(path, new_manifest, share, packed, num_bytes, keep=keep, board=self.saver.board), blocking=blocking
         )
 
     def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -165,9 +165,9 @@ class Resumable:
         self.saver.wait()  # a failure was already logged, and does not concern the checkpoint that is loaded
         taker, extra = self._optimizer if optimizer else None, extra or {}
         path, where = same_path(path)
-        found = from_rank_0(lambda: told(where, lambda: checkpoint.examined(self.parameters, path)))
-        directory = path / found.data
-        share = dict([*found.files.items()][self.rank :: self.plan.mesh.world_size])
+        saved_manifest = from_rank_0(lambda: told(where, lambda: checkpoint.examined(self.parameters, path)))
+        directory = path / saved_manifest.data
+        share = dict([*saved_manifest.files.items()][self.rank :: self.plan.mesh.world_size])
         everywhere(where, lambda: manifest.verify(directory, share))
         read = (directory / TRAINER).read_bytes
         state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: checkpoint.unpacked(read())))
@@ -183,7 +183,7 @@ class Resumable:
             optimizer_state.take(self.parameters, taker, state["optimizer"], states)
         self.losses.forget()
         self.step_number, self.seed, self.metrics = state["step"], state["seed"], {}
-        self._take_amendments(found, where)
+        self._take_amendments(saved_manifest, where)
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state.get("loss_scale"))
         everywhere(where, lambda: checkpoint.give_back(extra, state["extra"]))
@@ -224,10 +224,10 @@ class Resumable:
             )
         return None
 
-    def _take_amendments(self, found: Manifest, where: str) -> None:
+    def _take_amendments(self, saved_manifest: Manifest, where: str) -> None:
         """Take the amendments of the saved plan if it is this plan: they name ranks and algorithms of their plan."""
-        saved = msgspec.convert(found.plan.get("amendments", []), tuple[Amendment, ...])
-        if base_of(found.plan) == base_of(self._plan_as_data()):
+        saved = msgspec.convert(saved_manifest.plan.get("amendments", []), tuple[Amendment, ...])
+        if base_of(saved_manifest.plan) == base_of(self._plan_as_data()):
             self._amend(saved)
         elif saved and self.rank == 0:
             told_of = "; ".join(map(str, saved))

@@ -69,13 +69,13 @@ class Save:
         """Write this rank's share, and return the verdict on the shares of all ranks: None, or why the save failed.
         Raise a LostRankError if rank 0 does not answer."""
         try:
-            mine = self._write_share()
-            verdict = self._conclude(mine) if self.share.rank == 0 else None
+            own_report = self._write_share()
+            verdict = self._conclude(own_report) if self.share.rank == 0 else None
         except BaseException:  # Ctrl-C: the others must not wait
             stopped = CheckpointError(f"rank {self.share.rank} was stopped", where=f"{self.path}")
             self._tell(Report(error=stopped), stopped)
             raise
-        self._tell(mine, verdict)
+        self._tell(own_report, verdict)
         return verdict if self.share.rank == 0 else self.board.read(self._key(0), 0)
 
     def forget(self) -> None:
@@ -86,11 +86,11 @@ class Save:
     def _key(self, rank: int) -> str:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
-    def _tell(self, mine: Report, verdict: MeshwrightError | None) -> None:
+    def _tell(self, own_report: Report, verdict: MeshwrightError | None) -> None:
         """Post this rank's note. Rank 0's note is the verdict; before it, rank 0 removes the files of a failed save."""
         if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
-        self.board.post(self._key(self.share.rank), mine if self.share.rank else verdict)
+        self.board.post(self._key(self.share.rank), own_report if self.share.rank else verdict)
 
     def _write_share(self) -> Report:
         directory = self.path / self.manifest.data
@@ -105,10 +105,10 @@ class Save:
             problem = f"tensors could not be written (rank {self.share.rank}: {error.problem})"
             return Report(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
 
-    def _conclude(self, mine: Report) -> MeshwrightError | None:
+    def _conclude(self, own_report: Report) -> MeshwrightError | None:
         """On rank 0: collect all reports, and make the written files the checkpoint. Return None, or the error."""
         try:
-            reports = [mine]
+            reports = [own_report]
             for rank in range(1, self.share.num_ranks):
                 reports.append(self.board.read(self._key(rank), rank))
                 self.board.remove(self._key(rank))
@@ -136,7 +136,7 @@ class Save:
                 )
         self.share.write_index(directory, [report.written for report in reports])
         files.write_atomically(directory / TRAINER, self.state)
-        rest = sorted(one.name for one in directory.iterdir() if one.name not in saved)
+        rest = sorted(entry.name for entry in directory.iterdir() if entry.name not in saved)
         saved |= manifest.written(directory, rest)
         manifest.commit(self.path, msgspec.structs.replace(self.manifest, files=dict(sorted(saved.items()))))
         if self.keep and (later := manifest.prune(self.path.parent, self.path.name, self.keep)):

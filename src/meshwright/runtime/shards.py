@@ -135,7 +135,7 @@ def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, group
     size = math.prod(flat_shape(local, groups[axis].size))
     begin = groups[axis].index * size
     boxes = boxes_of(local, min(begin, math.prod(local)), min(begin + size, math.prod(local)))
-    return Part(value, shape, [found for one in chunks for box in boxes if (found := _within(one, box))], local, begin)
+    return Part(value, shape, [cut for chunk in chunks for box in boxes if (cut := _within(chunk, box))], local, begin)
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, int], ...]]:
@@ -212,7 +212,7 @@ class Share:
 
 def files_of(written: list[WriteResult]) -> list[str]:
     """The names of the files that a rank has written."""
-    return sorted({one.storage_data.relative_path for one in written})
+    return sorted({result.storage_data.relative_path for result in written})
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:
@@ -301,10 +301,10 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
             wanted = [_described(chunk) for chunk in part.chunks]
             if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != part.shape:
                 raise CheckpointError(f"there is no tensor of shape {list(part.shape)}", where=name)
-            found = create_read_items_for_chunk_list(name, saved, wanted)
-            if sum(math.prod(item.lengths) for item in found) != sum(math.prod(chunk.sizes) for chunk in part.chunks):
+            reads = create_read_items_for_chunk_list(name, saved, wanted)
+            if sum(math.prod(item.lengths) for item in reads) != sum(math.prod(chunk.sizes) for chunk in part.chunks):
                 raise CheckpointError("the saved chunks do not cover the tensor", where=name)
-            items += found
+            items += reads
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -339,7 +339,7 @@ class _Reader(dcp.FileSystemReader):
             files.setdefault(name, {}).setdefault(item.storage_index, []).append(item)
         for name, requests in files.items():
             with (Path(self.path) / name).open("rb") as file:
-                for index in sorted(requests, key=lambda one: int(self.storage_data[one].offset)):
+                for index in sorted(requests, key=lambda storage_index: int(self.storage_data[storage_index].offset)):
                     place = self.storage_data[index]
                     file.seek(place.offset)
                     saved = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
@@ -364,7 +364,7 @@ class _IndexUnpickler(pickle.Unpickler):
     })  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if (module, name) in self.ALLOWED or module == "torch" else None
-        if (module, name) in self.ALLOWED or isinstance(found, torch.dtype):
-            return found
+        symbol = super().find_class(module, name) if (module, name) in self.ALLOWED or module == "torch" else None
+        if (module, name) in self.ALLOWED or isinstance(symbol, torch.dtype):
+            return symbol
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")

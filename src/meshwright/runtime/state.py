@@ -166,15 +166,15 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
     """Whole tensors on the CPU by the model's own names (tied ones under each name); empty on ranks that do not keep
     them. Tensors are gathered one after the other, so that at most one lies whole on the device."""
     keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in (*parameters.graph.parameters, *parameters.graph.buffers):
         whole = parameters.whole(name, parameters[name].detach() if parameters.holds(name) else None)
         if keep:
-            found[name] = whole.cpu()
+            tensors[name] = whole.cpu()
         del whole
     tied = parameters.graph.tied
     names = {name: tied.get(name, name) for name in parameters.model.state_dict()}
-    return {name: found[first] for name, first in names.items() if first in found}
+    return {name: tensors[first] for name, first in names.items() if first in tensors}
 
 
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:

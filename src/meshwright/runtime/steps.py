@@ -53,7 +53,7 @@ class Step:
     ) -> None:
         graph = captured.graph
         scalars = {"loss": graph.loss, **graph.metrics}
-        self._dtypes = {name: getattr(torch, graph.tensors[one].dtype) for name, one in scalars.items()}
+        self._dtypes = {name: getattr(torch, graph.tensors[tensor].dtype) for name, tensor in scalars.items()}
         self._device = device
         divided = cut(graph, plan.firsts)
         self._pipeline = groups.get("pp")
@@ -80,11 +80,11 @@ class Step:
         }
         self._index, self._rank, self._ranks = index, rank, ranks
         routes = {
-            (stage, kind): [self._route(stage, kind, one) for one in transfers]
+            (stage, kind): [self._route(stage, kind, payload) for payload in transfers]
             for stage, lowered in self.stages.items()
             for kind, transfers in lowered.program.transfers.items()
         }
-        peers = {ranks[one] for owners in self._shared.values() for one in owners if one != index}
+        peers = {ranks[owner] for owners in self._shared.values() for owner in owners if owner != index}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
         schedule = schedule_of(plan, backward=bool(graph.gradients))
         self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock)
@@ -100,57 +100,57 @@ class Step:
         if (note := current()) is not None and self._shared:
             note.span(WAIT, "tied gradients", begun, time.perf_counter())
         if self._pipeline is not None:
-            told = torch.zeros(len(self._dtypes), dtype=torch.float64, device=self._device)
-            for place, name in zip(told, self._dtypes, strict=True):
+            scalars = torch.zeros(len(self._dtypes), dtype=torch.float64, device=self._device)
+            for place, name in zip(scalars, self._dtypes, strict=True):
                 if name in result.scalars:
                     place.copy_(result.scalars[name])
-            broadcast_along(told, self._pipeline, self._count - 1)
+            broadcast_along(scalars, self._pipeline, self._count - 1)
             result.scalars = {
-                name: one.to(dtype) for one, (name, dtype) in zip(told, self._dtypes.items(), strict=True)
+                name: scalar.to(dtype) for scalar, (name, dtype) in zip(scalars, self._dtypes.items(), strict=True)
             }
         return result
 
-    def _route(self, stage: int, kind: ActionKind, one: Transfer) -> Route:
+    def _route(self, stage: int, kind: ActionKind, payload: Transfer) -> Route:
         """The route to or from the neighbouring stage: rank by rank if submeshes are equal, else by a transfer plan."""
         near = stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
         each = self._plan.mesh.world_size // self._count
-        mine, first, here = self._rank % each, near % self._count * each, stage % self._count * each
+        offset, first, here = self._rank % each, near % self._count * each, stage % self._count * each
         if not self._plan.uneven:
-            whole = tuple(slice(0, size) for size in one.value.shape)
-            return Route(((first + mine, whole),))
-        ends = [(batch_border(self._graph, one.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
+            whole = tuple(slice(0, size) for size in payload.value.shape)
+            return Route(((first + offset, whole),))
+        ends = [(batch_border(self._graph, payload.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
         sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         (source, at), (target, to) = ends if sends else reversed(ends)
-        crossing = transfer(one.whole, source, _axes(self._plan, at), target, _axes(self._plan, to))
+        crossing = transfer(payload.whole, source, _axes(self._plan, at), target, _axes(self._plan, to))
         if sends:
-            found = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == mine]
-            return Route(tuple((peer, _place(box)) for peer, box in found))
-        found = [(first + piece.source, piece.target_box) for piece in crossing.pieces if piece.target == mine]
-        messages = tuple((peer, _place(box)) for peer, box in found)
-        gather = next((gather for gather in crossing.gathers if mine in gather.ranks), None)
+            pairs = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == offset]
+            return Route(tuple((peer, _place(box)) for peer, box in pairs))
+        pairs = [(first + piece.source, piece.target_box) for piece in crossing.pieces if piece.target == offset]
+        messages = tuple((peer, _place(box)) for peer, box in pairs)
+        gather = next((gather for gather in crossing.gathers if offset in gather.ranks), None)
         if gather is None:
             return Route(messages)
         boxes = {
             rank: _place(box) if box is not None else None for rank, box in zip(gather.ranks, gather.boxes, strict=True)
         }
-        others = tuple((here + rank, box) for rank, box in boxes.items() if rank != mine)
-        return Route(messages, boxes[mine], others)
+        others = tuple((here + rank, box) for rank, box in boxes.items() if rank != offset)
+        return Route(messages, boxes[offset], others)
 
-    def _joined(self, mine: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
+    def _joined(self, gradient: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
         """The sum of a parameter's gradients on its owners, in the same order everywhere."""
-        terms = {self._index: torch.zeros_like(parameter) if mine is None else mine.contiguous()}
+        terms = {self._index: torch.zeros_like(parameter) if gradient is None else gradient.contiguous()}
         works = []
-        for one in owners:
-            if one != self._index:
-                terms[one] = torch.empty_like(terms[self._index])
-                other = self._channels[self._ranks[one]]
+        for owner in owners:
+            if owner != self._index:
+                terms[owner] = torch.empty_like(terms[self._index])
+                other = self._channels[self._ranks[owner]]
                 works.append(other.send(terms[self._index]))
-                works.append(other.receive(terms[one], "gradient of a tied parameter"))
+                works.append(other.receive(terms[owner], "gradient of a tied parameter"))
         for work in works:
             work.wait()
         total = terms[owners[0]]
-        for one in owners[1:]:
-            total = total + terms[one]
+        for owner in owners[1:]:
+            total = total + terms[owner]
         return total
 
 

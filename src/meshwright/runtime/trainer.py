@@ -86,8 +86,8 @@ class Trainer(Resumable):
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
-        told = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
-        self.recorder: Recorder | None = Recorder(told, memory_reader(device))
+        axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
+        self.recorder: Recorder | None = Recorder(axes, memory_reader(device))
         # lowering may fail, so it comes before any change of the caller's model
         self._compiler = Compiler(device) if compile else None
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler)
@@ -206,8 +206,8 @@ class Trainer(Resumable):
         ``all_ranks``: rank 0 returns the spans of all ranks on its own clock, with which all clocks are compared now.
         Every rank must call it; other ranks return their own spans.
         """
-        mine = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
-        return on_rank_0(mine, self.device) if all_ranks else mine
+        trace = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
+        return on_rank_0(trace, self.device) if all_ranks else trace
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Trainer(Resumable):
         for name, value in leaves.tensors.items():
             placements = step.input_placements.get(name, {})
             if local and not self.plan.uneven:
-                rest = {axis: one for axis, one in placements.items() if axis not in DATA_AXES}
+                rest = {axis: placement for axis, placement in placements.items() if axis not in DATA_AXES}
                 placements = {} if self._parts.is_cut(name, value) else rest
             inputs[name] = local_part(value.detach(), placements, self.groups).to(self.device, non_blocking=True)
         if training and self.loss_scale is not None:

@@ -117,8 +117,8 @@ def compare(parallel: Record, eager: Record) -> tuple[Comparison, ...]:
     """Compare forward, backward and update of two records, as rows of a table."""
     steps = len(eager.losses)
     # Later losses show that state outside of the state dict (the optimizer's) is right too.
-    losses = [{f"step {step + 1}": value for step, value in enumerate(one.losses)} for one in (parallel, eager)]
-    first, later = [{"step 1": one["step 1"]} for one in losses], [one for one in losses if len(one) > 1]
+    losses = [{f"step {step + 1}": value for step, value in enumerate(record.losses)} for record in (parallel, eager)]
+    first, later = [{"step 1": run["step 1"]} for run in losses], [run for run in losses if len(run) > 1]
     rows = [_compared("forward: loss", *first)]
     rows.append(_compared("backward: gradients", parallel.gradients, eager.gradients))
     if later:
@@ -127,10 +127,10 @@ def compare(parallel: Record, eager: Record) -> tuple[Comparison, ...]:
     return tuple(rows)
 
 
-def _compared(quantity: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> Comparison:
+def _compared(quantity: str, parallel: dict[str, Tensor], eager: dict[str, Tensor]) -> Comparison:
     worst, where, allowed = 0.0, "", TOLERANCE
-    for name in [*theirs, *(name for name in mine if name not in theirs)]:
-        ours, other = mine.get(name), theirs.get(name)
+    for name in [*eager, *(name for name in parallel if name not in eager)]:
+        ours, other = parallel.get(name), eager.get(name)
         if ours is None or other is None or ours.shape != other.shape:
             side = "the parallel run" if ours is None else "one process" if other is None else "the same shape"
             return Comparison(

@@ -128,9 +128,9 @@ class _Validator:
                 f"`{action}`, and `{split}` of the same backward", {rank: position}, "write B, or I and W"
             )
         for alternatives in self._needed(action):
-            needed = next((one for one in alternatives if one in self.places), None)
+            needed = next((alternative for alternative in alternatives if alternative in self.places), None)
             if needed is None:
-                missing = " or ".join(f"`{one}`" for one in alternatives)
+                missing = " or ".join(f"`{alternative}`" for alternative in alternatives)
                 raise self._wrong(
                     action, f"needs {missing} before it, which is nowhere", f"add {missing} before `{action}`"
                 )
@@ -148,8 +148,8 @@ class _Validator:
         elif kind in (B, I) and stage < self.schedule.num_stages - 1:
             yield from self._received(action, stage + 1, ActionKind.RECV_B, (B, I))
         elif kind is ActionKind.REDUCE_GRAD:
-            for one in range(self.schedule.num_microbatches):
-                yield (Action(stage, B, one), Action(stage, W, one))
+            for index in range(self.schedule.num_microbatches):
+                yield (Action(stage, B, index), Action(stage, W, index))
 
     def _received(
         self, action: Action, other: int, receive: ActionKind, makers: tuple[ActionKind, ...]
@@ -192,18 +192,18 @@ class _Validator:
         while rank not in path:
             path.append(rank)
             needed = awaited(ranks[rank][stuck[rank]], self.schedule, explicit=self.explicit)
-            wanted[rank] = next(one for one in needed if one in self.places)
+            wanted[rank] = next(action for action in needed if action in self.places)
             rank = self.places[wanted[rank]][0]
         cycle = path[path.index(rank) :]
         cycle = cycle[cycle.index(min(cycle)) :] + cycle[: cycle.index(min(cycle))]
         steps = [
-            f"waits at `{ranks[one][stuck[one]]}` for `{wanted[one]}` of rank {after}"
-            for one, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+            f"waits at `{ranks[waiter][stuck[waiter]]}` for `{wanted[waiter]}` of rank {after}"
+            for waiter, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
         ]
         late, here = wanted[cycle[-1]], ranks[cycle[0]][stuck[cycle[0]]]
         raise self._fault(
             f"deadlock: rank {cycle[0]} {', which '.join(steps)}",
-            {one: stuck[one] for one in cycle},
+            {waiter: stuck[waiter] for waiter in cycle},
             f"break the circle: rank {cycle[0]}, for one, must come to `{late}` (position {self.places[late][1]}) "
             f"before it waits at `{here}`",
         )
@@ -232,16 +232,16 @@ class _Validator:
                     live_activations=most,
                     live_microbatches=most / schedule.num_chunks,
                     sent_per_microbatch=sum(
-                        one.activations * (one.rank == rank) + one.gradients * (one.next_rank == rank)
-                        for one in borders
+                        border.activations * (border.rank == rank) + border.gradients * (border.next_rank == rank)
+                        for border in borders
                     ),
                 )
             )
-        busy = sum(one.busy for one in ranks)
+        busy = sum(stats.busy for stats in ranks)
         return Report(
             duration=duration,
             bubble=(duration * len(ranks) - busy) / busy,
-            live_microbatches=max(one.live_microbatches for one in ranks),
+            live_microbatches=max(stats.live_microbatches for stats in ranks),
             ranks=tuple(ranks),
             borders=tuple(borders),
         )

@@ -32,7 +32,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     """
     _refuse(schedule, PARTNER, "communicates", "give one that only computes")
     report = check(schedule)
-    rank_of = {stage: rank for rank, one in enumerate(report.ranks) for stage in one.stages}
+    rank_of = {stage: rank for rank, stats in enumerate(report.ranks) for stage in stats.stages}
     sends: dict[Action, Action] = {}
     arrivals: list[list[tuple[float, Action]]] = [[] for _ in schedule.ranks]
     for rank, actions in enumerate(schedule.ranks):

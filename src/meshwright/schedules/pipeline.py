@@ -53,9 +53,9 @@ def forwards(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sche
         actions = []
         for first in range(0, num_microbatches, num_ranks):
             for stage in range(rank, last + 1, num_ranks):
-                for one in range(first, min(first + num_ranks, num_microbatches)):
+                for microbatch in range(first, min(first + num_ranks, num_microbatches)):
                     kinds = [ActionKind.RECV_F] * (stage > 0) + [ActionKind.F] + [ActionKind.SEND_F] * (stage < last)
-                    actions += [Action(stage, kind, one) for kind in kinds]
+                    actions += [Action(stage, kind, microbatch) for kind in kinds]
         ranks.append(actions)
     return Schedule.of("forwards", ranks, num_stages=last + 1, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
@@ -82,8 +82,8 @@ def _interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
     per_round = num_microbatches // (num_microbatches // num_ranks)
     rounds = [range(first, first + per_round) for first in range(0, num_microbatches, per_round)]
     stages = range(rank, num_ranks * num_chunks, num_ranks)
-    forwards = [Action(stage, ActionKind.F, one) for each in rounds for stage in stages for one in each]
-    backwards = [Action(stage, ActionKind.B, one) for each in rounds for stage in reversed(stages) for one in each]
+    forwards = [Action(stage, ActionKind.F, micro) for each in rounds for stage in stages for micro in each]
+    backwards = [Action(stage, ActionKind.B, micro) for each in rounds for stage in reversed(stages) for micro in each]
     return _alternated(forwards, backwards, (num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank))
 
 

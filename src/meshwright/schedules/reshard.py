@@ -86,16 +86,16 @@ def transfer(
     for rank, box in arriving.items():
         if box is None:
             continue
-        found: list[Piece] = []
+        incoming: list[Piece] = []
         for region, ranks in senders:
             common = _common(region, wanted[rank], box)
             if not common:
                 continue
             sender = min(ranks, key=lambda rank: (sent[rank], rank))
             for source_box, target_box in common:
-                found.append(Piece(sender, rank, source_box, target_box))
+                incoming.append(Piece(sender, rank, source_box, target_box))
                 sent[sender] += math.prod(stop - start for start, stop in source_box)
-        pieces += sorted(found, key=lambda piece: (piece.source, piece.target_box))
+        pieces += sorted(incoming, key=lambda piece: (piece.source, piece.target_box))
     return TransferPlan(tuple(pieces), tuple(gathers))
 
 
@@ -157,10 +157,10 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
 
 def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:
     """The distinct regions, each with the ranks that hold it, ordered by first rank."""
-    found: dict[_Region, list[int]] = {}
+    holders: dict[_Region, list[int]] = {}
     for rank, region in enumerate(regions):
-        found.setdefault(region, []).append(rank)
-    return list(found.items())
+        holders.setdefault(region, []).append(rank)
+    return list(holders.items())
 
 
 def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
@@ -193,8 +193,8 @@ def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]
     dims = [_overlaps(*dim) for dim in zip(source, target, box, strict=True)]
     return [
         (
-            tuple((mine, mine + length) for mine, _, length in combination),
-            tuple((theirs, theirs + length) for _, theirs, length in combination),
+            tuple((start, start + length) for start, _, length in combination),
+            tuple((start, start + length) for _, start, length in combination),
         )
         for combination in itertools.product(*dims)
     ]
@@ -203,9 +203,9 @@ def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]
 def _overlaps(source: _Runs, target: _Runs, window: tuple[int, int]) -> list[tuple[int, int, int]]:
     """(source position, target position, length) of each run of a dim in both, in a window of target positions."""
     result: list[tuple[int, int, int]] = []
-    mine = theirs = here = there = 0  # indices of the current runs, and the local positions where they start
-    while mine < len(source) and theirs < len(target):
-        (first, last), (begin, end) = source[mine], target[theirs]
+    source_run = target_run = here = there = 0  # indices of the current runs, and the local positions where they start
+    while source_run < len(source) and target_run < len(target):
+        (first, last), (begin, end) = source[source_run], target[target_run]
         low = max(first, begin, begin + window[0] - there)
         high = min(last, end, begin + window[1] - there)
         if low < high:
@@ -215,7 +215,7 @@ def _overlaps(source: _Runs, target: _Runs, window: tuple[int, int]) -> list[tup
                 result.pop()
             result.append((position, place, length))
         if last <= end:
-            here, mine = here + last - first, mine + 1
+            here, source_run = here + last - first, source_run + 1
         if end <= last:
-            there, theirs = there + end - begin, theirs + 1
+            there, target_run = there + end - begin, target_run + 1
     return result

@@ -88,10 +88,10 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
         rank = ready.popleft()
         for action in schedule.ranks[rank].actions[len(times[rank]) :]:
             needed = awaited(action, schedule, explicit=explicit)
-            there = [ends[one] for one in needed if one in ends]
+            there = [ends[dependency] for dependency in needed if dependency in ends]
             if needed and not there:
-                for one in needed:
-                    waiting.setdefault(one, []).append(rank)
+                for dependency in needed:
+                    waiting.setdefault(dependency, []).append(rank)
                 break
             start = max(times[rank][-1][1] if times[rank] else 0.0, *there, 0.0)
             # Add undivided costs and divide by the number of chunks once at the end: whole numbers stay exact.

@@ -36,17 +36,17 @@ def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int =
     takes: dict[tuple[str, int], float] = {}
     for moves in steps.rounds:
         after = list(ready)
-        for one in moves:
-            num_bytes = one.length * item_bytes
-            if one.source == one.target:
+        for move in moves:
+            num_bytes = move.length * item_bytes
+            if move.source == move.target:
                 continue  # a copy, which the formulas leave out
-            port, alpha_s, beta_s_per_byte = link(one.source, one.target)
-            out, into = (port, one.source), (port, one.target)
-            begin = max(ready[one.source], ready[one.target], sends.get(out, 0.0), takes.get(into, 0.0))
+            port, alpha_s, beta_s_per_byte = link(move.source, move.target)
+            out, into = (port, move.source), (port, move.target)
+            begin = max(ready[move.source], ready[move.target], sends.get(out, 0.0), takes.get(into, 0.0))
             sent = begin + alpha_s + num_bytes * beta_s_per_byte
-            done = sent + num_bytes * gamma_s_per_byte * one.adds
+            done = sent + num_bytes * gamma_s_per_byte * move.adds
             sends[out], takes[into] = sent, done
-            after[one.source], after[one.target] = max(after[one.source], sent), max(after[one.target], done)
+            after[move.source], after[move.target] = max(after[move.source], sent), max(after[move.target], done)
         ready = after
     return max(ready)
 
@@ -95,13 +95,13 @@ class _Play:
             if self._leaving[rank] or not self._programs[rank]:
                 return
             self._now[rank] = max(self._now[rank], time_s)
-            messages = [one for one in self._programs[rank].popleft() if one.source != one.target]
-            self._todo[rank] = deque(one for one in messages if one.target == rank)
-            for one in messages:
-                if one.source == rank:
+            messages = [move for move in self._programs[rank].popleft() if move.source != move.target]
+            self._todo[rank] = deque(move for move in messages if move.target == rank)
+            for move in messages:
+                if move.source == rank:
                     self._leaving[rank] += 1
-                    flows = self._links.message(one.length * self._item_bytes, rank, one.target)
-                    self._links.start(partial(self._arrive, rank, one.target), self._now[rank], flows)
+                    flows = self._links.message(move.length * self._item_bytes, rank, move.target)
+                    self._links.start(partial(self._arrive, rank, move.target), self._now[rank], flows)
 
     def _arrive(self, source: int, target: int, time_s: float) -> None:
         self._came[source, target].append(time_s)

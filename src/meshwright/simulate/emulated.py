@@ -18,29 +18,29 @@ def emulated_stages(work: Work, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedS
     fabric = Fabric(cluster, mesh)
     count = fabric.size("pp")
     stages = []
-    for number, one in enumerate(work.stages):
+    for number, stage in enumerate(work.stages):
         beside = {step: (number + step) % count for step in (1, -1)}
         here = number % count
         stages.append(
             EmulatedStage(
-                actions={kind: _doings(pieces, fabric) for kind, pieces in one.pieces.items()},
-                before=_doings(one.before, fabric),
-                after=_doings(one.after, fabric),
-                sent_up_s=fabric.send_s(one.sent_up_bytes, here, beside[1]),
-                sent_down_s=fabric.send_s(one.sent_down_bytes, here, beside[-1]),
+                actions={kind: _doings(pieces, fabric) for kind, pieces in stage.pieces.items()},
+                before=_doings(stage.before, fabric),
+                after=_doings(stage.after, fabric),
+                sent_up_s=fabric.send_s(stage.sent_up_bytes, here, beside[1]),
+                sent_down_s=fabric.send_s(stage.sent_down_bytes, here, beside[-1]),
             )
         )
     return tuple(stages)
 
 
 def _doings(pieces: tuple[Piece, ...], fabric: Fabric) -> tuple[Doing, ...]:
-    found = []
+    doings = []
     for piece in pieces:
         match piece:
             case Compute():
-                found.append(Doing(piece.what, "compute", piece.seconds))
+                doings.append(Doing(piece.what, "compute", piece.seconds))
             case Wait():
-                found.append(Doing(piece.what, "until"))
+                doings.append(Doing(piece.what, "until"))
             case Communicate():
                 if piece.axis == "pp" and not piece.blocking:
                     raise ScheduleError(
@@ -50,7 +50,7 @@ def _doings(pieces: tuple[Piece, ...], fabric: Fabric) -> tuple[Doing, ...]:
                     )
                 seconds = fabric.collective_s(piece)
                 meets = piece.axis == "pp" and fabric.size("pp") > 1
-                found.append(
+                doings.append(
                     Doing(piece.what, "meet" if meets else "communicate" if piece.blocking else "start", seconds)
                 )
-    return tuple(found)
+    return tuple(doings)

@@ -65,7 +65,7 @@ def play(
     colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
     if contention or not fold:
         colors = [(float(rank),) for rank in range(mesh.world_size)]
-    axes = {op.piece.axis for one in played for entry in one.entries for op in entry.ops if isinstance(op, Meet)}
+    axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
     folded = classes(mesh, sorted(axes), colors)
     links = Links(fabric) if contention else None
     return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap).run())
@@ -90,12 +90,12 @@ class Played:
     @property
     def step_s(self) -> float:
         """Seconds from the start to the end of the last rank."""
-        return max(one.end_s for one in self.timelines)
+        return max(timeline.end_s for timeline in self.timelines)
 
     @property
     def halted(self) -> dict[int, str]:
         """The ranks that wait for ever because another rank has died, each with the name of the awaited action."""
-        waits = {rank: self.timelines[one].waits_for for rank, one in enumerate(self.classes.of)}
+        waits = {rank: self.timelines[class_id].waits_for for rank, class_id in enumerate(self.classes.of)}
         return {rank: waits_for for rank, waits_for in waits.items() if waits_for}
 
     def peak_bytes(self, rank: int) -> int:
@@ -109,14 +109,14 @@ class Played:
         known: dict[int, list[tuple[str, str, float, float, int, float]]] = {}
         for rank in range(self.mesh.world_size) if ranks is None else ranks:
             self.mesh.coordinates(rank)
-            one = self.classes.of[rank]
-            if one not in known:
-                each = sorted(self.timelines[one].spans, key=itemgetter(2, 3))
-                known[one] = [
+            class_id = self.classes.of[rank]
+            if class_id not in known:
+                each = sorted(self.timelines[class_id].spans, key=itemgetter(2, 3))
+                known[class_id] = [
                     (stream, str(what), start, end, size, flops) for stream, what, start, end, size, flops in each
                 ]
-            spans += [Span(rank, *span) for span in known[one]]
-            memory += [MemorySample(rank, time_s, size) for time_s, size in self.timelines[one].memory]
+            spans += [Span(rank, *span) for span in known[class_id]]
+            memory += [MemorySample(rank, time_s, size) for time_s, size in self.timelines[class_id].memory]
         return Trace(source="simulated", spans=tuple(spans), memory=tuple(memory))
 
 
@@ -180,14 +180,14 @@ class _Engine:
     def run(self) -> tuple[Timeline, ...]:
         while True:
             while self._ready:
-                one = self._ready.popleft()
-                self._play(one, self._ranks[one])
+                class_id = self._ready.popleft()
+                self._play(class_id, self._ranks[class_id])
             if self._links is None or not self._links.advance():
                 break
         self._check_finished()
         return tuple(rank.timeline for rank in self._ranks)
 
-    def _play(self, one: int, rank: _Rank) -> None:
+    def _play(self, class_id: int, rank: _Rank) -> None:
         """Play a rank until its program ends or it must wait."""
         entries, timeline = rank.program.entries, rank.timeline
         now, place, op = rank.time_s, rank.place, rank.op
@@ -196,9 +196,9 @@ class _Engine:
             label, receives, ops, born, workspace, dying = entries[place]
             if op < 0:
                 if receives is not None:
-                    arrival = self._arrivals.get((one, receives))
+                    arrival = self._arrivals.get((class_id, receives))
                     if arrival is None or (arrival > rank.death_s and now < arrival):
-                        return self._stop(one, rank, now, place, op, (one, receives), arrival)
+                        return self._stop(class_id, rank, now, place, op, (class_id, receives), arrival)
                     if arrival > now:
                         spans.append((WAIT, receives, now, arrival, 0, 0.0))
                         now = arrival
@@ -212,28 +212,28 @@ class _Engine:
                     name, end = piece.what or label, now + piece.seconds * (steady or rank.noise())
                     if end > rank.death_s:
                         spans.append((COMPUTE, name, now, max(now, rank.death_s), 0, 0.0))
-                        return self._stop(one, rank, rank.death_s, place, op, None, None)
+                        return self._stop(class_id, rank, rank.death_s, place, op, None, None)
                     spans.append((COMPUTE, name, now, end, piece.bytes, piece.flops))
                     now = end
                 elif now > rank.death_s:
-                    return self._stop(one, rank, rank.death_s, place, op, None, None)
+                    return self._stop(class_id, rank, rank.death_s, place, op, None, None)
                 elif isinstance(piece, Post):
-                    self._post(one, piece, label, now)
+                    self._post(class_id, piece, label, now)
                     if not self._overlap:
                         spans.append((WAIT, label, now, now + piece.seconds, 0, 0.0))
                         now += piece.seconds
                 elif isinstance(piece, Meet):
-                    self._come(one, rank, piece, now)
+                    self._come(class_id, rank, piece, now)
                 else:
-                    meeting = self._meeting(one, rank, piece, label)
+                    meeting = self._meeting(class_id, rank, piece, label)
                     end = meeting.end_s
                     if not self._overlap and end < math.inf:
                         end = max(now, end) + meeting.seconds
                     if end > rank.death_s or end == math.inf:
                         known = None if meeting.end_s == math.inf else end
-                        return self._stop(one, rank, now, place, op, meeting, known)
+                        return self._stop(class_id, rank, now, place, op, meeting, known)
                     del rank.open[piece.key]
-                    name = meeting.names[one]
+                    name = meeting.names[class_id]
                     if not self._overlap:
                         spans.append((COMMUNICATION, name, end - meeting.seconds, end, meeting.piece.bytes, 0.0))
                     if end > now:
@@ -248,27 +248,27 @@ class _Engine:
         return None
 
     def _stop(
-        self, one: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
+        self, class_id: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
     ) -> None:
         """Wait for ``awaited``; or, if its time is known or nothing is awaited, let the rank die first."""
         rank.time_s, rank.place, rank.op = now, place, op
         if awaited is not None and known_s is None:
-            self._waiting.setdefault(awaited, []).append(one)
+            self._waiting.setdefault(awaited, []).append(class_id)
             return
         if awaited is not None:
-            label = self._label(rank.program.entries[place], awaited, one)
+            label = self._label(rank.program.entries[place], awaited, class_id)
             rank.timeline.spans.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # a send may end later
         rank.timeline.end_s = rank.death_s
 
     # --- messages and collectives ------------------------------------------------------------------------------------
 
-    def _post(self, one: int, piece: Post, label: str | Action, now: float) -> None:
-        key = (self._folded.groups["pp"][one][piece.target], piece.received)
-        self._messages[key] = (one, label, now, piece.bytes)
+    def _post(self, class_id: int, piece: Post, label: str | Action, now: float) -> None:
+        key = (self._folded.groups["pp"][class_id][piece.target], piece.received)
+        self._messages[key] = (class_id, label, now, piece.bytes)
         if self._links is None:
             self._arrive(key, now + piece.seconds)
         else:  # every rank is a class of its own
-            self._links.start(partial(self._arrive, key), now, self._links.message(piece.bytes, one, key[0]))
+            self._links.start(partial(self._arrive, key), now, self._links.message(piece.bytes, class_id, key[0]))
 
     def _arrive(self, key: _MessageKey, time_s: float) -> None:
         sender, label, start_s, num_bytes = self._messages.pop(key)
@@ -276,9 +276,9 @@ class _Engine:
         self._arrivals[key] = time_s
         self._ready.extend(self._waiting.pop(key, ()))
 
-    def _come(self, one: int, rank: _Rank, piece: Meet, now: float) -> None:
+    def _come(self, class_id: int, rank: _Rank, piece: Meet, now: float) -> None:
         axis = piece.piece.axis
-        members = self._folded.groups[axis][one]
+        members = self._folded.groups[axis][class_id]
         if piece.piece.members:
             members = tuple(members[coordinate] for coordinate in piece.piece.members)
         number = rank.counts.get((axis, members), 0)
@@ -287,15 +287,15 @@ class _Engine:
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = self._meetings[key] = _Meeting(piece.piece, piece.seconds)
-        theirs, mine = meeting.piece, piece.piece
-        if (theirs.collective, theirs.bytes) != (mine.collective, mine.bytes):
+        expected, arriving = meeting.piece, piece.piece
+        if (expected.collective, expected.bytes) != (arriving.collective, arriving.bytes):
             raise ScheduleError(
-                f"`{piece.name}` is {mine.collective} of {mine.bytes} bytes, and meets `{theirs.what}`, "
-                f"{theirs.collective} of {theirs.bytes} bytes",
-                where=f"rank {self._folded.first[one]}, axis {axis}",
+                f"`{piece.name}` is {arriving.collective} of {arriving.bytes} bytes, and meets `{expected.what}`, "
+                f"{expected.collective} of {expected.bytes} bytes",
+                where=f"rank {self._folded.first[class_id]}, axis {axis}",
                 remedy="give all ranks of a group the same collectives in the same order",
             )
-        meeting.names[one] = piece.name
+        meeting.names[class_id] = piece.name
         meeting.start_s = max(meeting.start_s, now)
         rank.open[piece.key] = meeting
         if len(meeting.names) < len(members):
@@ -318,9 +318,9 @@ class _Engine:
     def _meet(self, key: _MeetingKey, end_s: float) -> None:
         meeting = self._meetings.pop(key)
         meeting.end_s = end_s
-        for one, name in meeting.names.items() if self._overlap else ():
+        for class_id, name in meeting.names.items() if self._overlap else ():
             span = (COMMUNICATION, name, meeting.start_s, end_s, meeting.piece.bytes, 0.0)
-            self._ranks[one].timeline.spans.append(span)
+            self._ranks[class_id].timeline.spans.append(span)
         self._ready.extend(self._waiting.pop(meeting, ()))
         self._free_s[key[:2]] = end_s
         queue = self._queues[key[:2]]
@@ -328,11 +328,11 @@ class _Engine:
         if queue:
             self._begin(queue[0])
 
-    def _meeting(self, one: int, rank: _Rank, piece: Until, label: str | Action) -> _Meeting:
+    def _meeting(self, class_id: int, rank: _Rank, piece: Until, label: str | Action) -> _Meeting:
         if piece.key not in rank.open:
             raise ScheduleError(
                 f"`{label}` waits for `{piece.key[1]}`, which was not started",
-                where=f"rank {self._folded.first[one]}",
+                where=f"rank {self._folded.first[class_id]}",
                 remedy="add a Communicate of that name, not blocking, before the Wait",
             )
         return rank.open[piece.key]
@@ -341,17 +341,17 @@ class _Engine:
 
     def _check_finished(self) -> None:
         """Check that all ranks reached their end, or that the waiting ranks wait because others died."""
-        stuck = {one: awaited for awaited, waiting in self._waiting.items() for one in waiting}
+        stuck = {class_id: awaited for awaited, waiting in self._waiting.items() for class_id in waiting}
         if not stuck:
             return
         last = max(rank.time_s for rank in self._ranks)
-        for one, awaited in stuck.items():
-            rank = self._ranks[one]
-            label = self._label(rank.program.entries[rank.place], awaited, one)
+        for class_id, awaited in stuck.items():
+            rank = self._ranks[class_id]
+            label = self._label(rank.program.entries[rank.place], awaited, class_id)
             if not any(other.timeline.end_s == other.death_s for other in self._ranks):
                 raise ScheduleError(
                     f"it waits for ever: `{rank.program.entries[rank.place].label}` for `{label}`",
-                    where=f"rank {self._folded.first[one]}",
+                    where=f"rank {self._folded.first[class_id]}",
                     remedy="`schedules.check` finds what is missing, or the circle",
                 )
             until = min(max(last, rank.time_s), rank.death_s)
@@ -359,7 +359,7 @@ class _Engine:
             rank.timeline.end_s, rank.timeline.waits_for = max(rank.time_s, until), label
 
     @staticmethod
-    def _label(entry: Entry, awaited: object, one: int) -> str:
+    def _label(entry: Entry, awaited: object, class_id: int) -> str:
         if isinstance(awaited, _Meeting):
-            return awaited.names[one]
+            return awaited.names[class_id]
         return str(entry.receives)

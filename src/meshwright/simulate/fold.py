@@ -30,21 +30,21 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
     of = _numbered([(color, stage.get(rank, 0)) for rank, color in enumerate(colors)])
     while True:
         around = {axis: _around(axis, groups[axis], of) for axis in named}
-        finer = _numbered([(one, *(around[axis][rank] for axis in named)) for rank, one in enumerate(of)])
+        finer = _numbered([(class_id, *(around[axis][rank] for axis in named)) for rank, class_id in enumerate(of)])
         if max(finer) == max(of):
             break
         of = finer
-    first = tuple(of.index(one) for one in range(max(of) + 1))
+    first = tuple(of.index(class_id) for class_id in range(max(of) + 1))
     return Classes(tuple(of), first, {axis: tuple(around[axis][rank] for rank in first) for axis in named})
 
 
 def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict[int, tuple[int, ...]]:
     """Maps a rank to the classes of the ranks in its group on an axis."""
-    found = dict[int, tuple[int, ...]]()
+    neighbours = dict[int, tuple[int, ...]]()
     for group in groups:
         members = [of[rank] for rank in group]
-        found |= dict.fromkeys(group, tuple(members) if axis == "pp" else tuple(sorted(set(members))))
-    return found
+        neighbours |= dict.fromkeys(group, tuple(members) if axis == "pp" else tuple(sorted(set(members))))
+    return neighbours
 
 
 def _numbered(colors: Sequence[Hashable]) -> list[int]:

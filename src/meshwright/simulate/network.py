@@ -187,7 +187,7 @@ class Links:
         num_bytes *= slower
         if collective == "all_to_all":
             return self._pairwise(num_bytes, ranks, latency_s)
-        wire = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "halo": 1.0}.get(
+        sent = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "halo": 1.0}.get(
             collective, (size - 1) / size
         )
         uses: dict[Resource, float] = {}
@@ -198,7 +198,7 @@ class Links:
             slow = 1 - SHORT_RING / inside**2 if self._below[index] == 1 else 1.0
             uses |= self._uses(index, units, units, _beta(level) / slow)
             limit, weight = min(limit, members / _beta(level) * slow), members
-        return (Flow(latency_s, wire, uses, limit, weight),)
+        return (Flow(latency_s, sent, uses, limit, weight),)
 
     def _measured(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[float, float]:
         """The latency of a collective, and the measured factor by which it is slower than its levels' β predict."""
@@ -222,7 +222,7 @@ class Links:
     def _crossed(self, ranks: Sequence[int]) -> list[tuple[int, set[int], int]]:
         """(index, units, inside) of each level that joins the ranks: the units below it that hold ranks, and the
         number of ranks in each unit above it."""
-        found = []
+        crossings = []
         for index, level in enumerate(self._levels):
             units = {self._unit(index, rank) for rank in ranks}
             above = {unit // level.fan_out for unit in units}
@@ -233,8 +233,8 @@ class Links:
                         where="mesh",
                         remedy="simulate without contention, or choose sizes that divide those of the cluster",
                     )
-                found.append((index, units, len(ranks) // len(above)))
-        return found
+                crossings.append((index, units, len(ranks) // len(above)))
+        return crossings
 
     def _unit(self, index: int, rank: int) -> int:
         return rank // self._below[index]

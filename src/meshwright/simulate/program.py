@@ -134,10 +134,10 @@ class _Builder:
                 remedy=f"it has {', '.join(stage.pieces) or 'none'}: compute the work for this schedule",
             )
         pieces = stage.pieces[action.kind.value]
-        found = self._ops(pieces, action.stage, str(action))
-        if all(isinstance(op, Compute) for op in found):
-            self.plain[key] = found
-        return found
+        ops = self._ops(pieces, action.stage, str(action))
+        if all(isinstance(op, Compute) for op in ops):
+            self.plain[key] = ops
+        return ops
 
     def _sending(self, action: Action) -> Entry:
         step, receive = PARTNER[action.kind]

@@ -59,12 +59,12 @@ def load_config(path: str) -> dict[str, Any]:
         FileFormatError: the file cannot be read or is not a JSON object.
     """
     try:
-        found = msgspec.json.decode(files.read_bytes(path))
+        config = msgspec.json.decode(files.read_bytes(path))
     except msgspec.DecodeError as error:
         raise FileFormatError(f"not valid JSON: {error}", where=path, remedy="save it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise FileFormatError("not a JSON object", where=path, remedy="give the config.json of a model")
-    return found
+    return config
 
 
 def from_config(config: dict[str, Any], *, where: str = "config.json") -> Transformer:

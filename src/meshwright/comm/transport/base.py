@@ -136,16 +136,16 @@ class Channel(Protocol):
         """Receive into a contiguous tensor, complete after ``wait``; ``label`` names it in errors."""
 
 
-def check_message(peer: int, found: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
+def check_message(peer: int, received: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
     """Compare a received message with the expected one, as (bytes, tag).
 
     Raises:
         RankError: they differ.
     """
-    if found != wanted:
+    if received != wanted:
         raise RankError(
-            f"it sent {found[0]} bytes where {wanted[0]} were expected, in {what}"
-            if found[0] != wanted[0]
+            f"it sent {received[0]} bytes where {wanted[0]} were expected, in {what}"
+            if received[0] != wanted[0]
             else f"it sent something else than what was expected, in {what}",
             where=f"rank {peer}",
             remedy="all ranks must run the same model with batches of the same shape",

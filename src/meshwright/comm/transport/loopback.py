@@ -19,10 +19,10 @@ class Loopback(Lane):
         self.timeout_s = 10.0
 
     @staticmethod
-    def pair(one: int, other: int, slots: int = 3) -> tuple["Loopback", "Loopback"]:
-        """The ends of ranks ``one`` and ``other``, with room for ``slots`` messages each way."""
+    def pair(first: int, second: int, slots: int = 3) -> tuple["Loopback", "Loopback"]:
+        """The ends of ranks ``first`` and ``second``, with room for ``slots`` messages each way."""
         there, back = queue.Queue[tuple[Tensor, int]](slots), queue.Queue[tuple[Tensor, int]](slots)
-        return Loopback(there, back, other), Loopback(back, there, one)
+        return Loopback(there, back, second), Loopback(back, there, first)
 
     def put(self, part: Tensor, tag: int) -> None:
         """Add a copy to the queue."""

@@ -52,14 +52,14 @@ class PointToPoint:
         try:
             self._progress.during(work.wait)
         except RuntimeError as error:
-            found = self._attendance.culprit() if self._attendance is not None else None
-            if found is not None:
-                raise found.error(f"{what} is due") from error
+            trouble = self._attendance.culprit() if self._attendance is not None else None
+            if trouble is not None:
+                raise trouble.error(f"{what} is due") from error
             raise late(self._name, f"{otherwise}, and {what} is due: {first_line(error)}") from error
 
 
-class Wire(Lane):
-    """A lane to the rank ``peer`` of a group, with its timeout. The streams of ``progress`` move while it waits.
+class TorchLane(Lane):
+    """A lane to the rank ``peer`` of a group, by torch.distributed. Messages of ``progress`` move while it waits.
 
     Every receive has room for the largest message, so a message of an unexpected size still arrives and can be
     reported. A rank does not report the collectives that it begins and finishes: that would take as long as a
@@ -107,8 +107,8 @@ class Wire(Lane):
         """Wait for the oldest receive that ``expect`` started; return a view of its memory."""
         room, work = self._coming[0]
         self._tried(lambda: self._progress.during(work.wait), "it has sent nothing")
-        found, wanted = _HEADER.unpack_from(room.memory), (num * dtype.itemsize, tag)
-        check_message(self._name, found, wanted, f"message {self._num_taken + 1}")
+        received, wanted = _HEADER.unpack_from(room.memory), (num * dtype.itemsize, tag)
+        check_message(self._name, received, wanted, f"message {self._num_taken + 1}")
         return room.message(num, dtype)
 
     def release(self) -> None:
@@ -140,13 +140,13 @@ class Wire(Lane):
 
     def trouble(self, number: int) -> Trouble | None:
         """The trouble if the peer has given up; None otherwise. Only a message shows that the peer has ended."""
-        found = self._read()
-        return Trouble(found[0], f"rank {self._name} has given up because of it") if found else None
+        note = self._read()
+        return Trouble(note[0], f"rank {self._name} has given up because of it") if note else None
 
     def told(self) -> str:
         """The collective that the peer was in, if the peer has given up; else empty."""
-        found = self._read()
-        return f"rank {self._name} was in {found[1]}" if found else ""
+        note = self._read()
+        return f"rank {self._name} was in {note[1]}" if note else ""
 
     def _note(self, rank: int) -> str:
         return f"meshwright/given up/{rank}"
@@ -163,8 +163,8 @@ class Wire(Lane):
         try:
             return call()
         except RuntimeError as error:
-            if (found := self.trouble(0)) is not None:
-                raise found.error() from error
+            if (trouble := self.trouble(0)) is not None:
+                raise trouble.error() from error
             raise late(self._name, f"{otherwise}: {first_line(error)}") from error
 
 

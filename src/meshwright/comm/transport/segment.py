@@ -71,10 +71,10 @@ class Segment:
         if len(self.views) >= VIEWS:
             self.views.clear()
         begin = self._begins[slot]
-        found: Any = self._arena[begin : begin + num_bytes]
-        found = found.view(dtype) if isinstance(dtype, torch.dtype) else found.numpy().view(dtype)
-        self.views[slot, num_bytes, dtype] = found
-        return found
+        region: Any = self._arena[begin : begin + num_bytes]
+        region = region.view(dtype) if isinstance(dtype, torch.dtype) else region.numpy().view(dtype)
+        self.views[slot, num_bytes, dtype] = region
+        return region
 
 
 def allocate(slots: int, rank: int) -> int:

@@ -95,7 +95,7 @@ def assign(
         return met
 
     prices = Prices(graph, mesh, sizes, cluster, lower, microbatches)
-    marks = {name: tuple(sorted(one.items())) for name, one in asked.items()}
+    marks = {name: tuple(sorted(pin.items())) for name, pin in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
     formulated = Formulation(graph, prices, allows, keeps, merit, marks, optimizer, moments, whole, own_statistics)
@@ -125,29 +125,29 @@ def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
 def sequence_classes(graph: Graph) -> set[str]:
     """The factor classes that are positions in a sequence: the dims of integer inputs after the batch."""
     tokens = [graph.tensors[name] for name in graph.inputs if "int" in graph.tensors[name].dtype]
-    found = {one for tensor in tokens for dim in tensor.dims[1:] for one in dim}
-    return {one for one in found if graph.factor_classes[one].role != "batch"}
+    classes = {name for tensor in tokens for dim in tensor.dims[1:] for name in dim}
+    return {name for name in classes if graph.factor_classes[name].role != "batch"}
 
 
 def _weight_letters(graph: Graph) -> dict[str, set[str]]:
     """For each forward product, the letters of its weights' factors, except the batch."""
     behind = set(graph.parameters)
-    found: dict[str, set[str]] = {}
-    for one in graph.operators:
-        if one.backward or one.rule is None:
+    letters_of: dict[str, set[str]] = {}
+    for operator in graph.operators:
+        if operator.backward or operator.rule is None:
             continue
-        if one.bytes == 0 and len(one.inputs) == 1 and one.inputs[0] in behind:
-            behind.update(one.outputs)
-        if kind_of(one) == "matmul":
+        if operator.bytes == 0 and len(operator.inputs) == 1 and operator.inputs[0] in behind:
+            behind.update(operator.outputs)
+        if kind_of(operator) == "matmul":
             letters = {
                 factor.name
-                for operand, name in zip(one.rule.parsed.inputs, one.inputs, strict=True) if name in behind
+                for operand, name in zip(operator.rule.parsed.inputs, operator.inputs, strict=True) if name in behind
                 for dim in operand.dims for factor in dim if factor.name
             }  # fmt: skip
-            letters = {letter for letter in letters if graph.factor_classes[one.classes[letter]].role != "batch"}
+            letters = {letter for letter in letters if graph.factor_classes[operator.classes[letter]].role != "batch"}
             if letters:
-                found[one.name] = letters
-    return found
+                letters_of[operator.name] = letters
+    return letters_of
 
 
 def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
@@ -155,7 +155,7 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
 ]:  # fmt: skip
     """Every operator's strategy, and every parameter's storage. A follower's strategy is the one its reader wants."""
     graph, decisions = formulated.graph, formulated.decisions
-    strategies: dict[str, Strategy] = {one.name: {} for one in graph.operators}
+    strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
     for index, decision in enumerate(decisions.found):
         for strategy, twins in zip(formulated.choices[index][choices[index]], decision.twins, strict=True):
             for name in twins:
@@ -166,13 +166,13 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     wanted: dict[str, Placements] = {
         entry.gradient: storage[entry.parameter] for entry in graph.gradients if entry.gradient is not None
     }
-    for one in reversed(graph.operators):
-        if one.name in decisions.followers:
-            followed = follow(one, wanted.get(one.outputs[0], {}), formulated.sizes)
-            strategies[one.name] = followed[0] if followed is not None else {}
-        if one.rule is not None:
-            for position, name in enumerate(one.inputs):
-                wanted[name] = input_placements(one.rule, strategies[one.name], position, formulated.sizes)
+    for operator in reversed(graph.operators):
+        if operator.name in decisions.followers:
+            followed = follow(operator, wanted.get(operator.outputs[0], {}), formulated.sizes)
+            strategies[operator.name] = followed[0] if followed is not None else {}
+        if operator.rule is not None:
+            for position, name in enumerate(operator.inputs):
+                wanted[name] = input_placements(operator.rule, strategies[operator.name], position, formulated.sizes)
     _pass_gradients(graph, decisions.followers, strategies, formulated.sizes)
     return strategies, storage
 
@@ -184,18 +184,18 @@ def _pass_gradients(
     last, together with other gradients."""
     ends = {entry.gradient for entry in graph.gradients}
     chain: list[Operator] = []
-    for one in reversed(graph.operators):
-        if one.name in followers and one.outputs[0] in ends:
-            chain.append(one)
-            ends.add(one.inputs[0])
-    made: dict[str, Placements] = {}
-    views = {one.name for one in chain}
-    for one in graph.operators:
-        if one.rule is None or not ends.intersection(one.outputs):
+    for operator in reversed(graph.operators):
+        if operator.name in followers and operator.outputs[0] in ends:
+            chain.append(operator)
+            ends.add(operator.inputs[0])
+    placements: dict[str, Placements] = {}
+    views = {view.name for view in chain}
+    for operator in graph.operators:
+        if operator.rule is None or not ends.intersection(operator.outputs):
             continue
-        linear = one.rule.parsed.inputs[0].linear if one.name in views else 0
-        for axis, placement in made.get(one.inputs[0], {}).items() if linear else ():
+        linear = operator.rule.parsed.inputs[0].linear if operator.name in views else 0
+        for axis, placement in placements.get(operator.inputs[0], {}).items() if linear else ():
             if placement == Partial("sum"):
-                strategies[one.name].setdefault(axis, "^" * linear)
-        for index, name in enumerate(one.outputs):
-            made[name] = output_placements(one.rule, strategies[one.name], index, sizes)
+                strategies[operator.name].setdefault(axis, "^" * linear)
+        for index, name in enumerate(operator.outputs):
+            placements[name] = output_placements(operator.rule, strategies[operator.name], index, sizes)

@@ -25,7 +25,7 @@ class Decision:
     @property
     def leads(self) -> list[Operator]:
         """The forward operators, which determine the choices; all members if none is a forward operator."""
-        return [one for one in self.members if not one.backward] or list(self.members)
+        return [member for member in self.members if not member.backward] or list(self.members)
 
 
 @dataclass
@@ -62,37 +62,37 @@ def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
     reads = Counter(name for operator in graph.operators for name in operator.inputs)
     reads.update(entry.gradient for entry in graph.gradients if entry.gradient is not None)
     return {
-        one.name
-        for one in graph.operators
-        if one.bytes == 0 and one.rule is not None and len(one.inputs) == len(one.outputs) == 1
-        and reads[one.outputs[0]] == 1 and one.outputs[0] not in outside and not marks.get(one.name)
+        operator.name
+        for operator in graph.operators
+        if operator.bytes == 0 and operator.rule is not None and len(operator.inputs) == len(operator.outputs) == 1
+        and reads[operator.outputs[0]] == 1 and operator.outputs[0] not in outside and not marks.get(operator.name)
     }  # fmt: skip
 
 
 def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
     """Groups: the forward operators of a sequence number that feed the last of them, and their backward operators."""
     by_sequence: dict[tuple[str, int], list[Operator]] = defaultdict(list)
-    for one in graph.operators:
-        if one.name not in followers and one.sequence >= 0 and not one.prologue:
-            by_sequence[one.module, one.sequence].append(one)
+    for operator in graph.operators:
+        if operator.name not in followers and operator.sequence >= 0 and not operator.prologue:
+            by_sequence[operator.module, operator.sequence].append(operator)
     group_of: dict[str, list[Operator]] = {}
     for members in by_sequence.values():
-        backward = [one for one in members if one.backward]
-        forward = [one for one in members if not one.backward]
+        backward = [member for member in members if member.backward]
+        forward = [member for member in members if not member.backward]
         if not backward or not forward:
             continue
         joined = [forward[-1]]
-        for one in reversed(forward[:-1]):
-            if any(set(one.outputs) & set(other.inputs) for other in joined):
-                joined.insert(0, one)
+        for operator in reversed(forward[:-1]):
+            if any(set(operator.outputs) & set(other.inputs) for other in joined):
+                joined.insert(0, operator)
         group = [*joined, *backward]
-        group_of |= {one.name: group for one in group}
-    found: dict[str, list[Operator]] = {}
-    for one in graph.operators:
-        if one.name not in followers:
-            group = group_of.get(one.name, [one])
-            found.setdefault(group[0].name, group)
-    return list(found.values())
+        group_of |= {member.name: group for member in group}
+    groups: dict[str, list[Operator]] = {}
+    for operator in graph.operators:
+        if operator.name not in followers:
+            group = group_of.get(operator.name, [operator])
+            groups.setdefault(group[0].name, group)
+    return list(groups.values())
 
 
 def block_of(operator: Operator) -> str:
@@ -107,9 +107,9 @@ def _repeated_blocks(graph: Graph) -> set[str]:
     """The names (with ``*``) of repeated blocks that may be split alike: those with two or more products. A chain of
     blocks of one product each is split in turn by columns and by rows."""
     products = Counter(
-        block_of(one)
-        for one in graph.operators
-        if not one.backward and kind_of(one) in ("matmul", "convolution", "attention")
+        block_of(operator)
+        for operator in graph.operators
+        if not operator.backward and kind_of(operator) in ("matmul", "convolution", "attention")
     )
     return {starred(name) for name, count in products.items() if name and count >= 2}
 
@@ -118,14 +118,14 @@ def _signature(graph: Graph, group: Iterable[Operator], blocks: set[str], marks:
     """A key that is equal for groups of operators with equal choices and costs; None outside of ``blocks``."""
     classes: dict[str, tuple[int, str]] = {}
     said: list[object] = []
-    for one in group:
-        if starred(block_of(one)) not in blocks:
+    for op in group:
+        if starred(block_of(op)) not in blocks:
             return None
         named = [
-            classes.setdefault(name, (len(classes), graph.factor_classes[name].role)) for name in one.classes.values()
+            classes.setdefault(name, (len(classes), graph.factor_classes[name].role)) for name in op.classes.values()
         ]
-        dtypes = tuple(graph.tensors[name].dtype for name in (*one.inputs, *one.outputs))
-        pattern, sizes = ("", ()) if one.rule is None else (one.rule.pattern, tuple(one.rule.sizes.items()))
-        said.append((starred(one.name), one.target, pattern, sizes, tuple(named), dtypes, one.bytes, one.flops,
-                     marks.get(one.name)))  # fmt: skip
+        dtypes = tuple(graph.tensors[name].dtype for name in (*op.inputs, *op.outputs))
+        pattern, sizes = ("", ()) if op.rule is None else (op.rule.pattern, tuple(op.rule.sizes.items()))
+        said.append((starred(op.name), op.target, pattern, sizes, tuple(named), dtypes, op.bytes, op.flops,
+                     marks.get(op.name)))  # fmt: skip
     return tuple(said)

@@ -50,10 +50,10 @@ class Core:
 
     def complete(self, chosen: dict[int, int]) -> list[int]:
         """The choices of all nodes, given the choices of the nodes that are left."""
-        found = dict(chosen)
+        choices = dict(chosen)
         for answer in reversed(self.answers):
-            found[answer.node] = int(answer.best[tuple(found[node] for node in answer.scope)])
-        return [found[node] for node in range(len(self.problem.nodes))]
+            choices[answer.node] = int(answer.best[tuple(choices[node] for node in answer.scope)])
+        return [choices[node] for node in range(len(self.problem.nodes))]
 
 
 def simplify(
@@ -75,16 +75,16 @@ def simplify(
 
     for index, decision in enumerate(problem.nodes):
         add((index,), decision.costs)
-    for one in problem.tensors:
-        weighs = limited and one.memory is not None
-        if not weighs and len(one.nodes) <= widest and table_size(problem, one.nodes) <= largest:
-            add(one.nodes, table_of(problem, one))
+    for tensor in problem.tensors:
+        weighs = limited and tensor.memory is not None
+        if not weighs and len(tensor.nodes) <= widest and table_size(problem, tensor.nodes) <= largest:
+            add(tensor.nodes, table_of(problem, tensor))
         else:
-            left.append(one)
-    held = {node for one in left for node in one.nodes}
+            left.append(tensor)
+    held = {node for tensor in left for node in tensor.nodes}
     held |= {keep} if keep is not None else set()
     if limited:
-        held |= {index for index, one in enumerate(problem.nodes) if np.ptp(one.memory, axis=1).any()}
+        held |= {index for index, decision in enumerate(problem.nodes) if np.ptp(decision.memory, axis=1).any()}
     touching: dict[int, set[tuple[int, ...]]] = {index: set() for index in range(len(problem.nodes))}
     for scope in tables:
         for node in scope:
@@ -93,7 +93,7 @@ def simplify(
     seconds = 0.0
     sizes = {node: _around(problem, touching, node) for node in touching if node not in held}
     while sizes:
-        node = min(sizes, key=lambda one: (sizes[one][0], one))
+        node = min(sizes, key=lambda candidate: (sizes[candidate][0], candidate))
         size, around = sizes.pop(node)
         if size > largest or len(around) > widest:
             break
@@ -105,8 +105,8 @@ def simplify(
             for other in scope:
                 if other != node:
                     touching[other].discard(scope)
-        shape = tuple(problem.nodes[one].num_choices for one in whole)
-        best, choice = _least(sorted(parts, key=lambda one: one.size), shape)
+        shape = tuple(problem.nodes[number].num_choices for number in whole)
+        best, choice = _least(sorted(parts, key=lambda part: part.size), shape)
         answers.append(Answer(node, around, choice))
         if around:
             add(around, best)
@@ -130,15 +130,15 @@ def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[n
     """The minimum of the sum of tables over the last axis, and its index. ``parts`` are sorted, smallest first."""
     if np.prod(shape) <= AT_ONCE:
         total = np.zeros(shape)
-        for one in parts:
-            total += one
+        for part in parts:
+            total += part
         return total.min(axis=-1), np.asarray(total.argmin(axis=-1))
     best = np.full(shape[:-1], np.inf)
     choice = np.zeros(shape[:-1], dtype=np.int16)
     for last in range(shape[-1]):
         total = np.zeros((1,) * (len(shape) - 1))
-        for one in parts:
-            total = total + one[..., last if one.shape[-1] > 1 else 0]
+        for part in parts:
+            total = total + part[..., last if part.shape[-1] > 1 else 0]
         less = total < best
         np.copyto(best, total, where=less)
         np.copyto(choice, last, where=less)

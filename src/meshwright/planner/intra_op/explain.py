@@ -40,13 +40,13 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
             heaviest = main.get(operator.module)
             if heaviest is None or _weight(assigned, place[0]) > _weight(assigned, heaviest):
                 main[operator.module] = place[0]
-    told: dict[tuple[int, ...], tuple[str, str]] = {}
+    line_of: dict[tuple[int, ...], tuple[str, str]] = {}
     lines: dict[str, tuple[str, str]] = {}
     for module, index in main.items():
         key = (index, *sorted(set(around[module])))
-        if key not in told:
-            told[key] = _line(graph, assigned, index, set(around[module]), pinned)
-        lines[module] = told[key]
+        if key not in line_of:
+            line_of[key] = _line(graph, assigned, index, set(around[module]), pinned)
+        lines[module] = line_of[key]
     gap = assigned.solution.gap
     if gap <= PROVEN:
         return merged(lines)
@@ -65,9 +65,9 @@ def _line(
 ) -> tuple[str, str]:
     formulated, chosen = assigned.formulated, assigned.solution.choices
     decision = formulated.decisions.found[index]
-    lead = next((number for number, one in enumerate(decision.members) if not one.backward), 0)
+    lead = next((number for number, member in enumerate(decision.members) if not member.backward), 0)
     operator = decision.members[lead]
-    ways = [_way(graph, operator, one[lead], formulated.sizes) for one in formulated.choices[index]]
+    ways = [_way(graph, operator, choice[lead], formulated.sizes) for choice in formulated.choices[index]]
     costs = _costs(assigned, index, module)
     by_way: dict[str, float] = {}
     for way, seconds in zip(ways, costs, strict=True):
@@ -98,9 +98,9 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
     """The seconds of the step for each choice of a decision, without the seconds that all choices share. The rest of
     its module and its neighbours take their best choices; everything else stays as chosen."""
     problem, stored = assigned.formulated.problem, assigned.formulated.stored
-    beside = {node for one in problem.tensors if index in one.nodes and len(one.readers) == 1 for node in one.nodes}
+    beside = {node for edge in problem.tensors if index in edge.nodes and len(edge.readers) == 1 for node in edge.nodes}
     for free in (module | beside, beside, {index}):
-        free |= {node for one in problem.tensors if free & set(one.nodes) for node in one.nodes if node in stored}
+        free |= {node for edge in problem.tensors if free & set(edge.nodes) for node in edge.nodes if node in stored}
         core = _part(problem, assigned.solution.choices, free | {index}, index)
         if len(core.nodes) == 1 and not core.tensors:
             return [float(seconds) for table in core.tables for seconds in table.costs]
@@ -110,18 +110,18 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
 def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> Core:
     """The problem of the nodes ``free``, with their neighbours fixed to their ``chosen`` choices. All nodes but
     ``index`` are eliminated where tables stay small."""
-    near = [one for one in problem.tensors if free & set(one.nodes)]
-    scope = sorted({node for one in near for node in one.nodes} | free)
+    near = [tensor for tensor in problem.tensors if free & set(tensor.nodes)]
+    scope = sorted({node for tensor in near for node in tensor.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}
     rows = {node: list(range(problem.nodes[node].num_choices)) if node in free else [chosen[node]] for node in scope}
     nodes = tuple(Node("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope)
     tensors = tuple(
         Tensor(
-            place[one.maker],
-            one.have[rows[one.maker]],
-            tuple((place[node], wants[rows[node]]) for node, wants in one.readers),
-            one.prices,
+            place[tensor.maker],
+            tensor.have[rows[tensor.maker]],
+            tuple((place[node], wants[rows[node]]) for node, wants in tensor.readers),
+            tensor.prices,
         )
-        for one in near
+        for tensor in near
     )
     return simplify(Problem(nodes, tensors), largest=LARGEST, keep=place[index])

@@ -53,14 +53,14 @@ class Formulation:
         options = Options(graph, self.sizes, allows)
         self.choices: list[list[Choice]] = []
         for decision in self.decisions.found:
-            kept = [one for one in options.choices(decision) if all(map(keeps, decision.members, one))]
+            kept = [choice for choice in options.choices(decision) if all(map(keeps, decision.members, choice))]
             if not kept:
                 raise _contradiction(decision)
-            merits = [sum(map(merit, decision.members, one)) for one in kept]
-            best = [one for one, met in zip(kept, merits, strict=True) if met == max(merits)]
-            self.choices.append([tuple(map(owned, decision.members, one)) for one in best] if own_statistics else best)
+            merits = [sum(map(merit, decision.members, choice)) for choice in kept]
+            best = [choice for choice, met in zip(kept, merits, strict=True) if met == max(merits)]
+            self.choices.append([tuple(map(owned, decision.members, way)) for way in best] if own_statistics else best)
         self.consumers, self.producers = graph.consumers(), graph.producers()
-        self.outputs_of = {one.name: one.outputs for one in graph.operators}
+        self.outputs_of = {operator.name: operator.outputs for operator in graph.operators}
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self.stored: dict[int, tuple[list[str], list[Placements]]] = {}
@@ -91,7 +91,7 @@ class Formulation:
     def _decided(self) -> None:
         """Add a node for every decision."""
         for decision, choices in zip(self.decisions.found, self.choices, strict=True):
-            costs = [sum(map(self.prices.operator_s, decision.members, one)) for one in choices]
+            costs = [sum(map(self.prices.operator_s, decision.members, choice)) for choice in choices]
             self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
 
     def _held(self, decision: Decision, choices: list[Choice]) -> Costs | None:
@@ -103,8 +103,8 @@ class Formulation:
             for output, name in enumerate(operator.outputs):
                 alive = self.moments.owned(self.outputs_of[twin][output] for twin in twins)
                 for number, choice in enumerate(choices) if alive.any() else ():
-                    made = output_placements(operator.rule, choice[member], output, self.sizes) if operator.rule else {}
-                    held[:, number] += alive * self.moments.size(name, made)
+                    have = output_placements(operator.rule, choice[member], output, self.sizes) if operator.rule else {}
+                    held[:, number] += alive * self.moments.size(name, have)
         return held
 
     # --- who reads what ----------------------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ class Formulation:
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
         """The placement that a tensor needs so that the views of ``path`` give what is ``wanted``; None: impossible."""
-        found: Placements = {axis: one for axis, one in wanted.items() if axis in self.sizes}
+        placements: Placements = {axis: placement for axis, placement in wanted.items() if axis in self.sizes}
         for view in reversed(path):
-            followed = follow(view, found, self.sizes)
+            followed = follow(view, placements, self.sizes)
             if followed is None:
                 return None
-            found = followed[1]
-        return found
+            placements = followed[1]
+        return placements
 
     def _place(self, operator: Operator) -> tuple[int, int, Operator]:
         """The operator's decision, its member number there, and the member that stands for it."""
@@ -138,8 +138,8 @@ class Formulation:
         if first.rule is None:
             return [self._pulled({}, path)] * len(self.choices[index])
         return [
-            self._pulled(input_placements(first.rule, one[member], position, self.sizes), path)
-            for one in self.choices[index]
+            self._pulled(input_placements(first.rule, choice[member], position, self.sizes), path)
+            for choice in self.choices[index]
         ]
 
     def _reader_keys(self, name: str) -> list[tuple[object, ...]]:
@@ -166,20 +166,20 @@ class Formulation:
             places: dict[str, Placements] = {"": {}}
             for operator, position, path in self.reads[name] if name not in self.uncut else ():
                 for wanted in self._wants(operator, position, path):
-                    cuts: Placements = {axis: one for axis, one in (wanted or {}).items() if isinstance(one, Shard)}
+                    cuts: Placements = {axis: part for axis, part in (wanted or {}).items() if isinstance(part, Shard)}
                     places.setdefault(repr(sorted(cuts.items())) if cuts else "", cuts)
             options = list(places.values())
-            costs = [self.prices.update_s(tensor, one, self.optimizer) if name in trained else 0.0 for one in options]
+            costs = [self.prices.update_s(tensor, cut, self.optimizer) if name in trained else 0.0 for cut in options]
             memory = None
             if self.moments is not None:
                 states = self.optimizer.states
-                memory = np.stack([self.moments.parameter(name, one, states, name in trained) for one in options], 1)
+                memory = np.stack([self.moments.parameter(name, cut, states, name in trained) for cut in options], 1)
             node = self._node(name, np.array(costs), memory)
             known[key] = self.parameter_node[name] = node
             self.stored[node] = ([name], options)
         for node, (names, _) in self.stored.items():
-            one = self.nodes[node]
-            self.nodes[node] = Node(one.name, one.costs * len(names), one.memory * len(names))
+            single = self.nodes[node]
+            self.nodes[node] = Node(single.name, single.costs * len(names), single.memory * len(names))
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Formulation:
             readers = self._reader_keys(name)
             for tail, path in ends:
                 views = _patterns(path)
-                readers += [("gradient", self.parameter_node[one], views) for one in self.gradient_of.get(tail, ())]
+                readers += [("gradient", self.parameter_node[param], views) for param in self.gradient_of.get(tail, ())]
                 readers += [("whole", views)] if tail in self.whole else []
             if readers:
                 tensor, key = self.graph.tensors[name], tuple(sorted(map(repr, readers)))
@@ -216,28 +216,28 @@ class Formulation:
         for tail, path in self.ends[name]:
             for parameter in self.gradient_of.get(tail, ()):
                 stored = self.parameter_node[parameter]
-                reads.append((stored, [self._pulled(one, path) for one in self.stored[stored][1]]))
+                reads.append((stored, [self._pulled(place, path) for place in self.stored[stored][1]]))
                 gradient = True
             if tail in self.whole:
                 reads.append((self._node(f"{tail} whole", np.zeros(1)), [self._pulled({}, path)]))
         wanted: dict[str, Placements | None] = {}
         readers = tuple((reader, _numbered(wants, wanted)) for reader, wants in reads)
-        made: dict[str, Placements] = {}
-        have = _numbered(haves, made)
+        offered: dict[str, Placements] = {}
+        have = _numbered(haves, offered)
         owned = len(reads) == 1 and maker is not None
         often = 1 if maker is None or gradient else self.prices.times(maker)
         prices = np.array([
             [
-                np.inf if want is None else self.prices.reshard_s(tensor, one, want, owned, often, gradient)
+                np.inf if want is None else self.prices.reshard_s(tensor, offer, want, owned, often, gradient)
                 for want in wanted.values()
             ]
-            for one in made.values()
+            for offer in offered.values()
         ])  # fmt: skip
         memory = None
         if self.moments is not None:
             memory, alive = np.zeros((len(self.limits), *prices.shape)), self.moments.read(names)
-            for (h, one), (w, want) in itertools.product(enumerate(made.values()), enumerate(wanted.values())):
-                if want is not None and copies(one, want):
+            for (h, offer), (w, want) in itertools.product(enumerate(offered.values()), enumerate(wanted.values())):
+                if want is not None and copies(offer, want):
                     memory[:, h, w] = alive * self.moments.size(name, want)
         if prices.any():
             self.tensors.append(Tensor(node, have, readers, prices * len(names), memory))
@@ -250,14 +250,14 @@ class Formulation:
         for operator, position, path in self.reads[names[0]]:
             index, member, first = self._place(operator)
             views = tuple(view.name for view in path)
-            fetched = [self.prices.fetched(first, one[member], position) for one in self.choices[index]]
+            fetched = [self.prices.fetched(first, choice[member], position) for choice in self.choices[index]]
             keyed: list[dict[object, float]] = [
-                {(views, key): seconds for key, seconds in one.items()} for one in fetched
+                {(views, key): seconds for key, seconds in halos.items()} for halos in fetched
             ]
-            for one in keyed:
-                priced |= one
+            for halos in keyed:
+                priced |= halos
             for number in range(max(map(len, keyed), default=0)):
-                wants = [list(one)[number] if number < len(one) else None for one in keyed]
+                wants = [list(halos)[number] if number < len(halos) else None for halos in keyed]
                 readers.append((index, np.array([list(priced).index(want) for want in wants])))
         if readers:
             have = np.zeros(self.nodes[node].num_choices, dtype=np.int64)
@@ -273,7 +273,7 @@ class Formulation:
                 return index, [{} for _ in self.choices[index]]
             output = maker.outputs.index(name)
             return index, [
-                output_placements(first.rule, one[member], output, self.sizes) for one in self.choices[index]
+                output_placements(first.rule, choice[member], output, self.sizes) for choice in self.choices[index]
             ]
         if name in self.parameter_node:
             node = self.parameter_node[name]
@@ -288,9 +288,9 @@ def _patterns(path: Path) -> tuple[str, ...]:
 
 def _numbered(places: list[P], known: dict[str, P]) -> Places:
     """The number of each placement in ``known``; new placements are added there."""
-    keys = ["none" if one is None else repr(sorted(one.items())) for one in places]
-    for key, one in zip(keys, places, strict=True):
-        known.setdefault(key, one)
+    keys = ["none" if place is None else repr(sorted(place.items())) for place in places]
+    for key, place in zip(keys, places, strict=True):
+        known.setdefault(key, place)
     number = {key: index for index, key in enumerate(known)}
     return np.array([number[key] for key in keys])
 

@@ -56,9 +56,9 @@ class _Program:
     def __init__(self, core: Core, limited: bool) -> None:
         self.problem = core.problem
         limits = core.problem.limits if limited else core.problem.limits[:0]
-        for node, one in enumerate(core.problem.nodes):
+        for node, decision in enumerate(core.problem.nodes):
             if node not in core.nodes and limited:  # its memory is the same for every choice
-                limits = limits - one.memory[:, 0]
+                limits = limits - decision.memory[:, 0]
         self.costs: list[float] = []
         self.upper: list[float] = []
         self.rows = _Rows()
@@ -68,7 +68,7 @@ class _Program:
             columns = self.columns[node] = self._columns(np.zeros(self.problem.nodes[node].num_choices)).tolist()
             self.rows.add([(column, 1.0) for column in columns], 1.0, 1.0)
             for moment, sizes in enumerate(self.problem.nodes[node].memory[: len(limits)]):
-                self.bytes[moment] += [(one, float(size)) for one, size in zip(columns, sizes, strict=True) if size]
+                self.bytes[moment] += [(col, float(size)) for col, size in zip(columns, sizes, strict=True) if size]
         self.binaries = len(self.costs)
         for table in core.tables:
             self._table(table)
@@ -96,34 +96,34 @@ class _Program:
         for axis, node in enumerate(table.scope):
             for choice, column in enumerate(self.columns[node]):
                 inside = entries.take(choice, axis=axis).ravel()
-                self.rows.add([*((int(one), 1.0) for one in inside), (column, -1.0)], 0.0, 0.0)
+                self.rows.add([*((int(entry), 1.0) for entry in inside), (column, -1.0)], 0.0, 0.0)
 
-    def _tensor(self, one: Tensor) -> None:
-        shape = one.prices.shape
-        made = self._columns(one.prices)
-        if one.memory is not None:
-            for moment, sizes in enumerate(one.memory[: len(self.bytes)]):
-                held = zip(made.ravel().tolist(), sizes.ravel(), strict=True)
+    def _tensor(self, tensor: Tensor) -> None:
+        shape = tensor.prices.shape
+        copies = self._columns(tensor.prices)
+        if tensor.memory is not None:
+            for moment, sizes in enumerate(tensor.memory[: len(self.bytes)]):
+                held = zip(copies.ravel().tolist(), sizes.ravel(), strict=True)
                 self.bytes[moment] += [(column, float(size)) for column, size in held if size]
-        maker = self.columns[one.maker]
-        for node, wants in one.readers:
+        maker = self.columns[tensor.maker]
+        for node, wants in tensor.readers:
             reader = self.columns[node]
-            if node == one.maker:
+            if node == tensor.maker:
                 for have, want in np.ndindex(shape):
-                    inside = [c for c, h, w in zip(maker, one.have, wants, strict=True) if h == have and w == want]
+                    inside = [c for c, h, w in zip(maker, tensor.have, wants, strict=True) if h == have and w == want]
                     if inside:
-                        terms = [(int(made[have, want]), 1.0), *((column, -1.0) for column in inside)]
+                        terms = [(int(copies[have, want]), 1.0), *((column, -1.0) for column in inside)]
                         self.rows.add(terms, 0.0, np.inf)
                 continue
-            if len(one.readers) == 1:
-                pairs = made
+            if len(tensor.readers) == 1:
+                pairs = copies
             else:
-                pairs = self._columns(np.where(np.isfinite(one.prices), 0.0, np.inf))
-                for column, pair in zip(made.ravel().tolist(), pairs.ravel().tolist(), strict=True):
+                pairs = self._columns(np.where(np.isfinite(tensor.prices), 0.0, np.inf))
+                for column, pair in zip(copies.ravel().tolist(), pairs.ravel().tolist(), strict=True):
                     self.rows.add([(column, 1.0), (pair, -1.0)], 0.0, np.inf)
             for have in range(shape[0]):
                 terms = [(pair, 1.0) for pair in pairs[have].tolist()]
-                terms += [(column, -1.0) for column, h in zip(maker, one.have, strict=True) if h == have]
+                terms += [(column, -1.0) for column, h in zip(maker, tensor.have, strict=True) if h == have]
                 self.rows.add(terms, 0.0, 0.0)
             for want in range(shape[1]):
                 terms = [(pair, 1.0) for pair in pairs[:, want].tolist()]

@@ -31,24 +31,24 @@ class Moments:
         self.graph, self.prices = graph, prices
         self.whole = prices.microbatches == 1 and stages == 1
         self.alive = min(stages, prices.microbatches) if not self.whole else 1
-        order = sorted(graph.operators, key=lambda one: not one.prologue)
-        place = {one.name: index for index, one in enumerate(order)}
-        made = {name: place[one.name] for one in order for name in one.outputs}
+        order = sorted(graph.operators, key=lambda operator: not operator.prologue)
+        place = {operator.name: index for index, operator in enumerate(order)}
+        first = {name: place[operator.name] for operator in order for name in operator.outputs}
         self._reads: dict[str, _Life] = {}
         last: dict[str, int] = {}
-        for one in order:
-            for name in one.inputs:
-                at, storage = place[one.name], graph.tensors[name].storage
+        for operator in order:
+            for name in operator.inputs:
+                at, storage = place[operator.name], graph.tensors[name].storage
                 self._reads[name] = _Life(min(at, self._reads.get(name, _Life(at, at)).first), at)
                 last[storage] = max(at, last.get(storage, -1))
         for entry in graph.gradients:
             if entry.gradient is not None and self.whole:
                 last[graph.tensors[entry.gradient].storage] = len(order)
         self._lives = {
-            name: _Life(at, max(at, last.get(name, at))) for name, at in made.items()
+            name: _Life(at, max(at, last.get(name, at))) for name, at in first.items()
             if graph.tensors[name].storage == name
         }  # fmt: skip
-        self.positions = self._chosen([one.backward for one in order])
+        self.positions = self._chosen([operator.backward for operator in order])
         given = sum(graph.tensors[name].num_bytes for name in (*graph.inputs, *graph.buffers))
         self.limits = np.full(len(self.positions), limit_bytes * stages - given)
 
@@ -58,7 +58,7 @@ class Moments:
             changes[life.first] += self.graph.tensors[name].num_bytes
             changes[life.last + 1] -= self.graph.tensors[name].num_bytes
         live = changes.cumsum()[: len(backward)]
-        turn = next((index for index, one in enumerate(backward) if one), len(backward) - 1)
+        turn = next((index for index, is_backward in enumerate(backward) if is_backward), len(backward) - 1)
         padded = np.concatenate([[-1.0], live, [-1.0]])
         peaks = np.flatnonzero((padded[1:-1] > padded[:-2]) & (padded[1:-1] > padded[2:])).tolist()
         largest = sorted(peaks, key=lambda index: -live[index])[: MOST_MOMENTS - 1]
@@ -75,7 +75,7 @@ class Moments:
     def size(self, name: str, placements: Placements) -> float:
         """The bytes of a tensor in all micro-batches under way."""
         tensor = self.graph.tensors[name]
-        batch = any(self.graph.factor_classes[one].role == "batch" for dim in tensor.dims for one in dim)
+        batch = any(self.graph.factor_classes[factor].role == "batch" for dim in tensor.dims for factor in dim)
         parts = self.prices.microbatches if batch else 1
         return self.alive * part_bytes(tensor, placements, self.prices.sizes) / parts
 
@@ -94,4 +94,4 @@ class Moments:
 
 def copies(have: Placements, want: Placements) -> bool:
     """Whether the tensor in placement ``want`` is a copy; parts that are cut out of the present tensor are views."""
-    return any(want.get(axis) != one for axis, one in have.items())
+    return any(want.get(axis) != placement for axis, placement in have.items())

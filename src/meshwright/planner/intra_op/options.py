@@ -36,8 +36,8 @@ class Options:
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int], allows: Allows) -> None:
         self.graph, self.sizes, self.allows = graph, dict(sizes), allows
-        self._letters = {one.name: numbered(one) for one in graph.operators}
-        self._linear = {one.name: _linear_inputs(one) for one in graph.operators}
+        self._letters = {operator.name: numbered(operator) for operator in graph.operators}
+        self._linear = {operator.name: _linear_inputs(operator) for operator in graph.operators}
         self.partial = {axis: self._maybe_partial(axis) for axis in sizes}
 
     def choices(self, decision: Decision) -> list[Choice]:
@@ -50,22 +50,22 @@ class Options:
             ]
             for axis in self.sizes
         ]
-        found: dict[object, Choice] = {}
+        choices: dict[object, Choice] = {}
         for picked in itertools.product(*per_axis):
             choice = self._choice(decision, picked)
             if choice is not None:
-                found.setdefault(tuple(tuple(sorted(one.items())) for one in choice), choice)
-        return list(found.values())
+                choices.setdefault(tuple(tuple(sorted(strategy.items())) for strategy in choice), choice)
+        return list(choices.values())
 
     def _factors(self, decision: Decision, axis: str) -> list[tuple[str, int]]:
         """The factors that the axis can split, as class and number among the letters of this class (in self-attention,
         queries are the first letter of the sequence, keys the second)."""
-        found = {_NONE: None}
-        for one in decision.leads:
-            for factor, letter in self._letters[one.name].items():
-                if self._splits(one, letter, axis):
-                    found.setdefault(factor)
-        return list(found)
+        factors = {_NONE: None}
+        for lead in decision.leads:
+            for factor, letter in self._letters[lead.name].items():
+                if self._splits(lead, letter, axis):
+                    factors.setdefault(factor)
+        return list(factors)
 
     def _splits(self, operator: Operator, letter: str, axis: str) -> bool:
         rule = operator.rule
@@ -79,11 +79,11 @@ class Options:
     def _passes(self, decision: Decision, axis: str, factor: tuple[str, int]) -> list[tuple[bool, bool]]:
         """Whether Partials from outside may pass through, as all possible pairs (forward, backward). They pass members
         that do not split the factor, such as the addition of two operators' terms of a shared parameter's gradient."""
-        inside = {name for one in decision.members for name in one.outputs}
-        open_here = [one for one in decision.members if factor not in self._letters[one.name]]
+        inside = {name for member in decision.members for name in member.outputs}
+        open_here = [member for member in decision.members if factor not in self._letters[member.name]]
         forward, backward = (
             (False, True)
-            if any(self._arriving(one, axis, inside) for one in open_here if one.backward == late)
+            if any(self._arriving(member, axis, inside) for member in open_here if member.backward == late)
             else (False,)
             for late in (False, True)
         )
@@ -99,62 +99,62 @@ class Options:
     def _choice(
         self, decision: Decision, picked: Sequence[tuple[str, tuple[str, int], tuple[bool, bool]]]
     ) -> Choice | None:
-        made: dict[str, Placements] = {}
-        inside = {name for one in decision.members for name in one.outputs}
+        have: dict[str, Placements] = {}
+        inside = {name for member in decision.members for name in member.outputs}
         leads = decision.leads
         result: list[Strategy] = []
-        for one in decision.members:
+        for member in decision.members:
             strategy: Strategy = {}
-            letters = self._letters[one.name]
+            letters = self._letters[member.name]
             for axis, factor, _ in picked:
                 letter = _meant(letters, factor)
-                if letter is None or not self._splits(one, letter, axis):
+                if letter is None or not self._splits(member, letter, axis):
                     continue
                 others = prod(self.sizes[other] for other, choice in strategy.items() if choice == letter)
-                assert one.rule is not None
-                rows = others > 1 and one.rule.decomposition(letter) == HALO
-                if not rows and misfit(one.rule, {**strategy, axis: letter}, self.sizes) is None:
+                assert member.rule is not None
+                rows = others > 1 and member.rule.decomposition(letter) == HALO
+                if not rows and misfit(member.rule, {**strategy, axis: letter}, self.sizes) is None:
                     strategy[axis] = letter
-                elif one in leads:
+                elif member in leads:
                     return None
             for axis, _, passes in picked:
                 if axis not in strategy:
-                    group = self._passed(one, axis, inside, made, passes[one.backward])
+                    group = self._passed(member, axis, inside, have, passes[member.backward])
                     if group:
                         strategy[axis] = "^" * group
-            if one.rule is not None:
-                for index, name in enumerate(one.outputs):
-                    made[name] = output_placements(one.rule, strategy, index, self.sizes)
+            if member.rule is not None:
+                for index, name in enumerate(member.outputs):
+                    have[name] = output_placements(member.rule, strategy, index, self.sizes)
             result.append(strategy)
         return tuple(result)
 
     def _passed(
-        self, operator: Operator, axis: str, inside: set[str], made: Mapping[str, Placements], passes: bool
+        self, operator: Operator, axis: str, inside: set[str], have: Mapping[str, Placements], passes: bool
     ) -> int:
         """The linear group of operands that are Partial and stay so; operands from outside count only if ``passes``."""
         wanted = self._arriving(operator, axis, inside) if passes else 0
         for group, names in self._linear[operator.name].items():
             if all(
-                made.get(name, {}).get(axis) == Partial("sum") if name in inside else group == wanted for name in names
+                have.get(name, {}).get(axis) == Partial("sum") if name in inside else group == wanted for name in names
             ):
                 return group
         return 0
 
     def _maybe_partial(self, axis: str) -> set[str]:
-        found: set[str] = set()
-        for one in self.graph.operators:
-            if one.rule is None:
+        partial: set[str] = set()
+        for operator in self.graph.operators:
+            if operator.rule is None:
                 continue
-            if any(found.issuperset(names) for names in self._linear[one.name].values()):
-                found.update(one.outputs)
+            if any(partial.issuperset(names) for names in self._linear[operator.name].values()):
+                partial.update(operator.outputs)
                 continue
-            for index, name in enumerate(one.outputs):
-                if one.rule.reduction == "sum" and any(
-                    one.rule.reduced(letter, index) and self._splits(one, letter, axis)
-                    for letter in self._letters[one.name].values()
+            for index, name in enumerate(operator.outputs):
+                if operator.rule.reduction == "sum" and any(
+                    operator.rule.reduced(letter, index) and self._splits(operator, letter, axis)
+                    for letter in self._letters[operator.name].values()
                 ):
-                    found.add(name)
-        return found
+                    partial.add(name)
+        return partial
 
 
 def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
@@ -181,14 +181,14 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
     """An operator's letters by their class and their number among the letters of that class, and its factors that join
     input rows with output rows (``yy``) by both classes."""
     counts: Counter[str] = Counter()
-    found = {}
+    letters = {}
     rule = operator.rule
     rows = [name for name in rule.joint if rule.sums(name) and name != OWN] if rule is not None else []
     for letter in (*operator.classes, *rows):
         name = JOINED.join(sorted(classes_of(operator, letter)))
-        found[name, counts[name]] = letter
+        letters[name, counts[name]] = letter
         counts[name] += 1
-    return found
+    return letters
 
 
 def classes_of(operator: Operator, factor: str) -> list[str]:
@@ -210,15 +210,15 @@ def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> 
                 return None
             strategy[axis] = "^" * linear
             continue
-        parts = prod(sizes[other] for other, one in wanted.items() if _same_factor(one, placement))
+        parts = prod(sizes[other] for other, shard in wanted.items() if _same_factor(shard, placement))
         for letter in rule.sizes:
-            made = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter, parts=parts)
+            output = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter, parts=parts)
             free = rule.splittable(letter) and letter not in rule.decompositions
-            if made == placement and free and misfit(rule, {**strategy, axis: letter}, sizes) is None:
+            if output == placement and free and misfit(rule, {**strategy, axis: letter}, sizes) is None:
                 strategy[axis] = letter
                 break
     return strategy, input_placements(rule, strategy, 0, sizes)
 
 
-def _same_factor(one: Placement, other: Placement) -> bool:
-    return isinstance(one, Shard) and isinstance(other, Shard) and (one.dim, one.outer) == (other.dim, other.outer)
+def _same_factor(left: Placement, right: Placement) -> bool:
+    return isinstance(left, Shard) and isinstance(right, Shard) and (left.dim, left.outer) == (right.dim, right.outer)

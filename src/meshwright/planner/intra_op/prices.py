@@ -37,7 +37,7 @@ class Prices:
         gradients = {entry.gradient for entry in graph.gradients if entry.gradient is not None}
         self.bucket_bytes = min(BUCKET_BYTES, sum(graph.tensors[name].num_bytes for name in gradients))
         self._known: dict[object, float] = {}
-        self._batch = {name for name, one in graph.factor_classes.items() if one.role == "batch"}
+        self._batch = {name for name, factor_class in graph.factor_classes.items() if factor_class.role == "batch"}
 
     def operator_s(self, operator: Operator, strategy: Strategy) -> float:
         """The seconds of an operator's kernels and collectives, without the halos that it fetches (see ``fetched``)."""
@@ -51,14 +51,14 @@ class Prices:
         """The halos that an operator reads of an input, with their seconds. Equal keys are equal halos: another reader
         of the same tensor gets such a halo for nothing."""
         program = self.program(operator, strategy)
-        found: dict[object, float] = {}
+        halos: dict[object, float] = {}
         for node in program.nodes if program.fetches else ():
             fetch = program.fetches.get(node.name)
             if fetch is not None and fetch.position == position and operator.rule is not None:
                 wanted = input_placements(operator.rule, strategy, position, self.sizes)
-                lies = tuple(sorted((axis, one) for axis, one in wanted.items() if axis in self.sizes))
-                found[lies, *fetch.rows] = self.times(operator) * self.node_exchanges_s(node)
-        return found
+                lies = tuple(sorted((axis, placement) for axis, placement in wanted.items() if axis in self.sizes))
+                halos[lies, *fetch.rows] = self.times(operator) * self.node_exchanges_s(node)
+        return halos
 
     def program(self, operator: Operator, strategy: Strategy, interior_first: bool = False) -> OperatorProgram:
         """The operator's program for one micro-batch."""
@@ -70,7 +70,7 @@ class Prices:
     def node_exchanges_s(self, node: Node) -> float:
         """The seconds of the collectives that a node starts, plus the seconds of the collectives inside its kernel."""
         every = (*([node.starts] if node.starts is not None else ()), *node.inside)
-        return sum(self.network.collective_s(one.kind, one.bytes, self.groups[one.axis]) for one in every)
+        return sum(self.network.collective_s(comm.kind, comm.bytes, self.groups[comm.axis]) for comm in every)
 
     def times(self, operator: Operator) -> int:
         """How often a step runs the operator."""
@@ -113,7 +113,7 @@ class Prices:
         for move in steps:
             if move.kind == "slice":
                 continue
-            before, after = (part_bytes(tensor, one, self.sizes) // parts for one in (move.before, move.after))
+            before, after = (part_bytes(tensor, place, self.sizes) // parts for place in (move.before, move.after))
             largest, group = max(before, after), self.groups[move.axis]
             if gradient and len(steps) == 1 and move.kind == "all_reduce":
                 bucket = max(largest, self.bucket_bytes)
@@ -121,17 +121,17 @@ class Prices:
                 continue
             seconds += self.network.collective_s(move.kind, largest, group)
             if move.kind == "all_reduce" and not owned:
-                seconds += self.rates.stream("copy", 2 * before).seconds
+                seconds += self.rates.memory_bound("copy", 2 * before).seconds
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
             if move.kind != "all_reduce" and inner:  # a copy puts the parts in order
-                seconds += self.rates.stream("copy", 2 * largest).seconds
+                seconds += self.rates.memory_bound("copy", 2 * largest).seconds
             if move.target is not None:  # a copy takes the parts apart
-                seconds += self.rates.stream("copy", 2 * before).seconds
+                seconds += self.rates.memory_bound("copy", 2 * before).seconds
             owned = True
         return seconds
 
     def update_s(self, tensor: Tensor, placements: Placements, optimizer: OptimizerCost) -> float:
         """The seconds of the optimizer's update of a parameter."""
         size = part_bytes(tensor, placements, self.sizes)
-        each = self.rates.stream("update", optimizer.moved / optimizer.kernels * size).seconds
+        each = self.rates.memory_bound("update", optimizer.moved / optimizer.kernels * size).seconds
         return optimizer.kernels * each

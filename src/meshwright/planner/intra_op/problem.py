@@ -56,9 +56,9 @@ class Problem:
     def seconds(self, choices: Sequence[int]) -> float:
         """The seconds of these choices together; infinite if a tensor cannot be brought to a wanted placement."""
         total = sum(float(node.costs[choice]) for node, choice in zip(self.nodes, choices, strict=True))
-        for one in self.tensors:
-            have = one.have[choices[one.maker]]
-            total += sum(float(one.prices[have, want]) for want in _wanted(one, choices))
+        for tensor in self.tensors:
+            have = tensor.have[choices[tensor.maker]]
+            total += sum(float(tensor.prices[have, want]) for want in _wanted(tensor, choices))
         return total
 
     def memory(self, choices: Sequence[int]) -> Costs:
@@ -66,11 +66,11 @@ class Problem:
         total = np.zeros(len(self.limits))
         for node, choice in zip(self.nodes, choices, strict=True):
             total += node.memory[:, choice]
-        for one in self.tensors:
-            if one.memory is not None:
-                have = one.have[choices[one.maker]]
-                for want in _wanted(one, choices):
-                    total += one.memory[:, have, want]
+        for tensor in self.tensors:
+            if tensor.memory is not None:
+                have = tensor.have[choices[tensor.maker]]
+                for want in _wanted(tensor, choices):
+                    total += tensor.memory[:, have, want]
         return total
 
     def fits(self, choices: Sequence[int]) -> bool:
@@ -78,8 +78,8 @@ class Problem:
         return bool(np.all(self.memory(choices) <= self.limits * (1 + 1e-9)))
 
 
-def _wanted(one: Tensor, choices: Sequence[int]) -> set[int]:
-    return {int(want[choices[node]]) for node, want in one.readers}
+def _wanted(tensor: Tensor, choices: Sequence[int]) -> set[int]:
+    return {int(want[choices[node]]) for node, want in tensor.readers}
 
 
 def table_size(problem: Problem, nodes: Sequence[int]) -> int:
@@ -87,19 +87,19 @@ def table_size(problem: Problem, nodes: Sequence[int]) -> int:
     return prod(problem.nodes[node].num_choices for node in nodes)
 
 
-def table_of(problem: Problem, one: Tensor) -> Costs:
-    """The seconds of a tensor for all choices of its nodes, with one axis per node in the order of ``one.nodes``."""
-    scope = one.nodes
+def table_of(problem: Problem, tensor: Tensor) -> Costs:
+    """The seconds of a tensor for all choices of its nodes, with one axis per node in the order of ``tensor.nodes``."""
+    scope = tensor.nodes
     shape = tuple(problem.nodes[node].num_choices for node in scope)
 
     def along(node: int, values: NDArray[np.generic]) -> NDArray[np.generic]:
         return values.reshape([-1 if other == node else 1 for other in scope])
 
     table = np.zeros(shape)
-    for want in range(one.prices.shape[1]):
+    for want in range(tensor.prices.shape[1]):
         asked: NDArray[np.bool_] = np.zeros((1,) * len(scope), dtype=bool)
-        for node, wants in one.readers:
+        for node, wants in tensor.readers:
             asked = asked | along(node, wants == want).astype(bool)
         if asked.any():
-            table = table + np.where(asked, along(one.maker, one.prices[one.have, want]), 0.0)
+            table = table + np.where(asked, along(tensor.maker, tensor.prices[tensor.have, want]), 0.0)
     return table

@@ -40,25 +40,25 @@ def solve(problem: Problem) -> Solution | None:
         TimeoutError: choices that fit may exist, but none were found in time.
     """
     core = simplify(problem)
-    if any(one.costs.size > LARGEST_IN_PROGRAM for one in core.tables):
+    if any(table.costs.size > LARGEST_IN_PROGRAM for table in core.tables):
         core = simplify(problem, widest=WIDEST)
-    found = _from(core, False)
-    if found is None or problem.fits(found.choices):
-        return found
+    solution = _from(core, False)
+    if solution is None or problem.fits(solution.choices):
+        return solution
     return _from(simplify(problem, limited=True, widest=WIDEST), True)
 
 
 def _from(core: Core, limited: bool) -> Solution | None:
-    found = solve_core(core, limited)
-    if found.chosen is None:
-        if found.proven:
+    reply = solve_core(core, limited)
+    if reply.chosen is None:
+        if reply.proven:
             return None
         raise TimeoutError(f"no choices that fit were found in {TIME_LIMIT_S:g} s")
-    choices = core.complete(found.chosen)
+    choices = core.complete(reply.chosen)
     if limited and not core.problem.fits(choices):  # no remaining choice changes the memory
         return None
     seconds = core.problem.seconds(choices)
-    return Solution(tuple(choices), seconds, seconds if found.proven else min(seconds, found.bound), len(core.nodes))
+    return Solution(tuple(choices), seconds, seconds if reply.proven else min(seconds, reply.bound), len(core.nodes))
 
 
 def solve_by_trying(problem: Problem) -> Solution | None:

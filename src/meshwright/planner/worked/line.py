@@ -23,18 +23,18 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def compared(claim: str, printed: float, found: float, ours: str, why: str, *, exact: float = EXACT) -> Line:
-    """The line of a printed and a found number; the verdict follows from their relative difference. ``ours`` formats
-    the found number: ``"{:.1f} GB"``."""
-    off = abs(printed / found - 1)
+def compared(claim: str, printed: float, computed: float, ours: str, why: str, *, exact: float = EXACT) -> Line:
+    """The line of a printed and a computed number; the verdict follows from their relative difference. ``ours`` formats
+    the computed number: ``"{:.1f} GB"``."""
+    off = abs(printed / computed - 1)
     verdict: Finding = "agrees" if off <= exact else "rounds" if off <= ROUNDED else "claim wrong"
-    return Line(claim=claim, ours=ours.format(found), verdict=verdict, why=why)
+    return Line(claim=claim, ours=ours.format(computed), verdict=verdict, why=why)
 
 
-def predicted(claim: str, measured: float, found: float, points: float, why: str) -> Line:
+def predicted(claim: str, measured: float, prediction: float, points: float, why: str) -> Line:
     """The line of a measured and a predicted percentage; they agree if they differ by at most ``points``."""
-    verdict: Finding = "agrees" if abs(measured - found) <= points else "we differ"
-    return Line(claim=claim, ours=f"{found:.1f} %", verdict=verdict, why=why)
+    verdict: Finding = "agrees" if abs(measured - prediction) <= points else "we differ"
+    return Line(claim=claim, ours=f"{prediction:.1f} %", verdict=verdict, why=why)
 
 
 def held(claim: str, ours: str, true: bool, why: str) -> Line:

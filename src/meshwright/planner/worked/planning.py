@@ -23,9 +23,9 @@ def alexnet() -> Iterator[Line]:
     """Which half of AlexNet computes, which one has the parameters, and how each is divided."""
     net = load_network("alexnet")
     flops, parameters = net.share("convolution")
-    found = divide_layers(net, load_cluster("v100-dgx1-edr100x4", 8), images=1024)
-    ways = [choice.way == "data" for choice in found.choices]
-    assert found.all_data_s is not None
+    division = divide_layers(net, load_cluster("v100-dgx1-edr100x4", 8), images=1024)
+    ways = [choice.way == "data" for choice in division.choices]
+    assert division.all_data_s is not None
     yield held(
         "convolutions: 90-95 % of the computation",
         f"{flops:.1%}",
@@ -35,10 +35,10 @@ def alexnet() -> Iterator[Line]:
     yield compared("and 5 % of the parameters", 5, 100 * parameters, "{:.1f}%", "5 % by rounding up", exact=0.3)
     yield held(
         "so data parallel for these, tensor parallel for the dense layers",
-        " ".join("data" if one else "tensor" for one in ways),
+        " ".join("data" if is_data else "tensor" for is_data in ways),
         ways == [True] * 5 + [False] * 3,
-        f"chosen layer by layer, nothing pinned, for 8 V100 and 1,024 images: {1e3 * found.step_s:.1f} ms; with "
-        f"all layers data parallel {1e3 * found.all_data_s:.1f} ms",
+        f"chosen layer by layer, nothing pinned, for 8 V100 and 1,024 images: {1e3 * division.step_s:.1f} ms; with "
+        f"all layers data parallel {1e3 * division.all_data_s:.1f} ms",
     )
 
 
@@ -54,14 +54,14 @@ def megatron_scaling() -> Iterator[Line]:
             model=_gpt(*MEGATRON[tp]), tp=tp, dp=dp, micro_batch=8, global_batch=8 * dp, recompute="full", flash=False,
             precision="fp16",
         )  # fmt: skip
-        found = estimate_step(setup, load_cluster("v100-dgx2h-edr100x8", tp * dp))
-        return found.model_flops_per_s / (tp * dp), found
+        estimate = estimate_step(setup, load_cluster("v100-dgx2h-edr100x8", tp * dp))
+        return estimate.model_flops_per_s / (tp * dp), estimate
 
     alone = rate(1, 1)[0]
     for dp, published in ((1, (100, 95, 82, 77)), (64, (96, 83, 79, 74))):
         for tp, measured in zip(MEGATRON, published, strict=True):
-            each, found = rate(tp, dp)
-            hidden = 100 * each / alone * found.step_s / (found.step_s - found.data_comm_s)
+            each, estimate = rate(tp, dp)
+            hidden = 100 * each / alone * estimate.step_s / (estimate.step_s - estimate.data_comm_s)
             why = "nothing was fitted to V100"
             if dp > 1:
                 why = f"gradients over dp are not overlapped in the model; were all hidden, {hidden:.1f} %"
@@ -115,22 +115,22 @@ def alpa() -> Iterator[Line]:
     weighed = 0
     for model, devices in [*models, *((load_model(name), size) for name, size in EXPERTS)]:
         cluster = load_cluster("v100-16gb-p3-eth25", devices)
-        found = search(model, cluster, global_batch=1024, precision="fp16", flash=False, schedules=PUBLISHED)
-        weighed += found.considered
-        best = found.options[0]
-        intra = _fastest(found.options, lambda setup: setup.pp == 1)
-        inter = _fastest(found.options, lambda setup: setup.pp == setup.world_size)
-        told = [f"{best.step_s:.3g} s"]
-        for word, one in (("intra-only", intra), ("inter-only", inter)):
-            told.append(f"{word} {one.step_s:.3g} s" if one else f"{word} nothing divides or fits")
+        outcome = search(model, cluster, global_batch=1024, precision="fp16", flash=False, schedules=PUBLISHED)
+        weighed += outcome.considered
+        best = outcome.options[0]
+        intra = _fastest(outcome.options, lambda setup: setup.pp == 1)
+        inter = _fastest(outcome.options, lambda setup: setup.pp == setup.world_size)
+        phrases = [f"{best.step_s:.3g} s"]
+        for word, option in (("intra-only", intra), ("inter-only", inter)):
+            phrases.append(f"{word} {option.step_s:.3g} s" if option else f"{word} nothing divides or fits")
         yield held(
             f"combined beats either alone: {model.name} on {devices} V100",
-            ", ".join(told),
-            not any(one is not None and one.step_s < best.step_s for one in (intra, inter)),
+            ", ".join(phrases),
+            not any(option is not None and option.step_s < best.step_s for option in (intra, inter)),
             best.text + ("; in one box no pipeline is needed" if best.setup.pp == 1 else ""),
         )
         if model.name == EXPERTS[-1][0]:
-            manual = _fastest(found.options, lambda setup: setup.pp == 1 and setup.tp == 1)
+            manual = _fastest(outcome.options, lambda setup: setup.pp == 1 and setup.tp == 1)
             assert manual is not None
             yield Line(
                 claim="up to 8 times as fast as a manual layout (experts and sharded data parallelism)",
@@ -153,4 +153,4 @@ def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> Transformer:
 
 
 def _fastest(options: tuple[Option, ...], keep: Callable[[Setup], bool]) -> Option | None:
-    return min((one for one in options if keep(one.setup)), key=lambda one: one.step_s, default=None)
+    return min((option for option in options if keep(option.setup)), key=lambda option: option.step_s, default=None)

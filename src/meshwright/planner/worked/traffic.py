@@ -98,8 +98,8 @@ def all_reduces() -> Iterator[Line]:
     moved, slowest = "{:g} M", "{:g} M / bandwidth"
     yield compared("parameter server: 2 N M moved, 16 M", 16, star.moved / workers, moved, "to the server and back")
     yield compared("naive: N (N - 1) M, 56 M", 56, naive.moved / workers, moved, "N x N M, as also printed, is 64 M")
-    for name, found in (("ring", ring), ("tree", tree)):
-        yield Line(claim=f"{name}: 2 N M, 16 M", ours=moved.format(found.moved / workers), verdict="rounds", why=shift)
+    for name, cost in (("ring", ring), ("tree", tree)):
+        yield Line(claim=f"{name}: 2 N M, 16 M", ours=moved.format(cost.moved / workers), verdict="rounds", why=shift)
     yield compared("butterfly: N M log N, 24 M", 24, butterfly.moved / workers, moved, all_send)
     yield held(
         "parameter server: M N / bandwidth",
@@ -131,12 +131,12 @@ def bubbles() -> Iterator[Line]:
     gpipe, plain, short = _report("gpipe", 4, 8), _report("1f1b", 4, 8), _report("1f1b", 4, 4)
     twice = _report("interleaved", 4, 8, 2)
     sent = [max(rank.sent_per_microbatch for rank in report.ranks) for report in (plain, twice)]
-    made = "the schedule's actions timed one by one, backward twice as long as forward"
+    timed = "the schedule's actions timed one by one, backward twice as long as forward"
     counted = "counted in its actions"
     more = f"{counted}; interleaved holds more, {twice.live_microbatches:g}"
-    yield compared("p = 4, m = 8: (p - 1) / m = 0.375", 0.375, plain.bubble, "{:g}", made)
-    yield compared("p = 4, m = 4: 0.75", 0.75, short.bubble, "{:g}", made)
-    yield compared("two chunks: (p - 1) / (v m) = 0.1875", 0.1875, twice.bubble, "{:g}", made)
+    yield compared("p = 4, m = 8: (p - 1) / m = 0.375", 0.375, plain.bubble, "{:g}", timed)
+    yield compared("p = 4, m = 4: 0.75", 0.75, short.bubble, "{:g}", timed)
+    yield compared("two chunks: (p - 1) / (v m) = 0.1875", 0.1875, twice.bubble, "{:g}", timed)
     yield compared("GPipe keeps m = 8 micro-batches alive", 8, gpipe.live_microbatches, "{:g}", counted)
     yield compared("1F1B at most p = 4", 4, plain.live_microbatches, "{:g}", more)
     yield held(

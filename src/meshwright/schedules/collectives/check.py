@@ -47,7 +47,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
                     where=run.place(rank),
                     remedy="everybody must be heard of",
                 )
-    return all(len(found) == 1 for found in ordered.values())
+    return all(len(variants) == 1 for variants in ordered.values())
 
 
 class _Sums:
@@ -61,11 +61,11 @@ class _Sums:
     def term(self, key: _Key) -> int:
         return self._number(("term", key), Counter([key]), key)
 
-    def add(self, one: int, other: int) -> int:
-        if not one or not other:
-            return one or other
-        key = (min(one, other), max(one, other))
-        return self._number(key, self.terms[one] + self.terms[other], key)
+    def add(self, left: int, right: int) -> int:
+        if not left or not right:
+            return left or right
+        key = (min(left, right), max(left, right))
+        return self._number(key, self.terms[left] + self.terms[right], key)
 
     def moved(self, value: int, further: int) -> int:
         """The same sum with its position shifted by ``further`` elements."""
@@ -75,8 +75,8 @@ class _Sums:
         if terms.total() == 1:
             ((rank, offset),) = terms
             return self.term((rank, offset - further))
-        one, other = self._made_of[value]
-        return self.add(self.moved(one, further), self.moved(other, further))
+        left, right = self._made_of[value]
+        return self.add(self.moved(left, further), self.moved(right, further))
 
     def _number(self, key: tuple[str, _Key] | _Key, terms: Counter[_Key], made_of: _Key) -> int:
         if key not in self._numbers:
@@ -106,19 +106,19 @@ class _Memory:
         if not parts:
             return
         begin, end = parts[0][0][0], parts[-1][0][1]
-        left = [((one[0], min(one[1], begin)), value) for one, value in self.spans if one[0] < begin]
-        right = [((max(one[0], end), one[1]), value) for one, value in self.spans if one[1] > end]
+        left = [((span[0], min(span[1], begin)), value) for span, value in self.spans if span[0] < begin]
+        right = [((max(span[0], end), span[1]), value) for span, value in self.spans if span[1] > end]
         self.spans = _joined([*left, *parts, *right])
 
 
 def _joined(parts: Sequence[tuple[Span, int]]) -> list[tuple[Span, int]]:
-    found: list[tuple[Span, int]] = []
+    merged: list[tuple[Span, int]] = []
     for span, value in parts:
-        if found and found[-1][1] == value:
-            found[-1] = ((found[-1][0][0], span[1]), value)
+        if merged and merged[-1][1] == value:
+            merged[-1] = ((merged[-1][0][0], span[1]), value)
         else:
-            found.append((span, value))
-    return found
+            merged.append((span, value))
+    return merged
 
 
 class _Run:
@@ -182,17 +182,17 @@ class _Run:
 
     def _read(self, rank: int, begin: int, length: int) -> list[tuple[Span, int]]:
         """The sums that lie there, with spans counted from ``begin``."""
-        found = self.memories[rank].read((begin, begin + length))
-        for span, value in found:
+        parts = self.memories[rank].read((begin, begin + length))
+        for span, value in parts:
             if not value:
                 raise ScheduleError(
                     f"it reads elements {span[0]} to {span[1]}, where nothing is", where=self.place(rank),
                     remedy="they must have come from somewhere before",
                 )  # fmt: skip
-        return [((one[0] - begin, one[1] - begin), self.sums.moved(value, -begin)) for one, value in found]
+        return [((span[0] - begin, span[1] - begin), self.sums.moved(value, -begin)) for span, value in parts]
 
     def _take(self, rank: int, parts: list[tuple[Span, int]], into: int, adds: bool) -> None:
-        laid = [((one[0] + into, one[1] + into), self.sums.moved(value, into)) for one, value in parts]
+        laid = [((span[0] + into, span[1] + into), self.sums.moved(value, into)) for span, value in parts]
         if adds:
             laid = [
                 (there, self.sums.add(value, held))

@@ -40,10 +40,10 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
     """
     if " " in text:
         steps = parsed(text).get(operation, ())
-        found = next((name for least, name in reversed(steps) if num_bytes >= least), NATIVE)
+        algorithm = next((name for least, name in reversed(steps) if num_bytes >= least), NATIVE)
     else:
-        found = _known(operation, text, text)
-    return EXCHANGE[operation] if found == "exchange" else found
+        algorithm = _known(operation, text, text)
+    return EXCHANGE[operation] if algorithm == "exchange" else algorithm
 
 
 def runs(operation: str, name: str) -> bool:
@@ -68,14 +68,14 @@ def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ..
 
 def in_pieces(name: str) -> bool:
     """Whether an algorithm cuts the vector in pieces, which pays only for long vectors."""
-    found = hierarchy.read(name)
-    return found is not None and found.pieces > 1
+    leveled = hierarchy.read(name)
+    return leveled is not None and leveled.pieces > 1
 
 
 def _along(operation: str, boxes: str) -> Iterator[str]:
-    found = hierarchy.read(hierarchy.written("star", "ring", boxes))
-    assert found is not None
-    same = ("rabenseifner", "halving", "star") if len(found.boxes) == 2 else ()  # with two boxes these equal a ring
+    leveled = hierarchy.read(hierarchy.written("star", "ring", boxes))
+    assert leveled is not None
+    same = ("rabenseifner", "halving", "star") if len(leveled.boxes) == 2 else ()  # with two boxes these equal a ring
     for across in hierarchy.ACROSS_BY_OPERATION.get(operation, ()):
         if across != "tree" and across not in same:  # a butterfly takes half as long as a tree
             for pieces in (1, PIECES) if operation == "all_reduce" else (1,):
@@ -92,11 +92,11 @@ def parsed(text: str) -> Mapping[str, Ranges]:
     result: dict[str, list[tuple[int, str]]] = {}
     for part in text.split(";"):
         operation, _, rest = part.strip().partition(" ")
-        for index, one in enumerate(rest.split(",")):
-            words = one.split()
+        for index, entry in enumerate(rest.split(",")):
+            words = entry.split()
             if len(words) != 1 + (index > 0) or (index and not words[0].isdigit()):
                 raise PlanError(
-                    f"{one.strip()!r} is not a size and an algorithm",
+                    f"{entry.strip()!r} is not a size and an algorithm",
                     where=f"algorithms, {text!r}",
                     remedy="write OPERATION NAME, BYTES NAME, ...; the first name needs no size",
                 )

@@ -18,7 +18,7 @@ Whole = Callable[[Sequence[int], Span], Rounds]
 
 def backwards(rounds: Rounds) -> Rounds:
     """The reversed rounds: every move goes from its target to its source, and copies instead of adding."""
-    return [[Move(one.target, one.source, one.into, one.begin, one.length) for one in sent] for sent in rounds[::-1]]
+    return [[Move(m.target, m.source, m.into, m.begin, m.length) for m in moves] for moves in rounds[::-1]]
 
 
 def owns(span: Span, parts: int) -> list[list[Span]]:
@@ -33,7 +33,7 @@ def distances(size: int) -> list[int]:
 
 def _round(messages: Iterable[tuple[int, int, Iterable[Span]]], *, adds: bool = False) -> list[Move]:
     """The moves of one round, from messages given by source, target and spans."""
-    return [one for source, target, spans in messages for one in message(source, target, spans, adds=adds)]
+    return [move for source, target, spans in messages for move in message(source, target, spans, adds=adds)]
 
 
 # --- reduce-scatters and all-gathers ---------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def gather_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 def scatter_star(ranks: Sequence[int], owned: Owned) -> Rounds:
     """All ranks send to every owner in one round: a star for each rank, with that rank as its centre."""
-    return [[one for sent in scatter_partitioned(ranks, owned) for one in sent]]
+    return [[move for sent in scatter_partitioned(ranks, owned) for move in sent]]
 
 
 def gather_star(ranks: Sequence[int], owned: Owned) -> Rounds:
@@ -88,14 +88,14 @@ def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
     that acts for them, and receive their part from it in the end (Rabenseifner 2004).
     """
     size, core = len(ranks), _power(len(ranks))
-    mine = [[*owned[i], *(owned[i + core] if i + core < size else ())] for i in range(core)]
+    parts = [[*owned[i], *(owned[i + core] if i + core < size else ())] for i in range(core)]
     rounds = _folded(ranks, [span for spans in owned for span in spans])
     for distance in reversed(distances(core)):
         sent = []
         for i in range(core):
             other = i ^ distance
             first = other // distance * distance
-            sent.append((ranks[i], ranks[other], [span for part in mine[first : first + distance] for span in part]))
+            sent.append((ranks[i], ranks[other], [span for part in parts[first : first + distance] for span in part]))
         rounds.append(_round(sent, adds=True))
     last = _round((ranks[i - core], ranks[i], owned[i]) for i in range(core, size))
     return [sent for sent in [*rounds, last] if sent]
@@ -205,7 +205,7 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
     trees = [list(ranks), [ranks[i] for i in mirror]]
     parent = {i: _parent(i, size) for i in range(1, size)}
     order = _leaves_first(parent)
-    found: dict[int, list[Move]] = {}
+    rounds: dict[int, list[Move]] = {}
     for tree, half in zip(trees, cut(span, 2), strict=True):
         sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it can send up again
         got_down: dict[int, int] = {}
@@ -213,14 +213,14 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
             there: dict[int, int] = {}  # the first round in which it has the sum of its subtree
             for i in order:
                 turn = max(there.get(i, 0), sent_up.get(i, 0))
-                found.setdefault(turn, []).extend(message(tree[i], tree[parent[i]], [piece], adds=True))
+                rounds.setdefault(turn, []).extend(message(tree[i], tree[parent[i]], [piece], adds=True))
                 sent_up[i] = turn + 1
                 there[parent[i]] = max(there.get(parent[i], 0), turn + 1)
             for i in reversed(order):
                 turn = max(there[parent[i]], got_down.get(i, 0))
-                found.setdefault(turn, []).extend(message(tree[parent[i]], tree[i], [piece]))
+                rounds.setdefault(turn, []).extend(message(tree[parent[i]], tree[i], [piece]))
                 got_down[i] = there[i] = turn + 1
-    return [found[turn] for turn in sorted(found)]
+    return [rounds[turn] for turn in sorted(rounds)]
 
 
 def _parent(i: int, size: int) -> int:

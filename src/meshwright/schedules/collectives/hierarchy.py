@@ -77,11 +77,11 @@ class Leveled(NamedTuple):
 @lru_cache(maxsize=1024)
 def read(name: str) -> Leveled | None:
     """The algorithm with this name; None if it is not an algorithm along levels."""
-    found = _NAME.fullmatch(name)
-    if found is None or found["inside"] not in INSIDE:
+    match = _NAME.fullmatch(name)
+    if match is None or match["inside"] not in INSIDE:
         return None
-    boxes = _read_boxes(found["boxes"])
-    return None if boxes is None else Leveled(found["inside"], found["across"], boxes, int(found["pieces"] or 1))
+    boxes = _read_boxes(match["boxes"])
+    return None if boxes is None else Leveled(match["inside"], match["across"], boxes, int(match["pieces"] or 1))
 
 
 def written(inside: str, across: str, boxes: str, pieces: int = 1) -> str:
@@ -107,16 +107,16 @@ def named_boxes(boxes: Boxes) -> str:
 
 def _named(boxes: Boxes) -> tuple[str, int]:
     """The text of the boxes, and its number of levels of boxes."""
-    if all(isinstance(one, int) for one in boxes):
+    if all(isinstance(box, int) for box in boxes):
         return ".".join(map(str, boxes)), 0
-    inner = [_named(one) if not isinstance(one, int) else (str(one), 0) for one in boxes]
+    inner = [_named(box) if not isinstance(box, int) else (str(box), 0) for box in boxes]
     depth = 1 + max(level for _, level in inner)
     return ("|" * depth).join(text for text, _ in inner), depth
 
 
 def _read_boxes(text: str) -> Boxes | None:
     if _EQUAL.fullmatch(text):
-        return nested([int(one) for one in text.split("x")])
+        return nested([int(fan_out) for fan_out in text.split("x")])
     if not _NAMED.fullmatch(text) or "|" not in text:
         return None
     return _read_named(text, max(map(len, re.findall(r"\|+", text))))
@@ -124,11 +124,11 @@ def _read_boxes(text: str) -> Boxes | None:
 
 def _read_named(text: str, depth: int) -> Boxes:
     if depth:
-        return tuple(_read_named(one, depth - 1) for one in text.split("|" * depth))
+        return tuple(_read_named(part, depth - 1) for part in text.split("|" * depth))
     return tuple(int(rank) for rank in text.split("."))
 
 
-def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
+def all_reduce_in_levels(leveled: Leveled, length: int) -> Rounds:
     """The rounds of an all-reduce: inside the boxes, across the outermost level, inside again.
 
     A piece starts ``len(across)`` rounds after the piece before it:
@@ -139,30 +139,30 @@ def all_reduce_in_levels(found: Leveled, length: int) -> Rounds:
     """
     late: list[Rounds] = []
     begin = 0
-    for piece in cut((0, length), found.pieces):
-        units = [_reduced(box, piece, found.inside) for box in found.boxes]
+    for piece in cut((0, length), leveled.pieces):
+        units = [_reduced(box, piece, leveled.inside) for box in leveled.boxes]
         shared = _shared([owners for _, owners in units])
         inside = [moves for moves in beside(rounds for rounds, _ in units) if moves]
-        across = [moves for moves in beside(ACROSS[found.across](ranks, span) for span, ranks in shared) if moves]
+        across = [moves for moves in beside(ACROSS[leveled.across](ranks, span) for span, ranks in shared) if moves]
         late.append([[] for _ in range(begin)] + inside + across + group.backwards(inside))
         begin += max(1, len(across))
     return beside(late)
 
 
-def reduce_scatter_in_levels(found: Leveled, owned: Owned) -> Rounds:
+def reduce_scatter_in_levels(leveled: Leveled, owned: Owned) -> Rounds:
     """The rounds of a reduce-scatter. In each box, the rank at the same place as a part's owner adds up the part; then
     the parts are added up across boxes. The all-gather is these rounds backwards.
 
     Raises:
         ScheduleError: the boxes are not equal.
     """
-    return _scattered(found.boxes, dict(enumerate(owned)), found)
+    return _scattered(leveled.boxes, dict(enumerate(owned)), leveled)
 
 
-def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], found: Leveled) -> Rounds:
+def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], leveled: Leveled) -> Rounds:
     if all(isinstance(box, int) for box in boxes):
         ranks = leaves(boxes)
-        return INSIDE[found.inside](ranks, [owned[rank] for rank in ranks])
+        return INSIDE[leveled.inside](ranks, [owned[rank] for rank in ranks])
     units = [leaves(box) for box in boxes]
     if len({len(unit) for unit in units}) > 1:
         raise ScheduleError(
@@ -173,8 +173,8 @@ def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], found: Leveled
     inside = []
     for box, unit in zip(boxes, units, strict=True):
         due = {rank: [span for other in units for span in owned[other[place]]] for place, rank in enumerate(unit)}
-        inside.append([] if isinstance(box, int) else _scattered(box, due, found))
-    across = HALVES_ACROSS[found.across]
+        inside.append([] if isinstance(box, int) else _scattered(box, due, leveled))
+    across = HALVES_ACROSS[leveled.across]
     peers = [list(ranks) for ranks in zip(*units, strict=True)]
     return beside(inside) + beside(across(ranks, [owned[rank] for rank in ranks]) for ranks in peers)
 
@@ -183,9 +183,9 @@ def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owner
     """The rounds that add up each element at one rank of the box, and the rank that then owns each span."""
     if isinstance(box, int):
         return [], [(whole, box)]
-    units = [_reduced(one, whole, inside) for one in box]
+    units = [_reduced(unit, whole, inside) for unit in box]
     scatter, owners, levels = INSIDE[inside], _Owners(), list[Rounds]()
-    for span, members in _shared([one for _, one in units]):
+    for span, members in _shared([unit_owners for _, unit_owners in units]):
         pieces = cut(span, len(members))
         levels.append(scatter(members, [[piece] for piece in pieces]))
         owners += [(piece, rank) for piece, rank in zip(pieces, members, strict=True) if piece[0] < piece[1]]
@@ -195,8 +195,8 @@ def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owner
 def _shared(units: Sequence[_Owners]) -> list[tuple[Span, list[int]]]:
     """The pieces into which the units' spans divide the vector, each with the rank that owns it in each unit."""
     borders = sorted({border for owners in units for span, _ in owners for border in span})
-    found = []
+    pieces = []
     for begin, end in pairwise(borders):
         members = [next(rank for span, rank in owners if span[0] <= begin < span[1]) for owners in units]
-        found.append(((begin, end), members))
-    return found
+        pieces.append(((begin, end), members))
+    return pieces

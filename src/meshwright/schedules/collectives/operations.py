@@ -190,9 +190,9 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
     def of(i: int, j: int) -> list[Move]:
         return [Move(i, j, sent[i][j], came[j][i], counts[i][j])] if counts[i][j] else []
 
-    rounds: Rounds = [[one for i in range(size) for one in of(i, (i + turn) % size)] for turn in range(size)]
+    rounds: Rounds = [[move for i in range(size) for move in of(i, (i + turn) % size)] for turn in range(size)]
     if algorithm == "naive":
-        rounds = [*rounds[:1], [one for moves in rounds[1:] for one in moves]]
+        rounds = [*rounds[:1], [move for moves in rounds[1:] for move in moves]]
     after = (
         tuple(Part((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
         for j in range(size)
@@ -238,10 +238,10 @@ def build(
 
 def is_there(operation: str, algorithm: str) -> bool:
     """Whether an operation has an algorithm of this name, for some number of ranks."""
-    found = read(algorithm)
-    if found is None:
+    parsed = read(algorithm)
+    if parsed is None:
         return algorithm in ALGORITHMS.get(operation, ())
-    return found.across in ACROSS_BY_OPERATION.get(operation, ()) and (found.pieces == 1 or operation == "all_reduce")
+    return parsed.across in ACROSS_BY_OPERATION.get(operation, ()) and (parsed.pieces == 1 or operation == "all_reduce")
 
 
 def _sum_of(num_ranks: int, span: Span) -> Part:

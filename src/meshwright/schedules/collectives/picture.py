@@ -15,17 +15,17 @@ def rounds(steps: Steps) -> str:
     ``b>2+``: the rank sends piece b to rank 2, which adds it to its own piece; ``b>2``: rank 2 replaces its piece. The
     pieces are the largest that no message cuts, named a, b, ... in the order of the vector.
     """
-    messages = [one for moves in steps.rounds for one in moves]
-    borders = sorted({border for one in messages for border in (one.begin, one.begin + one.length)})
+    messages = [move for moves in steps.rounds for move in moves]
+    borders = sorted({border for move in messages for border in (move.begin, move.begin + move.length)})
     names = {begin: _name(index) for index, begin in enumerate(borders)}
     ends = dict(zip(borders[1:], borders, strict=False))
     rows = []
     for moves in steps.rounds:
         cells = [""] * steps.num_ranks
-        for one in moves:
-            first, last = names[one.begin], names[ends.get(one.begin + one.length, one.begin)]
-            piece = (first if first == last else f"{first}-{last}") if one.length else ""
-            cells[one.source] += f" {piece}>{one.target}{'+' if one.adds else ''}"
+        for move in moves:
+            first, last = names[move.begin], names[ends.get(move.begin + move.length, move.begin)]
+            piece = (first if first == last else f"{first}-{last}") if move.length else ""
+            cells[move.source] += f" {piece}>{move.target}{'+' if move.adds else ''}"
         rows.append([cell.strip() or "." for cell in cells])
     return _table([f"rank {rank}" for rank in range(steps.num_ranks)], rows)
 

@@ -73,21 +73,21 @@ class Count(msgspec.Struct, frozen=True):
 
 def count(steps: Steps) -> Count:
     """Count the rounds, messages, elements and additions of the steps."""
-    rounds = [sent for moves in steps.rounds if (sent := [one for one in moves if one.source != one.target])]
+    rounds = [sent for moves in steps.rounds if (sent := [move for move in moves if move.source != move.target])]
     peaks, fans, added = [0], [0], Counter[int]()
     for sent in rounds:
         into, out_of, fan = Counter[int](), Counter[int](), Counter[int]()
-        for one in sent:
-            into[one.target] += one.length
-            out_of[one.source] += one.length
-            fan[one.target] += 1
-            added[one.target] += one.length * one.adds
+        for move in sent:
+            into[move.target] += move.length
+            out_of[move.source] += move.length
+            fan[move.target] += 1
+            added[move.target] += move.length * move.adds
         peaks.append(max(*into.values(), *out_of.values()))
         fans.append(max(fan.values()))
     return Count(
         rounds=len(rounds),
         messages=sum(map(len, rounds)),
-        moved=sum(one.length for sent in rounds for one in sent),
+        moved=sum(move.length for sent in rounds for move in sent),
         busiest=sum(peaks),
         peak=max(peaks),
         fan_in=max(fans),
@@ -101,16 +101,16 @@ Program = tuple[tuple[Move, ...], ...]
 
 def programs(steps: Steps) -> tuple[Program, ...]:
     """The program of each rank, by rank."""
-    found: list[list[tuple[Move, ...]]] = [[] for _ in range(steps.num_ranks)]
+    by_rank: list[list[tuple[Move, ...]]] = [[] for _ in range(steps.num_ranks)]
     for moves in steps.rounds:
         sends, takes = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
-        for one in moves:
-            if one.source != one.target:
-                sends[one.source].append(one)
-            takes[one.target].append(one)
+        for move in moves:
+            if move.source != move.target:
+                sends[move.source].append(move)
+            takes[move.target].append(move)
         for rank in sends.keys() | takes.keys():
-            found[rank].append((*sends[rank], *takes[rank]))
-    return tuple(map(tuple, found))
+            by_rank[rank].append((*sends[rank], *takes[rank]))
+    return tuple(map(tuple, by_rank))
 
 
 # --- to build with ---------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = Fal
 
 def beside(lists: Iterable[Rounds]) -> Rounds:
     """One list of rounds in which the lists run at the same time: round i joins round i of every list."""
-    return [[one for moves in side for one in moves] for side in zip_longest(*lists, fillvalue=())]
+    return [[move for moves in side for move in moves] for side in zip_longest(*lists, fillvalue=())]
 
 
 def made(
