@@ -433,7 +433,7 @@ def choices(rounds: int, steps: int) -> list[Finding]:
         target = f"{name} as planned for 2 ranks ({layout_text(layout)}): at most 1.02 x data parallel"
         if layout == DATA_PARALLEL:
             itself = "data parallelism itself is planned"
-            found.append(Check(target=target, verdict="pass", measured=itself, passed=1, total=1))
+            found.append(Check(target=target, verdict="reported", measured=itself, passed=1, total=1))
         else:
             with Ranks() as ranks:
                 seconds, losses = ranks(NUM_RANKS, timed_choice, name, layout, rounds, steps, timeout=1800.0)[0]

@@ -31,30 +31,47 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 StepOn = Callable[[Batch], Tensor]
 
 
-def eager(model: nn.Module, optimizer: Optimizer, loss_fn: Loss = language_model_loss) -> StepOn:
-    """Plain PyTorch in one process."""
-    return _training_step(model, optimizer(model.parameters()), loss_fn)
+def eager(
+    model: nn.Module, optimizer: Optimizer, loss_fn: Loss = language_model_loss, *, fused: bool | None = None
+) -> StepOn:
+    """Plain PyTorch in one process. ``fused``: the optimizer's kernel over all parameters at once."""
+    return _training_step(model, optimizer(model.parameters(), fused=fused), loss_fn)
 
 
 def data_parallel(
-    model: nn.Module, optimizer: Optimizer, loss_fn: Loss = language_model_loss, **options: bool
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Loss = language_model_loss,
+    *,
+    fused: bool | None = None,
+    **options: bool,
 ) -> StepOn:
     """DistributedDataParallel; the step takes this rank's part of the batch."""
     wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
-    return _training_step(wrapped, optimizer(wrapped.parameters()), loss_fn)
+    return _training_step(wrapped, optimizer(wrapped.parameters(), fused=fused), loss_fn)
 
 
 def fully_sharded(
-    model: GPT, optimizer: Optimizer, loss_fn: Loss = language_model_loss, *, foreach: bool | None = None
+    model: GPT,
+    optimizer: Optimizer,
+    loss_fn: Loss = language_model_loss,
+    *,
+    foreach: bool | None = None,
+    reshard: bool = True,
+    prefetch: bool = False,
 ) -> StepOn:
     """FSDP2: ``fully_shard`` on every block, then on what is left; the step takes this rank's part of the batch.
 
-    ``foreach`` has the optimizer work through all parameters at once, not one DTensor after the other.
+    ``foreach`` has the optimizer work through all parameters at once, not one DTensor after the other. Without
+    ``reshard`` a block's parameters stay whole from forward to backward. With ``prefetch`` a block gathers the
+    parameters of the next two blocks, and in backward those of the two before it.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+    blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=reshard) for block in model.blocks]
     fully_shard(model, mesh=mesh)
+    for index, block in enumerate(blocks if prefetch else ()):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
     return _training_step(model, optimizer(model.parameters(), foreach=foreach), loss_fn)
 
 

@@ -144,11 +144,11 @@ def torch_step(case: Case) -> Step:
         optimizer.zero_grad()
         losses: list[Tensor] = []
         if 0 in parts and count - 1 in parts:
-            schedule.step(batch["tokens"], target=batch["targets"], losses=losses)
+            schedule.step(batch["tokens"], target=batch["targets"], losses=losses, return_outputs=False)
         elif 0 in parts:
-            schedule.step(batch["tokens"])
+            schedule.step(batch["tokens"], return_outputs=False)
         else:
-            schedule.step(target=batch["targets"], losses=losses)
+            schedule.step(target=batch["targets"], losses=losses, return_outputs=False)
         optimizer.step()
         return torch.stack(losses).mean() if losses else torch.zeros(())
 

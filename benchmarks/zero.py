@@ -117,10 +117,15 @@ Peers = Mapping[str, Callable[..., peers.StepOn]]
 DDP: Peers = {
     "DistributedDataParallel": peers.data_parallel,
     "DistributedDataParallel, gradient_as_bucket_view": partial(peers.data_parallel, gradient_as_bucket_view=True),
+    "DistributedDataParallel, gradient_as_bucket_view, static_graph, fused optimizer": partial(
+        peers.data_parallel, gradient_as_bucket_view=True, static_graph=True, fused=True
+    ),
 }
 FSDP: Peers = {
     "fully_shard per block": peers.fully_sharded,
     "fully_shard per block, foreach": partial(peers.fully_sharded, foreach=True),
+    "fully_shard per block, foreach, prefetch": partial(peers.fully_sharded, foreach=True, prefetch=True),
+    "fully_shard per block, foreach, whole until backward": partial(peers.fully_sharded, foreach=True, reshard=False),
 }
 
 
