@@ -243,6 +243,23 @@ def _auto(model: str, chosen: str, seconds: Mapping[str, Sequence[float]]) -> Fi
     )
 
 
+def _foretold_by_itself(results: Sequence[Finding]) -> Check:
+    """How well a measurement of the same step foretells it: no prediction can be expected to be closer."""
+    errors = []
+    for case in results:
+        if isinstance(case, Prediction):
+            seconds = case.series.seconds
+            third = max(1, len(seconds) // 3)
+            errors.append(abs(statistics.median(seconds[:third]) / statistics.median(seconds[-third:]) - 1))
+    return Check(
+        target="median error, if the first third of a step's own rounds predicted the last third",
+        verdict="reported",
+        measured=f"{statistics.median(errors):.1%} of {len(errors)} cases; the largest {max(errors):.1%}",
+        passed=len(errors),
+        total=len(errors),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, measure, print and write every target."""
     parser = argparse.ArgumentParser(
@@ -268,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 total=1,
             )
         )
+        show(results[-1])
+        results.append(_foretold_by_itself(results))
         show(results[-1])
     if not options.only:
         for part in (emulation, simulation, tracing):

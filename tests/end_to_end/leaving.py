@@ -13,6 +13,8 @@ import time
 
 import msgspec
 import torch
+import torch._dynamo
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 
 import meshwright as mw

@@ -23,6 +23,10 @@ from meshwright.runtime import shards
 from meshwright.runtime.shards import Chunk, Part, boxes_of, chunks_of, part_at
 
 
+MOST_ELEMENTS = 600
+"""Each is looked at one by one, on every rank."""
+
+
 @dataclass(frozen=True)
 class Split:
     """A tensor whose dims are products of factors, and the mesh axes that cut some of them.
@@ -87,13 +91,21 @@ class Split:
 
 
 @st.composite
+def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Up to three dims of up to three factors each, of at most ``MOST_ELEMENTS`` together."""
+    room = MOST_ELEMENTS
+    dims: list[list[int]] = []
+    for _ in range(draw(st.integers(0, 3))):
+        dims.append([])
+        for _ in range(draw(st.integers(1, 3))):
+            dims[-1].append(draw(st.sampled_from([size for size in (1, 2, 3, 4, 6) if size <= room])))
+            room //= dims[-1][-1]
+    return tuple(map(tuple, dims))
+
+
+@st.composite
 def splits(draw: st.DrawFn, dims: tuple[tuple[int, ...], ...] | None = None) -> Split:
-    sizes = st.sampled_from([1, 2, 3, 4, 6])
-    factors = (
-        dims
-        if dims is not None
-        else tuple(tuple(draw(st.lists(sizes, min_size=1, max_size=3))) for _ in range(draw(st.integers(0, 3))))
-    )
+    factors = dims if dims is not None else draw(shapes())
     left = {(dim, factor): size for dim, inner in enumerate(factors) for factor, size in enumerate(inner)}
     axes = {}
     for name in draw(st.permutations(["dp", "cp", "tp"])):

@@ -8,6 +8,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -33,6 +34,9 @@ STOP_S = 5
 """Seconds that stopped ranks may take to end before they are killed."""
 MOST_RANKS = 256
 """Maximum number of ranks (processes) on one machine."""
+PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
+"""Modules that every rank needs. One server imports them once; ranks are forks of it."""
+_SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 LINGER_S = 10.0
 """Seconds that a rank that lost another rank waits to be stopped, so that the other rank's failure is seen first."""
 
@@ -114,6 +118,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _Signals() as signals, _quiet():
         config = LaunchConfig(
             min_nodes=1,
@@ -126,13 +131,13 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
             local_addr=launch.HOST,
             max_restarts=0,
             monitor_interval=0.1,
-            start_method="spawn",
+            start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle="SIGQUIT",
             shutdown_timeout=STOP_S,
         )
         try:
-            results: dict[int, T] = elastic_launch(config, _rank)(function, args, num_ranks, directory)
+            results: dict[int, T] = elastic_launch(config, _rank)(function, args, num_ranks, directory, dict(os.environ))
         except ChildFailedError as error:
             signals.raise_received()
             rank, first = error.get_first_failure()
@@ -147,8 +152,14 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
 # --- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def _rank(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path) -> T | None:
-    """Run the function as one rank, and record its failure if it fails."""
+def _rank(
+    function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str]
+) -> T | None:
+    """Run the function as one rank, and record its failure if it fails. ``environment`` is the launcher's; the rank has
+    that of the server it was forked from, which may be older, and the variables that the agent has set."""
+    agents = {name: value for name, value in os.environ.items() if _SET_BY_AGENT.fullmatch(name)}
+    os.environ.clear()
+    os.environ.update(environment | agents)
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
