@@ -22,7 +22,6 @@ from meshwright.lower.reshard import local_part
 from meshwright.runtime import shards
 from meshwright.runtime.shards import Chunk, Part, boxes_of, chunks_of, part_at
 
-
 MOST_ELEMENTS = 600
 """Each is looked at one by one, on every rank."""
 

@@ -19,7 +19,7 @@ KINDS = (*COMPUTE, *MEMORY)
 
 _EXPERTS = (
     "meshwright.experts", "meshwright.experts_backward", "meshwright.experts_across",
-    "meshwright.experts_across_backward",
+    "meshwright.experts_across_backward", "meshwright.experts_kept", "meshwright.experts_backward_kept",
 )  # fmt: skip
 _TARGETS = {
     "matmul": ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.mv", "aten.dot", *_EXPERTS),

@@ -12,7 +12,7 @@ from meshwright.ir.kernel import Attention, Kernel, Operand, attention_of, produ
 from meshwright.ir.kind import kind_of_target
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.lower.fuse import FUNCTIONAL
-from meshwright.ops import collectives
+from meshwright.ops import collectives, experts
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
 from meshwright.ops.table import operator_rule
 from meshwright.torch_private import OpOverload
@@ -88,6 +88,8 @@ class Counter:
         return (product,)
 
     def _flops(self, call: Call) -> float:
+        if call.target in experts.KEPT_FLOPS:
+            return experts.KEPT_FLOPS[call.target](call, None)
         operator = operator_rule(call.target, self._own)
         if operator is None:
             return 0.0

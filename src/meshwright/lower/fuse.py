@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.capture.outputs import fake_mode, fake_scalar, outputs_of
+from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.stages import FINISH
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
 from meshwright.torch_private import OpOverload
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.meshwright
 Key = TypeVar("Key", bound=Hashable)
 
 _IN_PLACE: dict[Any, tuple[Any, str]] = {
@@ -53,11 +54,13 @@ _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROW
 """Operators that return their first input, written in place."""
 
 
-def fuse(graph: fx.Graph) -> None:
+def fuse(graph: fx.Graph, again: Recomputation) -> None:
     """Fuse operators: mm + add of a bias -> addmm, unless a collective stands between them; both gradients of a
     convolution in one call; relu -> clamp_min, which can write into its input; argmax -> max, which finds the same
-    indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x); equal reshapes of x (each may copy) -> one.
-    Nodes that are returned by name (``meta["returned"]``) stay."""
+    indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x); equal reshapes of x (each may copy) -> one;
+    experts that backward does not compute ``again`` keep their activations. Nodes that are returned by name
+    (``meta["returned"]``) stay."""
+    forward: dict[str, fx.Node] = {}
     gradients: dict[tuple[object, ...], fx.Node] = {}
     shaped: dict[tuple[object, ...], fx.Node] = {}
     for node in list(graph.nodes):
@@ -67,6 +70,10 @@ def fuse(graph: fx.Graph) -> None:
             _fuse_addmm(graph, node)
         elif node.target is aten.convolution_backward.default:
             _fuse_gradients(node, gradients)
+        elif node.target is ours.experts.default and not again.holds(str(node.meta.get("operator", ""))):
+            forward[str(node.args)] = node
+        elif node.target is ours.experts_backward.default and str(node.args[1:]) in forward:
+            _keep_activations(graph, forward.pop(str(node.args[1:])), node)
         elif node.target is aten.relu.default:
             node.target, node.args = aten.clamp_min.default, (*node.args, 0)
         elif node.target is aten.argmax.default:
@@ -122,6 +129,20 @@ def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) ->
     mask = [left or right for left, right in zip(first.args[-1], node.args[-1], strict=True)]  # type: ignore[arg-type]
     first.args = (*first.args[:-1], mask)
     node.replace_all_uses_with(first)
+
+
+def _keep_activations(graph: fx.Graph, forward: fx.Node, backward: fx.Node) -> None:
+    """Let experts keep their activations for backward."""
+    if forward.meta.get("returned"):
+        return
+    with graph.inserting_before(forward):
+        kept = graph.call_function(ours.experts_kept.default, forward.args)
+        output, hidden = (graph.call_function(operator.getitem, (kept, index)) for index in range(2))
+    for node in (kept, output, hidden):
+        node.meta = dict(forward.meta)
+    forward.replace_all_uses_with(output)
+    backward.target = ours.experts_backward_kept.default
+    backward.args = (*backward.args[:6], hidden, *backward.args[6:])
 
 
 def _is_sent(node: fx.Node) -> bool:

@@ -132,15 +132,15 @@ class _StageLowering:
         if self.last:
             self._scalars()
         graph.output(self._results())
-        joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
-        fuse(graph)
-        propagate(graph)
         stage = self.plan.stages[self.stage]
+        joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
+        again = Recomputation(stage.recompute, {op.name: op.module for op in self.ir.operators})
+        fuse(graph, again)
+        propagate(graph)
         # A schedule without other stages or micro-batches runs all phases once, one after the other.
         alone = self.divided.num_stages == 1 and not emission.microbatched
         program = self._program(self._named_results(joined), alone and not stage.recompute and not stage.released)
         values = {name: value.to(self.device) for name, value in constants.items()}
-        again = Recomputation(stage.recompute, {op.name: op.module for op in self.ir.operators})
         return partition(graph, program, values, again, compiler, kernels, note)
 
     # --- values that exist before the step ---------------------------------------------------------------------------

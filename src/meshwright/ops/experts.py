@@ -37,29 +37,51 @@ def _gated(hidden: Tensor, activation: str, width: int) -> Tensor:
 
 
 def _experts(
-    tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
-) -> Tensor:
+    tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int,
+    kept: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Apply experts: tokens [t, k], index and weights [t, a], up [e, 2 f or f, k], down [e, o, f] -> [t, o].
 
-    ``first`` is the number of the first expert on this rank; tokens of experts elsewhere add nothing.
+    ``first`` is the number of the first expert on this rank; tokens of experts elsewhere add nothing. ``kept`` gets the
+    activations after ``up`` [t a, 2 f or f], one expert after the other.
     """
     total = tokens.new_zeros(tokens.shape[0], down.shape[1], dtype=torch.promote_types(tokens.dtype, weights.dtype))
+    begin = 0
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
-        inner = _gated(F.linear(tokens[rows], up[expert]), activation, down.shape[2])
+        into = None if kept is None else kept[begin : (begin := begin + len(rows))]
+        hidden = torch.mm(tokens[rows], up[expert].t(), out=into)
+        inner = _gated(hidden, activation, down.shape[2])
         total.index_add_(0, rows, F.linear(inner, down[expert]) * weights[rows, slots, None])
     return total.to(tokens.dtype)
+
+
+def _experts_kept(
+    tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
+) -> tuple[Tensor, Tensor]:
+    """``experts``, and its activations after ``up``; the last rows are unused if there are experts elsewhere."""
+    kept = tokens.new_empty(index.numel(), up.shape[1])
+    return _experts(tokens, index, weights, up, down, activation, first, kept), kept
 
 
 def _experts_backward(
     grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of tokens, weights, up and down. Activations inside an expert are recomputed, not kept."""
-    grads = (torch.zeros_like(tokens), torch.zeros_like(weights), torch.zeros_like(up), torch.zeros_like(down))
+    """Gradients of tokens, weights, up and down. Activations inside an expert are recomputed."""
+    return _experts_backward_kept(grad, tokens, index, weights, up, down, None, activation, first)
+
+
+def _experts_backward_kept(
+    grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, kept: Tensor | None,
+    activation: str, first: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients from the activations that forward has kept, if it has."""
+    grads, begin = tuple(map(torch.zeros_like, (tokens, weights, up, down))), 0
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
+        again = torch.mm(tokens[rows], up[expert].t()) if kept is None else kept[begin : (begin := begin + len(rows))]
         with torch.enable_grad():
-            hidden = F.linear(tokens[rows], up[expert]).detach().requires_grad_()
+            hidden = again.detach().requires_grad_()
             inner = _gated(hidden, activation, down.shape[2])
         grad_rows, share = grad[rows], weights[rows, slots, None]
         back = torch.mm(grad_rows, down[expert])
@@ -69,7 +91,7 @@ def _experts_backward(
         (inside,) = torch.autograd.grad(inner, hidden, back * share.to(grad_rows.dtype))
         torch.mm(inside.t(), tokens[rows], out=grads[2][expert])
         grads[0].index_add_(0, rows, torch.mm(inside, up[expert]))
-    return grads
+    return grads[0], grads[1], grads[2], grads[3]
 
 
 @dataclass(frozen=True)
@@ -151,6 +173,10 @@ def _shape(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Ten
     return tokens.new_empty(len(tokens), down.shape[1])
 
 
+def _shapes_kept(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *_: Any) -> list[Tensor]:
+    return [_shape(tokens, index, weights, up, down), tokens.new_empty(index.numel(), up.shape[1])]
+
+
 def _shapes(grad: Tensor, tokens: Tensor, index: Tensor, *values: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(value) for value in (tokens, *values[:3]))
 
@@ -160,6 +186,11 @@ _ACROSS = ", SymInt num_experts, str group, SymInt size"
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 define(f"experts({_GIVEN}) -> Tensor", _experts, _shape)
 define(f"experts_backward(Tensor grad, {_GIVEN}) -> {_GRADIENTS}", _experts_backward, _shapes)
+define(f"experts_kept({_GIVEN}) -> (Tensor, Tensor)", _experts_kept, _shapes_kept)
+define(
+    f"experts_backward_kept(Tensor grad, {_GIVEN.replace('str', 'Tensor hidden, str')}) -> {_GRADIENTS}",
+    _experts_backward_kept, _shapes,
+)  # fmt: skip
 define(f"experts_across({_GIVEN}{_ACROSS}) -> Tensor", _over_ranks(across), _shape)
 define(
     f"experts_across_backward(Tensor grad, {_GIVEN}{_ACROSS}) -> {_GRADIENTS}", _over_ranks(across_backward), _shapes
@@ -217,20 +248,23 @@ def experts_local(local: Local) -> Any:
     return local.call(target, *given, index * each, total, group, size)
 
 
-def _flops(products: int) -> Callable[[Call, Rule | None], float]:
-    """Two operations for each token, slot and expert weight, ``products`` times; backward also recomputes ``up``."""
+def _flops(products: int, *, again: bool = False) -> Callable[[Call, Rule | None], float]:
+    """Two operations for each token, slot and expert weight, ``products`` times; ``again``: ``up`` once more."""
 
     def count(call: Call, rule: Rule | None) -> float:
         first = 1 if products > 1 else 0
         up, down = call.tensors[first + 3], call.tensors[first + 4]
         each = float(up[0].numel() + down[0].numel())
-        again = float(up[0].numel()) if products > 1 else 0.0
-        return 2.0 * call.tensors[first + 1].numel() * (products * each + again)
+        return 2.0 * call.tensors[first + 1].numel() * (products * each + again * float(up[0].numel()))
 
     return count
 
 
 RULES = {
     ours.experts.default: OperatorRule(experts_rule, experts_local, _flops(1), frozenset("e")),
-    ours.experts_backward.default: OperatorRule(experts_rule, experts_local, _flops(2), frozenset("e")),
+    ours.experts_backward.default: OperatorRule(experts_rule, experts_local, _flops(2, again=True), frozenset("e")),
 }
+KEPT_FLOPS: dict[Any, Callable[[Call, Rule | None], float]] = {
+    ours.experts_kept.default: _flops(1), ours.experts_backward_kept.default: _flops(2)
+}  # fmt: skip
+"""FLOPs of the operators that keep the activations inside the experts, or use them instead of recomputing them."""

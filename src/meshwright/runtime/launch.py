@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import errno
 import os
+import re
 import socket
 import sys
 from datetime import timedelta
@@ -28,6 +29,7 @@ _MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }  # fmt: skip
 """Open MPI's names for torchrun's environment variables."""
+_SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
@@ -130,6 +132,21 @@ def memory_bytes() -> int:
 def num_devices() -> int:
     """The number of ranks that suits this machine: its CUDA devices, else its cores."""
     return torch.cuda.device_count() if torch.cuda.is_available() else num_cores()
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process."""
+    return dict(os.environ)
+
+
+def take_environment(environment: dict[str, str]) -> None:
+    """Take the launcher's environment, but for the variables that torch's agent has set for this rank. Without this, a
+    rank has the environment of the server that it was forked from, which may be older."""
+    agents = {name: value for name, value in os.environ.items() if _SET_BY_AGENT.fullmatch(name)}
+    os.environ.clear()
+    os.environ.update(environment | agents)
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(_number("OMP_NUM_THREADS", "1"))
 
 
 def share_cores(num_ranks: int) -> int:

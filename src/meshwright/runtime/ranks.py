@@ -8,7 +8,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -36,7 +35,6 @@ MOST_RANKS = 256
 """Maximum number of ranks (processes) on one machine."""
 PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
 """Modules that every rank needs. One server imports them once; ranks are forks of it."""
-_SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 LINGER_S = 10.0
 """Seconds that a rank that lost another rank waits to be stopped, so that the other rank's failure is seen first."""
 
@@ -137,7 +135,8 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
             shutdown_timeout=STOP_S,
         )
         try:
-            results: dict[int, T] = elastic_launch(config, _rank)(function, args, num_ranks, directory, dict(os.environ))
+            given = function, args, num_ranks, directory, launch.environment()
+            results: dict[int, T] = elastic_launch(config, _rank)(*given)
         except ChildFailedError as error:
             signals.raise_received()
             rank, first = error.get_first_failure()
@@ -155,11 +154,8 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
 def _rank(
     function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str]
 ) -> T | None:
-    """Run the function as one rank, and record its failure if it fails. ``environment`` is the launcher's; the rank has
-    that of the server it was forked from, which may be older, and the variables that the agent has set."""
-    agents = {name: value for name, value in os.environ.items() if _SET_BY_AGENT.fullmatch(name)}
-    os.environ.clear()
-    os.environ.update(environment | agents)
+    """Run the function as one rank, and record its failure if it fails. ``environment`` is the launcher's."""
+    launch.take_environment(environment)
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
