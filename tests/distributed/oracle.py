@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
+from meshwright.capture.builder import Capture, capture
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
+from meshwright.ir.plan_check import check_fits
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.models.losses import IGNORED
 from meshwright.optim import LAMB, LARC, LARS
-from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
+from meshwright.runtime.agree import from_rank_0
+from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9
 """|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
@@ -345,6 +350,25 @@ def in_parallel(
     return run, trainer
 
 
+_CAPTURES: dict[object, Capture] = {}
+
+
+def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
+    """``mw.parallelize`` whose calls with this key share a capture in a process: making it is most of their time."""
+
+    def parallelize(model: nn.Module, loss_fn: LossFunction, batch: Batch, **options: Any) -> mw.Trainer:
+        if key not in _CAPTURES:
+            _CAPTURES[key] = capture(model, loss_fn, batch)
+        graph, layout = _CAPTURES[key].graph, options.pop("plan")
+        text = from_rank_0(lambda: encode_json(mw.plan(graph, devices=layout.num_ranks, layout=layout)))
+        given: dict[str, Any] = {"max_grad_norm": None, "seed": 0, "device": torch.device("cpu"), **options}
+        plan = decode(text, mw.Plan, where="plan of rank 0")
+        check_fits(plan, graph)
+        return Trainer(model, loss_fn, _CAPTURES[key], plan, **given, replan=adapt_plan)
+
+    return parallelize
+
+
 def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
     """Run a case both ways on this rank."""
     with WiderCasts() if widen_casts else nullcontext():
@@ -352,7 +376,8 @@ def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
         before = {name: value.clone() for name, value in serial.model.state_dict().items()}
         arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
         expected = in_one_process(serial, *arguments)
-        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments)
+        parallelize = sharing_capture((case.model, widen_casts))
+        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize)
     return compared(before, expected, found, trainer)
 
 

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.capture.builder import Capture, capture
 from meshwright.errors import ScheduleError
 from meshwright.models import UNet, segmentation_loss
 from meshwright.models.losses import IGNORED
-from meshwright.planner.explicit import adapt_plan
-from meshwright.runtime.trainer import Trainer
 from meshwright.schedules.pipeline import build
 from tests.distributed import oracle
 from tests.distributed.oracle import Batch, Comparison, Run, Subject
@@ -159,13 +156,6 @@ def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
 # --- both sides ------------------------------------------------------------------------------------------------------
 
 
-@cache
-def captured(model: str) -> Capture:
-    """The model's graph, which all cases of a rank's process share: making it is most of their time."""
-    subject = subject_of(model, "full")
-    return capture(subject.model, subject.loss_fn, subject.batches[0])
-
-
 def subject_of(model: str, labels: str) -> Subject:
     """The model and its batches, the same on every rank."""
     torch.manual_seed(7)
@@ -223,14 +213,7 @@ def compare(case: Case) -> tuple[dict[str, list[float]], Comparison | None]:
     """The losses and metrics that this rank saw, by step; on rank 0 also the comparison with one process."""
     layout, settings = case.layout, (oracle.OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping])
     with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():
-        graph = captured(case.model)
-
-        def parallelize(model: nn.Module, loss_fn: oracle.LossFunction, _: Batch, **options: Any) -> mw.Trainer:
-            plan = mw.plan(graph.graph, devices=layout.num_ranks, layout=options.pop("plan"))
-            cpu = torch.device("cpu")
-            return Trainer(model, loss_fn, graph, plan, **options, seed=0, device=cpu, replan=adapt_plan)
-
-        subject = subject_of(case.model, case.labels)
+        subject, parallelize = subject_of(case.model, case.labels), oracle.sharing_capture(("pipelines", case.model))
         found, trainer = oracle.in_parallel(subject, layout, *settings, parallelize)
         seen = {
             name: [float(one) for one in values] for name, values in {"loss": found.losses, **found.metrics}.items()

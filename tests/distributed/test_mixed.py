@@ -6,20 +6,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.errors import LayoutError
+from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.trace import Trace
 from meshwright.models import (
     VGG,
     AlexNet,
-    GoogLeNet,
     LeNet,
     ResNet,
     UNet,
@@ -27,6 +28,7 @@ from meshwright.models import (
     classification_loss,
     segmentation_loss,
 )
+from meshwright.models.googlenet import Inception
 from meshwright.planner.factors import Factors
 from meshwright.planner.pins import read_pins
 from tests.distributed import oracle
@@ -39,11 +41,24 @@ def classifier(make: Callable[[], nn.Module], size: int, side: int) -> Subject:
     return Subject(make().double(), classification_loss, images(size, side, 10, ()))
 
 
+class Branches(nn.Module):
+    """Two modules of GoogLeNet; ``make bench-convolution`` trains all nine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules_3 = nn.Sequential(Inception(3, 4, 4, 4, 2, 4, 4), Inception(16, 4, 4, 4, 2, 4, 4))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.modules_3(images).mean(dim=(2, 3)))
+        return logits
+
+
 NETWORKS: dict[str, Callable[[], Subject]] = {
     "LeNet": lambda: classifier(lambda: LeNet(16, 3, channels=(4, 8), dense=(16,)), 4, 16),
     "AlexNet": lambda: classifier(lambda: AlexNet(79, classes=10, channels=(4, 8, 8, 8, 4), dense=(16, 16)), 4, 79),
     "VGG": lambda: classifier(lambda: VGG((1, 2), 4, 16, classes=10, dense=(16,)), 4, 16),
-    "GoogLeNet": lambda: classifier(lambda: GoogLeNet(8, classes=10), 4, 64),
+    "branches": lambda: classifier(Branches, 4, 16),
     "ResNet": lambda: classifier(lambda: ResNet(width=4), 4, 16),
     "Wide-ResNet": lambda: classifier(lambda: WideResNet((1, 1), 4, classes=10), 4, 32),
     "U-Net": lambda: Subject(
@@ -62,10 +77,15 @@ def pinned(name: str, words: str) -> dict[str, str]:
     return found
 
 
+@cache
+def captured(name: str) -> Graph:
+    subject = NETWORKS[name]()
+    return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+
+
 def possible(name: str, layout: mw.Layout) -> mw.Layout:
     """Without pins of what no operator can split (three colours, a filter of each of three classes)."""
-    subject = NETWORKS[name]()
-    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    graph = captured(name)
     kept, mesh = {}, layout.mesh()
     for glob, text in layout.pin.items():
         factors = Factors(graph, layout.mixed_axes, {one.name: {} for one in graph.operators})
@@ -84,7 +104,9 @@ def train(name: str, layout: mw.Layout) -> oracle.Comparison:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.in_one_process(serial, optimizer)
-    found, trainer = oracle.in_parallel(parallel, layout, optimizer)
+    found, trainer = oracle.in_parallel(
+        parallel, layout, optimizer, parallelize=oracle.sharing_capture(("mixed", name))
+    )
     return oracle.compared(before, expected, found, trainer)
 
 
@@ -114,7 +136,7 @@ def test_networks_split_in_one_way_train_as_in_one_process(ranks: Ranks, name: s
         ("ResNet", mw.Layout(dp=2, mixed=(2,), pin={"blocks.*.conv2": "stationary-x@m1", "stem": "stationary-y@m1"})),
         ("U-Net", mw.Layout(spatial=(2,), mixed=(2,), pin={"down.*.conv2": "stationary-y@m1"})),
         ("U-Net", mw.Layout(mixed=(2, 2), pin={"down.*": "height@m1 width@m2", "up.0.conv1": "height@m2 sample@m1"})),
-        ("GoogLeNet", mw.Layout(mixed=(4,))),
+        ("branches", mw.Layout(mixed=(4,))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -156,8 +178,7 @@ def test_segments_of_the_ranks_reduce_at_once(ranks: Ranks) -> None:
 
 
 def planned(name: str, **layout: object) -> mw.Plan:
-    subject = NETWORKS[name]()
-    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    graph = captured(name)
     plan = mw.plan(graph, layout=mw.Layout(**layout))  # type: ignore[arg-type]
     check_fits(plan, graph)
     return plan

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.capture.builder import capture
 from meshwright.optim import LAMB
-from meshwright.planner.explicit import adapt_plan
-from meshwright.runtime.trainer import Trainer
 from tests.distributed import oracle
 from tests.distributed.oracle import Comparison
 from tests.distributed.pool import Ranks
@@ -44,14 +41,7 @@ def train_with_each(
 ) -> dict[str, Comparison]:
     """All optimizers on one captured graph: making it is most of the time."""
     first = subject()
-    captured = capture(first.model, first.loss_fn, first.batches[0])
-    plan = mw.plan(captured.graph, devices=layout.num_ranks, layout=layout)
-
-    def parallelize(model: nn.Module, loss_fn: oracle.LossFunction, _: object, **options: Any) -> Trainer:
-        options = {**options, "seed": 0, "device": torch.device("cpu"), "replan": adapt_plan}
-        del options["plan"]
-        return Trainer(model, loss_fn, captured, plan, **options)
-
+    parallelize = oracle.sharing_capture("optimizers")
     before = {name: value.clone() for name, value in first.model.state_dict().items()}
     found = {}
     for name, optimizer in (optimizers or OPTIMIZERS).items():

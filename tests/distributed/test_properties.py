@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import meshwright as mw
 from meshwright.errors import LayoutError, MeshwrightError
-from tests.distributed.oracle import TOLERANCE, error_of, largest_error
+from tests.distributed.oracle import TOLERANCE, error_of, largest_error, sharing_capture
 from tests.distributed.pool import Ranks
 
 WIDTH, BATCH, CLASSES, STEPS = 8, 8, 4, 3
@@ -341,17 +341,17 @@ def batches() -> list[Batch]:
 
 def errors_of(layout: str) -> dict[str, float | str]:
     """By property, the largest error of losses, metrics, parameters and buffers; or why it is refused."""
-    return {name: _error(PROPERTIES[name], LAYOUTS[layout]) for name in PROPERTIES}
+    return {name: _error(name, LAYOUTS[layout]) for name in PROPERTIES}
 
 
-def _error(make: Callable[[], Net], layout: mw.Layout) -> float | str:
+def _error(name: str, layout: mw.Layout) -> float | str:
     torch.manual_seed(2)
-    model, data = make().double(), batches()
+    model, data = PROPERTIES[name]().double(), batches()
     plain = copy.deepcopy(model)
     loss_fn = keeping_loss if isinstance(model, Kept) else loss_of
     optimizer = torch.optim.SGD((one for one in plain.parameters() if one.requires_grad), lr=0.1, momentum=0.9)
     try:
-        trainer = mw.parallelize(
+        trainer = sharing_capture(("properties", name))(
             model, loss_fn, data[0], plan=layout,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         )  # fmt: skip

@@ -15,8 +15,6 @@ import meshwright as mw
 from meshwright.errors import OptimizerError
 from meshwright.ir.plan_check import check_fits
 from meshwright.models import MLP, classification_loss
-from meshwright.planner.explicit import adapt_plan
-from meshwright.runtime.trainer import Trainer
 from tests.distributed import oracle, pipelines
 from tests.distributed.oracle import Comparison
 from tests.distributed.pool import Ranks
@@ -89,15 +87,7 @@ def compare(case: Case) -> tuple[list[float], Comparison | None, int]:
     """The losses that this rank saw; on rank 0 also the comparison with one process."""
     settings = OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping]
     with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():
-        graph = pipelines.captured(case.model)
-
-        def parallelize(model: Any, loss_fn: oracle.LossFunction, _: Any, **options: Any) -> mw.Trainer:
-            layout = options.pop("plan")
-            plan = mw.plan(graph.graph, devices=layout.num_ranks, layout=layout)
-            check_fits(plan, graph.graph)
-            cpu = torch.device("cpu")
-            return Trainer(model, loss_fn, graph, plan, **options, seed=0, device=cpu, replan=adapt_plan)
-
+        parallelize = oracle.sharing_capture(("pipelines", case.model))
         subject = pipelines.subject_of(case.model, "ragged")
         found, trainer = oracle.in_parallel(subject, case.layout, *settings, parallelize)
         losses = [float(one) for one in found.losses]

@@ -49,7 +49,7 @@ CLUSTER, FOUR = mw.Cluster.load("cpu-local"), mw.Cluster.load("cpu-local", 4)
 
 @cache
 def gpt(size: int = 8) -> Graph:
-    subject = oracle.gpt(False, layers=4, size=size)
+    subject = oracle.gpt(False, layers=2, size=size)
     return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
 
 

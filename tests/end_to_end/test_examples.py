@@ -72,11 +72,11 @@ def test_examples_are_short() -> None:
 
 
 def test_pictures_are_denoised_in_parts_as_in_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("PIL", reason="scikit-learn reads its photographs with pillow")
     alone = run_here(monkeypatch, capsys, "denoise_pictures.py", "--size", "64", "--steps", "3")
-    shared = run_under_torchrun(4, "denoise_pictures.py", "--size", "64", "--steps", "3")
+    shared = run_on(ranks, 4, "denoise_pictures.py", "--size", "64", "--steps", "3")
     assert "data parallelism ends at dp=1: 1 sample does not divide over 4 ranks" in shared
     assert "rank 0 makes rows 0 to 32, columns 0 to 32" in shared
     assert losses(shared) == pytest.approx(losses(alone), abs=2e-5)

@@ -91,7 +91,7 @@ def test_no_layout_by_hand_is_faster(cluster: mw.Cluster, dp: int, tp: int) -> N
 
 @pytest.mark.parametrize("cluster", [BOX, SLOW], ids=["one box", "slow links"])
 def test_auto_is_never_worse_than_data_parallel_or_the_best_by_hand(cluster: mw.Cluster) -> None:
-    graph, ranks = gpt(), 8
+    graph, ranks = gpt(layers=1), 8
     plan = mw.plan(graph, cluster.resized(ranks), devices=ranks, memory_bytes=1e15)
     work = step_work(PlanLowering(graph)(plan), plan, cluster, optimizer=ADAMW)
     ours = predict_step(work, schedule_of(plan), plan.mesh, cluster).step_s
