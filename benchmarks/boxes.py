@@ -1,6 +1,6 @@
 """Do collectives along levels reach their targets? Ranks in emulated boxes: pass or fail. `python -m benchmarks.boxes`.
 
-Boxes are network namespaces joined by links of given rates (``runtime/emulated_network.py``; root, else nothing is
+Boxes are network namespaces joined by links of given rates (``emulation/network.py``; root, else nothing is
 judged). The table that ``meshwright calibrate`` would write is measured in sweeps; after each, the algorithms run by
 turns, so that what the machine drifts in minutes is in both.
 """
@@ -23,6 +23,7 @@ from meshwright.bench.repeat import alternate
 from meshwright.catalog import load_cluster
 from meshwright.comm.groups import axis_groups, collectives
 from meshwright.cost.collective import Group, Network
+from meshwright.emulation.network import run_in_boxes, why_not
 from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Check, Finding
@@ -30,7 +31,6 @@ from meshwright.ir.statistics import ratio
 from meshwright.ops import collectives as operators
 from meshwright.runtime import launch
 from meshwright.runtime.between import OURS, Places, Sizes, boxes_of_world, sweeps
-from meshwright.runtime.emulated_network import run_in_boxes, why_not
 from meshwright.runtime.measured import levels_of
 from meshwright.runtime.ranks import run_ranks
 from meshwright.schedules.collectives.choice import NATIVE, candidates, chosen, in_pieces

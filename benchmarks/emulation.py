@@ -14,19 +14,18 @@ import msgspec
 
 from benchmarks.report import alone
 from meshwright.cost.work import Communicate, Compute, StageWork, Wait, Work
+from meshwright.emulation.devices import emulate
+from meshwright.emulation.stages import EmulatedStage, emulated_stages
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
-from meshwright.ir.emulation import EmulatedStage
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Check, Finding
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.trace import Trace
 from meshwright.runtime import launch
-from meshwright.runtime.emulate import emulate
 from meshwright.runtime.ranks import run_ranks
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
-from meshwright.simulate.emulated import emulated_stages
 from meshwright.simulate.engine import play
 
 RANKS, MICROBATCHES, STEPS, TOLERANCE = 8, 32, 5, 0.05

@@ -1,6 +1,6 @@
 """Is communication hidden as far as it can be? Steps of GPT-S in two emulated boxes. `python -m benchmarks.overlap`.
 
-The boxes (one rank each) are network namespaces joined at 1 Gbit/s (``runtime/emulated_network.py``; root, else nothing
+The boxes (one rank each) are network namespaces joined at 1 Gbit/s (``emulation/network.py``; root, else nothing
 is judged). This machine's device is calibrated first, the link in the boxes; the plan is made for both, and simulated
 with its transfers sharing the link. What computing stands still for, of the rank that comes last to its collectives
 (the others wait for it, too), is compared.
@@ -21,6 +21,7 @@ import meshwright as mw
 from benchmarks.boxes import GBIT, LINK_SIZES, known
 from benchmarks.prediction import MODELS, calibrated
 from benchmarks.report import alone, at_most, ms, new_run
+from meshwright.emulation.network import run_in_boxes, why_not
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Duration, Finding, Series
@@ -31,7 +32,6 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 from meshwright.runtime import launch
 from meshwright.runtime.between import Sizes, between, boxes_of_world
-from meshwright.runtime.emulated_network import run_in_boxes, why_not
 
 STEPS, WARMUP_STEPS = 21, 3
 LIMIT = 1.10

@@ -206,7 +206,7 @@ def worked_page() -> str:
     lines = [
         "# Worked numbers",
         "",
-        GENERATED.format(source="src/meshwright/planner/worked"),
+        GENERATED.format(source="src/meshwright/worked"),
         "",
         "Numbers that parallel deep learning is taught with, done again with the formulas of `meshwright predict`:",
         "`meshwright recompute [ID]`. *Rounds*: within 5 %. *We differ*: what was measured is not predicted within the",

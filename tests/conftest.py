@@ -36,7 +36,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def networks() -> None:
     """Emulated networks; where this machine cannot have them, the test is skipped, and says why."""
-    from meshwright.runtime.emulated_network import why_not
+    from meshwright.emulation.network import why_not
 
     if missing := why_not():
         pytest.skip(missing)

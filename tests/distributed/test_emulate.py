@@ -7,17 +7,16 @@ import itertools
 import pytest
 
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.emulation.devices import emulate
+from meshwright.emulation.stages import Doing, EmulatedStage, emulated_stages
 from meshwright.errors import LayoutError, RankError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
-from meshwright.ir.emulation import Doing, EmulatedStage
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.trace import Trace
-from meshwright.runtime.emulate import emulate
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
-from meshwright.simulate.emulated import emulated_stages
 from meshwright.simulate.engine import play
 from tests.distributed.pool import Ranks
 

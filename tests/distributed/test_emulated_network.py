@@ -20,13 +20,13 @@ import meshwright as mw
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives, from_rank_0
 from meshwright.cost.collective import Group, Network
+from meshwright.emulation.network import LINK, EmulatedNetwork, run_in_boxes, why_not
 from meshwright.errors import LaunchError, RankError
 from meshwright.ir.cluster import Cluster
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import calibrate
 from meshwright.runtime.between import Sizes
 from meshwright.runtime.calibrate import Effort
-from meshwright.runtime.emulated_network import LINK, EmulatedNetwork, run_in_boxes, why_not
 from meshwright.schedules.collectives.choice import candidates, in_pieces
 from tests.distributed.oracle import TOLERANCE, error_of
 
@@ -183,7 +183,7 @@ def _left(mark: str) -> set[str]:
 
 PROGRAM = """
 import os, sys, time
-from meshwright.runtime.emulated_network import EmulatedNetwork, enter
+from meshwright.emulation.network import EmulatedNetwork, enter
 with EmulatedNetwork((1e9, 1e9, 1e9)) as network:
     child = os.fork()
     if not child:
@@ -213,5 +213,5 @@ def test_every_box_has_a_rank_and_a_rate(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_the_tools_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.runtime.emulated_network.shutil.which", lambda name: None)
+    monkeypatch.setattr("meshwright.emulation.network.shutil.which", lambda name: None)
     assert "need ip and tc" in why_not()

@@ -20,11 +20,11 @@ from meshwright.comm import groups, watch
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import axis_groups, from_every_rank, look_at_links
 from meshwright.comm.watch import Switch, Watch
+from meshwright.emulation.network import LINK, limit, run_in_boxes
 from meshwright.ir.amendment import Amendment
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.plan import Plan
 from meshwright.ops import collectives
-from meshwright.runtime.emulated_network import LINK, limit, run_in_boxes
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
 

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.cli import run as cli
 from meshwright.errors import LayoutError
-from meshwright.planner.worked import recompute, worked_names
-from meshwright.planner.worked.line import compared, predicted
+from meshwright.worked import recompute, worked_names
+from meshwright.worked.line import compared, predicted
 
 WRONG = {
     "years-412": ["30 s a token, in the same lecture"],

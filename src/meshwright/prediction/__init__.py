@@ -20,8 +20,8 @@ from meshwright.planner.remedy import Change, smallest_change
 from meshwright.planner.search import PARTS, Found, Option, front
 from meshwright.planner.search import search as find_layouts
 from meshwright.planner.validate import Validation, validate
-from meshwright.planner.worked import Worked, recompute, worked_names
 from meshwright.prediction.explain import explain
+from meshwright.worked import Worked, recompute, worked_names
 
 __all__ = [
     "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_layers",

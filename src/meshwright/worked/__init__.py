@@ -6,8 +6,8 @@ import msgspec
 
 from meshwright.errors import LayoutError
 from meshwright.ir import files
-from meshwright.planner.worked import planning, sizes, traffic
-from meshwright.planner.worked.line import Line
+from meshwright.worked import planning, sizes, traffic
+from meshwright.worked.line import Line
 
 __all__ = ["Line", "Worked", "recompute", "worked_names"]
 

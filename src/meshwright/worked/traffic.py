@@ -8,11 +8,11 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
 from meshwright.ir.cluster import Cluster
-from meshwright.planner.worked.line import Line, compared, held
 from meshwright.schedules import passes, pipeline
 from meshwright.schedules.check import Report, check
 from meshwright.schedules.collectives.operations import all_reduce, build
 from meshwright.schedules.collectives.steps import count
+from meshwright.worked.line import Line, compared, held
 
 
 def nvlink() -> Iterator[Line]:

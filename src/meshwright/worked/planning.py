@@ -13,7 +13,7 @@ from meshwright.ir.transformer import Transformer
 from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.search import Option, search
 from meshwright.planner.validate import executed_flops
-from meshwright.planner.worked.line import Line, compared, held, predicted
+from meshwright.worked.line import Line, compared, held, predicted
 
 POINTS = 5.0
 """Percentage points by which a prediction may differ from a measurement and still agree."""

@@ -15,8 +15,8 @@ from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import axis_groups, channels, sum_over
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, current, recording
 from meshwright.comm.transport.base import Channel, UnderWay, Work
+from meshwright.emulation.stages import Doing, EmulatedStage
 from meshwright.errors import LayoutError
-from meshwright.ir.emulation import Doing, EmulatedStage
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ir.program import Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind, Schedule

@@ -8,7 +8,7 @@ from meshwright.cost.collective import Group, Network
 from meshwright.cost.memory import stage_memory
 from meshwright.cost.setup import Setup
 from meshwright.ir.transformer import Transformer
-from meshwright.planner.worked.line import Line, compared, held
+from meshwright.worked.line import Line, compared, held
 
 YEAR_S = 365.25 * 86400
 
