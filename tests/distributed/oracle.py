@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
+from meshwright.comm.groups import from_rank_0
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
@@ -25,7 +26,6 @@ from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification
 from meshwright.models.losses import IGNORED
 from meshwright.optim import LAMB, LARC, LARS
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
-from meshwright.runtime.agree import from_rank_0
 from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.function import boxed_function
 from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
 from meshwright.lower.prefetch import join_returned
@@ -37,7 +38,7 @@ def test_random_graphs_give_the_same_values(data: st.DataObject) -> None:
     graph.output([nodes[-1], data.draw(st.sampled_from(nodes))])
     values = [torch.rand(SHAPE, dtype=torch.float64) * 0.1 for _ in range(2)]
     plain = boxed_function(_copy(graph), {})([value.clone() for value in values])
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     _propagate(graph, [(SHAPE, torch.float64)] * 2)
     reuse_memory(graph)
     given_values = [value.clone() for value in values]
@@ -58,7 +59,7 @@ def test_a_copy_is_made_once() -> None:
         return [graph.call_function(aten.exp.default, (one,)) for one in copies]
 
     graph = _traced(build)
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph).count(aten.reshape.default) == 3
     value = torch.rand(SHAPE, dtype=torch.float64)
     for one, shape in zip(boxed_function(graph, {})([value]), ([16], [16], [2, 8], [16]), strict=True):
@@ -98,7 +99,7 @@ def test_relu_writes_into_an_input_that_nobody_reads_again() -> None:
     product = graph.call_function(aten.mm.default, (a, a))
     read = graph.call_function(aten.relu.default, (product,))
     graph.output([graph.call_function(aten.relu.default, (graph.call_function(aten.neg.default, (product,)),)), read])
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     _propagate(graph, [(SHAPE, torch.float64)])
     reuse_memory(graph)
     assert _targets(graph) == [aten.mm.default, aten.clamp_min.default, aten.neg.out, aten.clamp_min.out]
@@ -168,7 +169,7 @@ def test_a_product_and_its_bias_become_one_operator() -> None:
     a, b, bias = (graph.placeholder(name) for name in "abc")
     bias.meta["local_shape"] = (4,)
     graph.output([graph.call_function(aten.add.Tensor, (graph.call_function(aten.mm.default, (a, b)), bias))])
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph) == [aten.addmm.default]
     values: list[Tensor] = [torch.rand(4, 4), torch.rand(4, 4), torch.rand(4)]
     (result,) = boxed_function(graph, {})(list(values))
@@ -183,7 +184,7 @@ def test_a_bias_of_another_dtype_is_added_apart() -> None:
     product = graph.call_function(aten.mm.default, (left, right))
     product.meta.update(dtype=torch.float64)
     graph.output([graph.call_function(aten.add.Tensor, (product, bias))])
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph) == [aten.mm.default, aten.add.Tensor]
 
 
@@ -238,7 +239,7 @@ def test_both_gradients_of_a_convolution_are_computed_together() -> None:
     graph = _gradients_of_a_convolution(sent=False)
     values = [torch.rand(2, 4, 5, 5), torch.rand(IMAGE), torch.rand(WEIGHT)]
     plain = boxed_function(_copy(graph), {})(list(values))
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph).count(aten.convolution_backward.default) == 1
     for one, two in zip(plain, boxed_function(graph, {})(list(values)), strict=True):
         torch.testing.assert_close(one, two)
@@ -246,7 +247,7 @@ def test_both_gradients_of_a_convolution_are_computed_together() -> None:
 
 def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels() -> None:
     graph = _gradients_of_a_convolution(sent=True)
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph).count(aten.convolution_backward.default) == 2
 
 
@@ -292,7 +293,7 @@ def test_the_largest_is_found_where_argmax_finds_it(data: st.DataObject) -> None
     value, dim, keeps = torch.tensor(numbers).view(2, 3, 4), data.draw(st.integers(-3, 2)), data.draw(st.booleans())
     graph = fx.Graph()
     graph.output([graph.call_function(aten.argmax.default, (graph.placeholder("a"), dim, keeps))])
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph) == [aten.max.dim, operator.getitem]
     (found,) = boxed_function(graph, {})([value])
     assert torch.equal(found, value.argmax(dim, keeps))
@@ -301,5 +302,5 @@ def test_the_largest_is_found_where_argmax_finds_it(data: st.DataObject) -> None
 def test_argmax_over_all_dims_stays() -> None:
     graph = fx.Graph()
     graph.output([graph.call_function(aten.argmax.default, (graph.placeholder("a"),))])
-    fuse(graph)
+    fuse(graph, Recomputation((), {}))
     assert _targets(graph) == [aten.argmax.default]
