@@ -32,7 +32,7 @@ import meshwright as mw
 from benchmarks import kills, report
 from benchmarks.report import at_most, judged
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
-from meshwright.ir.result import Check, Finding, Point, Scaling, Series, Settings
+from meshwright.ir.result import Check, Finding, Scaling, ScalingPoint, Series, Settings
 from meshwright.ir.schedule import Action, ActionKind
 from meshwright.ir.statistics import ratio
 from meshwright.models import GPT, GPTConfig, language_model_loss
@@ -238,7 +238,7 @@ def throughput(rounds: int, steps: int) -> Finding:
     run, batch = report.new_run(), SEQUENCES * case.microbatches
     parameters = sum(value.numel() for value in _model(case.config).parameters())
     points = [
-        Point(
+        ScalingPoint(
             series=Series.of(seconds, steps=steps, settings=name, run=run), batch=batch, parameters=parameters,
             work=float(batch), speedup=speedup, efficiency=speedup / count, interval=interval,
         )

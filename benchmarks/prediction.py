@@ -26,7 +26,7 @@ from meshwright.bench.repeat import alternate
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
-from meshwright.ir.result import Check, Finding, Prediction, Series, Settings
+from meshwright.ir.result import Check, Finding, PredictedTime, Series, Settings
 from meshwright.ir.statistics import median as estimated_median
 from meshwright.ir.statistics import ratio
 from meshwright.lower.plans import PlanLowering
@@ -202,13 +202,13 @@ def step_times(calibrate: Callable[[], Cluster], only: str, rounds: int, steps: 
     return results, drift
 
 
-def _step_time(case: Case, seconds: Sequence[float], predicted: float, steps: int, run: str) -> Prediction:
+def _step_time(case: Case, seconds: Sequence[float], predicted: float, steps: int, run: str) -> PredictedTime:
     found = estimated_median(seconds).inverse().times(predicted)
     error = found.value - 1
     kept = [abs(one - 1) <= ERROR for one in found.interval]
     outside = not any(kept) and (found.high < 1 or found.low > 1)
     series = Series.of(list(seconds), steps=steps, settings=str(case), run=run)
-    return Prediction(
+    return PredictedTime(
         target=f"{case}: step time within {ERROR:.0%}",
         verdict="pass" if all(kept) else "fail" if outside else "undecided",
         measured=f"{error:+.1%} (95 %: {found.low - 1:+.1%} to {found.high - 1:+.1%}): predicted {ms(predicted)}, "
@@ -247,7 +247,7 @@ def _foretold_by_itself(results: Sequence[Finding]) -> Check:
     """How well a measurement of the same step foretells it: no prediction can be expected to be closer."""
     errors = []
     for case in results:
-        if isinstance(case, Prediction):
+        if isinstance(case, PredictedTime):
             seconds = case.series.seconds
             third = max(1, len(seconds) // 3)
             errors.append(abs(statistics.median(seconds[:third]) / statistics.median(seconds[-third:]) - 1))
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     given = mw.Cluster.load(options.cluster) if options.cluster else None
     results, drift = step_times(lambda: given or calibrated(), options.only, options.rounds, options.steps)
-    errors = [abs(one.error) for one in results if isinstance(one, Prediction)]
+    errors = [abs(one.error) for one in results if isinstance(one, PredictedTime)]
     if errors:
         median = statistics.median(errors)
         passed = int(median <= MEDIAN_ERROR)
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         } | {
             one.series.settings: Settings(dtype="float32", ranks=2, threads=1, sizes={"model": one.series.settings})
             for one in results
-            if isinstance(one, Prediction) and one.series.settings not in map(str, CASES)
+            if isinstance(one, PredictedTime) and one.series.settings not in map(str, CASES)
         }
         settings[simulation.SETTINGS] = Settings(ranks=1, threads=1, sizes={"microbatches": simulation.MICROBATCHES})
         report.write("prediction", "Prediction beside measurement", COMMAND, timed, settings, results, words)

@@ -19,7 +19,7 @@ from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
 from meshwright.ir import files
-from meshwright.ir.result import BatchPoint, Comparison, Finding, Machine, Peak, Point, Result, Series, Settings
+from meshwright.ir.result import BatchPoint, Comparison, Finding, Machine, Peak, Result, ScalingPoint, Series, Settings
 from meshwright.ir.run import Run
 from meshwright.prediction import COLUMNS, OPTIONAL, Validation, family_names, recompute, validate, worked_names
 
@@ -192,7 +192,7 @@ def result_page() -> str:
     parts += [(f'findings[]: kind "{one.__struct_config__.tag}"', one) for one in get_args(Finding)]
     parts += [
         ("series: Series", Series),
-        ("points[]: Point", Point),
+        ("points[]: ScalingPoint", ScalingPoint),
         ("points[]: BatchPoint", BatchPoint),
         ("peak: Peak", Peak),
     ]

@@ -24,7 +24,7 @@ from meshwright.ir.program import RankPrograms
 from meshwright.ir.trace import Trace
 from meshwright.models import classification_loss
 from meshwright.runtime.loop import HeldOut
-from meshwright.runtime.verify import Comparison, Record, compare
+from meshwright.runtime.verify import Record, Verification, compare
 from tests.distributed.pool import Ranks
 
 SMALL = ["--model.layers", "1", "--model.width", "32", "--data.sequence_length", "16", "--data.max_bytes", "100000"]
@@ -207,7 +207,7 @@ def test_verify_passes_on_one_rank(run_file: Path, capsys: pytest.CaptureFixture
     assert "update: model after 2 steps" in lines[-1]
 
 
-def verified(layout: Layout) -> tuple[Comparison, ...]:
+def verified(layout: Layout) -> tuple[Verification, ...]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     batch = {"inputs": torch.randn(4, 8), "label": torch.tensor([0, 1, 2, 3])}
@@ -243,7 +243,7 @@ class Casting(torch.nn.Module):
 CASTING = {"inputs": torch.arange(32.0).sin().view(4, 8), "label": torch.tensor([0, 1, 2, 3])}
 
 
-def verified_by_plan(path: str) -> tuple[Comparison, ...]:
+def verified_by_plan(path: str) -> tuple[Verification, ...]:
     torch.manual_seed(0)
     return mw.verify(Casting(), classification_loss, CASTING, path)
 
@@ -281,7 +281,7 @@ def test_a_difference_is_named_and_fails() -> None:
 def test_a_failed_verification_has_exit_code_1(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Comparison(quantity="forward: loss", difference=1.0, allowed=1e-9, where="step 1", ok=False)
+    wrong = Verification(quantity="forward: loss", difference=1.0, allowed=1e-9, where="step 1", ok=False)
     monkeypatch.setattr(api, "verify_run", lambda *_: (wrong,))
     assert cli(["verify", str(run_file)]) == 1
     assert capsys.readouterr().out.splitlines()[1].split() == [

@@ -16,7 +16,7 @@ from meshwright.bench.lint import RULES, STALE, lint
 from meshwright.bench.provenance import commit_of, imported
 from meshwright.cli import run as cli
 from meshwright.ir import files
-from meshwright.ir.result import Comparison, Machine, Point, Result, Scaling, Series, Settings
+from meshwright.ir.result import Comparison, Machine, Result, Scaling, ScalingPoint, Series, Settings
 from meshwright.ir.statistics import median, ratio
 
 PLANTED = Path(__file__).parent / "results"
@@ -136,7 +136,7 @@ def test_a_kind_of_scaling_passes_under_its_own_name_only(seconds: list[float], 
         work = 1.0 if kind == "strong" else float(growth)
         batch = 8 * (growth if kind == "batch" else 1)
         points.append(
-            Point(
+            ScalingPoint(
                 series=Series.of(seconds, settings=str(growth), run="one"), batch=batch,
                 parameters=100 * (growth if kind == "model" else 1), work=work, speedup=work, interval=(work, work),
                 efficiency=work / growth,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.errors import ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules import picture
-from meshwright.schedules.check import Report, check
+from meshwright.schedules.check import ScheduleReport, check
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import NAMES, build, forwards
 from meshwright.schedules.timing import Costs, run
@@ -231,7 +231,7 @@ def test_pictures(name: str, num_chunks: int) -> None:
     assert picture.timeline(complete(schedule), times(check(complete(schedule)))) == drawn
 
 
-def times(report: Report) -> tuple[tuple[tuple[float, float], ...], ...]:
+def times(report: ScheduleReport) -> tuple[tuple[tuple[float, float], ...], ...]:
     return tuple(one.times for one in report.ranks)
 
 

@@ -10,11 +10,36 @@ from meshwright.runtime.launch import launched, launched_rank, num_devices
 from meshwright.runtime.loop import HeldOut, Progress
 from meshwright.runtime.ranks import run_ranks
 from meshwright.runtime.restarts import Restarts
-from meshwright.runtime.verify import Comparison
+from meshwright.runtime.verify import Verification
 
 __all__ = [
-    "Cluster", "Comparison", "HeldOut", "Progress", "Restarts", "Trained", "auto_parallelize", "calibrate",
-    "calibrated", "calibration_file", "capture", "cluster_names", "is_busy", "launched", "launched_rank",
-    "load_cluster", "measure_machine", "num_devices", "parallelize", "plan", "plan_run", "recalibrate", "run_ranks",
-    "simulate", "simulate_run", "train", "trainer_of", "verify", "verify_run",
+    "Cluster",
+    "HeldOut",
+    "Progress",
+    "Restarts",
+    "Trained",
+    "Verification",
+    "auto_parallelize",
+    "calibrate",
+    "calibrated",
+    "calibration_file",
+    "capture",
+    "cluster_names",
+    "is_busy",
+    "launched",
+    "launched_rank",
+    "load_cluster",
+    "measure_machine",
+    "num_devices",
+    "parallelize",
+    "plan",
+    "plan_run",
+    "recalibrate",
+    "run_ranks",
+    "simulate",
+    "simulate_run",
+    "train",
+    "trainer_of",
+    "verify",
+    "verify_run",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, s
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.cost.occupancy import Verdict, memory_verdict
+from meshwright.cost.occupancy import Occupancy, memory_verdict
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
@@ -36,7 +36,7 @@ from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_sch
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
-from meshwright.runtime.verify import Comparison
+from meshwright.runtime.verify import Verification
 from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
@@ -54,7 +54,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     constants: str
     memory_bytes: float
-    verdict: Verdict | Literal[""] = ""
+    verdict: Occupancy | Literal[""] = ""
     programs: RankPrograms | None = None
 
 
@@ -151,7 +151,7 @@ def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:
     return known_cluster(run.layout.cluster or None, device, num_ranks)
 
 
-def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Comparison, ...]:
+def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Verification, ...]:
     """Call ``verify`` for the run of a RUN.toml. Every rank must call it."""
     progress.begin("reading the data")
     launch.start("cpu")

@@ -31,7 +31,7 @@ from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
 from meshwright.runtime.precision import check_device
 from meshwright.runtime.trainer import Trainer
-from meshwright.runtime.verify import Comparison, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
+from meshwright.runtime.verify import Verification, batch_in_float64, compare, eager_steps, in_float64, parallel_steps
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def verify(
     rules: Rules | None = None,
     strict: bool = False,
     progress: Progress | None = None,
-) -> tuple[Comparison, ...]:
+) -> tuple[Verification, ...]:
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
 
     Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off. The
@@ -185,7 +185,7 @@ def verify(
     progress.begin("parallel steps", steps)
     record = parallel_steps(trainer, doubled, steps, progress)
 
-    def against_eager() -> tuple[Comparison, ...]:
+    def against_eager() -> tuple[Verification, ...]:
         progress.begin("one process", steps)
         twin = in_float64(model, seed)
         return compare(record, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))

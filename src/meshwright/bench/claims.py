@@ -13,10 +13,10 @@ from meshwright.ir.result import (
     Comparison,
     Duration,
     Interval,
-    Point,
-    Prediction,
+    PredictedTime,
     Result,
     Scaling,
+    ScalingPoint,
     Series,
     Utilization,
     series_of,
@@ -154,7 +154,7 @@ def ratio(result: Result) -> Found:
         elif isinstance(finding, Utilization) and finding.series.value_s and finding.peak.flops_per_s:
             right = finding.flops / finding.series.value_s / finding.peak.flops_per_s
             yield from _follows(f"{key}.fraction", finding.fraction, right, "as flops / value_s / peak")
-        elif isinstance(finding, Prediction) and finding.series.value_s:
+        elif isinstance(finding, PredictedTime) and finding.series.value_s:
             right = finding.predicted_s / finding.series.value_s
             yield from _follows(f"{key}.error", 1 + finding.error, right, "one more is predicted_s / value_s, and")
         elif isinstance(finding, Scaling):
@@ -225,7 +225,7 @@ def verdict(result: Result) -> Found:
         elif isinstance(finding, Duration):
             limit = finding.limit_s
             kept = _all_kept((finding.series.value_s, *_interval(finding.series)), most=limit)
-        elif isinstance(finding, Prediction):
+        elif isinstance(finding, PredictedTime):
             limit = finding.limit
             errors = (finding.predicted_s / bound_s - 1 for bound_s in _interval(finding.series))
             kept = _all_kept((abs(finding.error), *map(abs, errors)), most=limit)
@@ -321,5 +321,5 @@ def one_setting(result: Result) -> Found:
             yield f"{key}.settings", problem, "take speed and accuracy from the same settings"
 
 
-def _ranks(result: Result, point: Point) -> int:
+def _ranks(result: Result, point: ScalingPoint) -> int:
     return result.settings_of(point.series).ranks

@@ -37,7 +37,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.key}: {self.problem}  [{self.rule}]\n  -> {self.remedy}"
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class LintRule(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of a result, and who asks it."""
 
     name: str
@@ -105,7 +105,7 @@ def _sizes(result: Result) -> Found:
 
 
 RULES = tuple(
-    Rule(name=name, asks=asks, source=source, find=find)
+    LintRule(name=name, asks=asks, source=source, find=find)
     for name, asks, source, find in (
         ("command", "the command that makes the file again", "tell 9", _command),
         ("date", "the day on which it was measured", "ours", _day),

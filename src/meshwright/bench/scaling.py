@@ -13,7 +13,7 @@ from meshwright import api, build
 from meshwright.bench.machine import this_machine, today, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, eager_step, measuring
 from meshwright.errors import FileFormatError, LaunchError, LayoutError
-from meshwright.ir.result import Comparison, Finding, Point, Result, Scalar, Scaling, Series, Settings
+from meshwright.ir.result import Comparison, Finding, Result, Scalar, Scaling, ScalingPoint, Series, Settings
 from meshwright.ir.run import Run, RunLayout
 from meshwright.ir.run_model import FactoryModel, GPTModel
 from meshwright.ir.statistics import ratio
@@ -240,7 +240,7 @@ def findings(
         work, base = (float(what.flops if kind == "model" else what.items) for what in (measured, launches[first][0]))
         speedup = ratio(series[first, OURS].seconds, series[count, OURS].seconds).times(work / base)
         points.append(
-            Point(
+            ScalingPoint(
                 series=series[count, OURS], batch=batches[count], parameters=measured.parameters, work=work,
                 speedup=speedup.value, interval=speedup.interval, efficiency=speedup.value * first / count,
             )

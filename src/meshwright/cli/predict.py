@@ -7,7 +7,7 @@ import typer
 from meshwright.cli import display
 
 if TYPE_CHECKING:
-    from meshwright.prediction import Prediction
+    from meshwright.prediction import Forecast
 
 EPILOG = display.examples(
     "meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64",
@@ -60,7 +60,7 @@ def predict(
     return 1 if step.verdict == "does not fit" else 0
 
 
-def _print(step: "Prediction") -> None:
+def _print(step: "Forecast") -> None:
     from meshwright.prediction import PARTS
 
     terminal = display.console()

@@ -10,7 +10,7 @@ from meshwright.errors import FileFormatError, ScheduleError
 from meshwright.ir import files
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules import passes, picture, pipeline
-from meshwright.schedules.check import Report, check
+from meshwright.schedules.check import ScheduleReport, check
 
 EPILOG = display.examples(
     "meshwright schedule 1f1b --stages 4 --microbatches 8",
@@ -24,7 +24,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """The output of ``--json``."""
 
     schedule: Schedule
-    report: Report
+    report: ScheduleReport
     sent_bytes_per_microbatch: tuple[int, ...] | None = None
 
 
@@ -74,7 +74,7 @@ def _built(name: str, stages: int | None, microbatches: int | None, chunks: int)
     return passes.add_reduction(passes.add_communication(computing))
 
 
-def _read(file: Path) -> tuple[Schedule, Report]:
+def _read(file: Path) -> tuple[Schedule, ScheduleReport]:
     """The schedule of a file, checked; errors name the file."""
     try:
         text = file.suffix != ".json"
@@ -93,7 +93,7 @@ def _size_text(num_bytes: int) -> str:
     return f"{num_bytes / display.UNITS[unit]:.4g} {unit}B"
 
 
-def _print(sched: Schedule, report: Report, num_bytes: int | None, whole: bool) -> None:
+def _print(sched: Schedule, report: ScheduleReport, num_bytes: int | None, whole: bool) -> None:
     counts = ((len(sched.ranks), "rank"), (sched.num_stages, "stage"), (sched.num_microbatches, "micro-batch"))
     words = [f"{count} {what}{'' if count == 1 else 'es' if what.endswith('h') else 's'}" for count, what in counts]
     drawn = picture.timeline(sched, tuple(stats.times for stats in report.ranks), whole=whole)

@@ -8,7 +8,7 @@ from meshwright.cli import display
 from meshwright.cli.plan import DP, STRICT, TARGET, TP, run_of
 
 if TYPE_CHECKING:
-    from meshwright.api import Comparison
+    from meshwright.api import Verification
 
 EPILOG = display.examples(
     "meshwright verify gpt --tp 2",
@@ -41,7 +41,7 @@ def verify(
     return 0 if all(row.ok for row in rows) else 1
 
 
-def _print(rows: "tuple[Comparison, ...]", as_json: bool) -> None:
+def _print(rows: "tuple[Verification, ...]", as_json: bool) -> None:
     if as_json:
         display.print_json(rows)
         return

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.cost.occupancy import Verdict, memory_verdict
+from meshwright.cost.occupancy import Occupancy, memory_verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
@@ -81,7 +81,7 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     )
 
 
-def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Verdict:
+def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Occupancy:
     """Whether ``memory`` fits the device, or the limit ``memory_bytes`` if it is given."""
     return memory_verdict(memory.peak_bytes, memory_bytes or cluster.device.memory_bytes)
 

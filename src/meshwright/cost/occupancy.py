@@ -7,7 +7,7 @@ import msgspec
 from meshwright.cost.work import Work
 from meshwright.ir.schedule import ActionKind, Schedule
 
-Verdict = Literal["fits", "marginal", "does not fit"]
+Occupancy = Literal["fits", "marginal", "does not fit"]
 MARGIN = 0.06
 """The fraction of the limit that allocators lose to fragmentation. Peaks inside this margin are marginal."""
 
@@ -50,7 +50,7 @@ def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
     return tuple(peaks)
 
 
-def memory_verdict(peak_bytes: float, limit_bytes: float) -> Verdict:
+def memory_verdict(peak_bytes: float, limit_bytes: float) -> Occupancy:
     """Whether a rank with this peak stays within ``limit_bytes``."""
     if peak_bytes > limit_bytes:
         return "does not fit"

@@ -67,7 +67,7 @@ class Deviation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the table: a part of a rank's step (seconds), the whole step, or the rank's peak memory (bytes)."""
 
     rank: int
@@ -175,10 +175,10 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             sentences = self._about_communication(worst)
         return f"{sentences} {self._about_memory()}"
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[LedgerRow, ...]:
         """The rows of the table: for every rank, the parts of its step, the step, and its peak memory."""
         return tuple(
-            Row(
+            LedgerRow(
                 rank=entry.rank, what=what, unit=unit,
                 predicted=getattr(entry.predicted, field), measured=getattr(entry.measured, field),
             )

@@ -102,7 +102,7 @@ class Comparison(_Finding, frozen=True, kw_only=True, tag="comparison"):
     """The largest ratio that passes."""
 
 
-class Point(_Part, frozen=True, kw_only=True):
+class ScalingPoint(_Part, frozen=True, kw_only=True):
     """The measurement at one number of ranks."""
 
     series: Series
@@ -130,7 +130,7 @@ class Scaling(_Finding, frozen=True, kw_only=True, tag="scaling"):
     """The program of the first point: the same program on one rank, or the best serial program."""
     work_unit: str = ""
     """The unit of work: ``tok``, ``samples`` or ``FLOP``."""
-    points: tuple[Point, ...] = ()
+    points: tuple[ScalingPoint, ...] = ()
     """The measurements, by rising number of ranks."""
     limit: float | None = None
     """The smallest speed-up of the last point that passes."""
@@ -191,7 +191,7 @@ class Duration(_Finding, frozen=True, kw_only=True, tag="duration"):
     """The longest time that passes."""
 
 
-class Prediction(_Finding, frozen=True, kw_only=True, tag="prediction"):
+class PredictedTime(_Finding, frozen=True, kw_only=True, tag="prediction"):
     """A measured time, and the time that was predicted before the run."""
 
     series: Series
@@ -241,7 +241,7 @@ class BatchSizes(_Finding, frozen=True, kw_only=True, tag="batch-size"):
     (McCandlish et al. 2018, arXiv:1812.06162). A rule is missing if its value is not between 0 and infinity."""
 
 
-Finding = BatchSizes | Comparison | Scaling | Utilization | Accuracy | Check | Duration | Prediction
+Finding = BatchSizes | Comparison | Scaling | Utilization | Accuracy | Check | Duration | PredictedTime
 
 
 class Result(_Part, frozen=True, kw_only=True):
@@ -290,7 +290,7 @@ def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
     if isinstance(finding, Comparison):
         yield from ((f"{key}.series.{name}", series) for name, series in finding.series.items())
     elif isinstance(finding, Scaling | BatchSizes):
-        points: tuple[Point | BatchPoint, ...] = finding.points
+        points: tuple[ScalingPoint | BatchPoint, ...] = finding.points
         yield from ((f"{key}.points[{k}].series", point.series) for k, point in enumerate(points))
-    elif isinstance(finding, Utilization | Duration | Prediction):
+    elif isinstance(finding, Utilization | Duration | PredictedTime):
         yield f"{key}.series", finding.series

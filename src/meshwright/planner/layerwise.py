@@ -11,7 +11,7 @@ from meshwright.cost.collective import Group, Network
 from meshwright.cost.convnet import layer_cost
 from meshwright.cost.kernels import Rates, element_bytes
 from meshwright.cost.memory import BUCKET_BYTES, CONTEXT_BYTES
-from meshwright.cost.occupancy import Verdict, memory_verdict
+from meshwright.cost.occupancy import Occupancy, memory_verdict
 from meshwright.cost.setup import DTYPES, Precision
 from meshwright.cost.step import OPTIMIZER_BYTES
 from meshwright.errors import LayoutError
@@ -60,7 +60,7 @@ class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     step_s: float
     peak_bytes: float
-    verdict: Verdict
+    verdict: Occupancy
     all_data_s: float | None
 
 

@@ -9,7 +9,7 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, estimate_memory, verdict
-from meshwright.cost.occupancy import Verdict
+from meshwright.cost.occupancy import Occupancy
 from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import LayoutError
@@ -38,7 +38,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     setup: Setup
     estimate: Estimate
     memory: Memory
-    verdict: Verdict
+    verdict: Occupancy
     usd: float | None = None
     """US dollars of a step; None where no price is known."""
     rehearsed_s: float | None = None

@@ -12,7 +12,7 @@ from meshwright.cost.step import estimate_step
 from meshwright.planner.cases import Case, LeftOut, read_cases
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CaseDeviation(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction for one case. ``measured_s`` is None without a measured time, as for a run out of memory."""
 
     case: str
@@ -38,7 +38,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     spearman: float | None = None
     baseline_mape: float | None = None
     oom_balanced_accuracy: float | None
-    rows: tuple[Row, ...]
+    rows: tuple[CaseDeviation, ...]
     left_out: tuple[LeftOut, ...] = ()
 
 
@@ -90,9 +90,9 @@ def executed_flops(setup: Setup) -> float:
     return flops
 
 
-def _row(case: Case) -> Row:
+def _row(case: Case) -> CaseDeviation:
     memory = estimate_memory(case.setup, case.cluster)
-    return Row(
+    return CaseDeviation(
         case=case.name,
         predicted_s=estimate_step(case.setup, case.cluster).step_s,
         measured_s=case.measured_s,

@@ -7,7 +7,7 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
 from meshwright.cost.memory import Memory, estimate_memory, verdict
-from meshwright.cost.occupancy import Verdict
+from meshwright.cost.occupancy import Occupancy
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Estimate, estimate_step
 from meshwright.errors import ClusterError, refuse
@@ -24,13 +24,32 @@ from meshwright.prediction.explain import explain
 from meshwright.worked import Worked, recompute, worked_names
 
 __all__ = [
-    "COLUMNS", "OPTIONAL", "PARTS", "Found", "Option", "Prediction", "Validation", "Worked", "divide_layers",
-    "explain", "family_names", "find_layouts", "front", "load_cluster", "load_model",
-    "load_network", "model_names", "network_names", "predict", "recompute", "validate", "worked_names",
+    "COLUMNS",
+    "OPTIONAL",
+    "PARTS",
+    "Forecast",
+    "Found",
+    "Option",
+    "Validation",
+    "Worked",
+    "divide_layers",
+    "explain",
+    "family_names",
+    "find_layouts",
+    "front",
+    "load_cluster",
+    "load_model",
+    "load_network",
+    "model_names",
+    "network_names",
+    "predict",
+    "recompute",
+    "validate",
+    "worked_names",
 ]  # fmt: skip
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """A setup's step and memory, whether it fits, and the smallest change that would make it fit."""
 
     setup: Setup
@@ -39,7 +58,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Where the cluster's constants are from (``Cluster.constants``)."""
     estimate: Estimate
     memory: Memory
-    verdict: Verdict
+    verdict: Occupancy
     device_memory_bytes: float
     mfu: float
     """Model FLOP/s of all devices over their peak, in the setup's precision."""
@@ -54,7 +73,7 @@ def predict(
     sequence: int = 0,
     memory_bytes: float | None = None,
     **layout: Any,
-) -> Prediction:
+) -> Forecast:
     """Predict a training step of ``model`` on ``cluster``, in closed form.
 
     ``layout`` holds fields of ``cost.setup.Setup``. Without ``dp``, it is what the other axes leave of ``devices``.
@@ -86,7 +105,7 @@ def predict(
     estimate, memory = estimate_step(setup, machine), estimate_memory(setup, machine)
     peaks = machine.device.peak_flops_per_s
     peak = peaks.get(setup.dtype) or max(peaks.values())
-    return Prediction(
+    return Forecast(
         setup=setup,
         cluster=machine.name,
         constants=machine.constants,

@@ -22,7 +22,7 @@ MAX_RANKS, MAX_SHARING = 64, 16
 """Most ranks of a comparison, and of one with shared links: some algorithms send a message for every pair of ranks."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class AllReduceTime(msgspec.Struct, frozen=True):
     """An algorithm: the bytes it moves, its seconds without contention (``alone_s``) and on the cluster's shared links
     (None: too many ranks to simulate). ``same``: whether all ranks end with the same bits in floating point."""
 
@@ -40,19 +40,19 @@ class Best(msgspec.Struct, frozen=True):
     algorithm: str
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class AllReduceTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Rows, fastest first, and the fastest algorithm by size: without contention, and on shared links."""
 
     operation: str
     cluster: str
     num_ranks: int
     num_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[AllReduceTime, ...]
     best_alone: tuple[Best, ...]
     best_shared: tuple[Best, ...]
 
 
-def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int) -> Comparison:
+def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int) -> AllReduceTimes:
     """Compare all algorithms of an operation over ``num_ranks`` neighbouring ranks of a cluster, in float32.
 
     Raises:
@@ -66,7 +66,7 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
     names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, loaded)]
     link, gamma, sharing = links_of(loaded), gamma_s_per_byte(loaded.device), num_ranks <= MAX_SHARING
 
-    rows: list[Row] = []
+    rows: list[AllReduceTime] = []
     times_alone: dict[str, list[float]] = {}
     times_shared: dict[str, list[float]] = {}
     for name in names:
@@ -74,13 +74,13 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
         same = check(steps)
         alone = alone_s(steps, link, gamma, ITEM_BYTES)
         shared = shared_s(steps, loaded, ITEM_BYTES) if sharing else None
-        rows.append(Row(name, _in_bytes(count(steps)), alone, shared, same))
+        rows.append(AllReduceTime(name, _in_bytes(count(steps)), alone, shared, same))
         if same and num_ranks > 1 and operation != "barrier":
             sized = [build(operation, name, num_ranks, size // ITEM_BYTES) for size in SIZES]
             times_alone[name] = [alone_s(step_list, link, gamma, ITEM_BYTES) for step_list in sized]
             if sharing:
                 times_shared[name] = [shared_s(step_list, loaded, ITEM_BYTES) for step_list in sized]
-    return Comparison(
+    return AllReduceTimes(
         operation=operation,
         cluster=loaded.name,
         num_ranks=num_ranks,

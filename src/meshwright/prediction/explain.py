@@ -10,7 +10,7 @@ from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.rehearse import rehearsed_trace
 from meshwright.planner.search import PARTS, Found, Option
-from meshwright.report import Alternative, Part, Point, Report
+from meshwright.report import Alternative, PageContent, Part, SweepPoint
 
 MEANINGS = {
     "compute_s": "kernels of the stage that sets the pace",
@@ -70,7 +70,7 @@ def explain(
     memory_bytes: float | None = None,
     scaling: Sequence[tuple[int, Found]] = (),
     command: str = "",
-) -> Report | None:
+) -> PageContent | None:
     """The report on the best layout of a search on ``cluster``; if nothing fits, on the layout that lacks least memory;
     None without either. ``scaling``: the results of searches on other numbers of devices."""
     best = result.options[0] if result.options else result.nearest
@@ -80,7 +80,7 @@ def explain(
     limit = memory_bytes or cluster.device.memory_bytes
     # the next fastest options, then options of the front that need less memory or money
     others = [*result.options[1:7], *[option for option in result.front if option not in result.options[:7]][:4]]
-    return Report(
+    return PageContent(
         model=setup.model.name,
         cluster=cluster.name,
         devices=setup.world_size,
@@ -157,12 +157,12 @@ def _alternative(option: Option, best: Option) -> Alternative:
     )  # fmt: skip
 
 
-def _point(devices: int, result: Found) -> Point:
+def _point(devices: int, result: Found) -> SweepPoint:
     if not result.options:
-        return Point(devices=devices, step_s=0.0, sequences_per_s=0.0, usd_per_1000_sequences=None, layout="")
+        return SweepPoint(devices=devices, step_s=0.0, sequences_per_s=0.0, usd_per_1000_sequences=None, layout="")
     best = result.options[0]
     each = best.sequence_usd
-    return Point(
+    return SweepPoint(
         devices=devices,
         step_s=best.step_s,
         sequences_per_s=1 / best.sequence_s,

@@ -1,11 +1,20 @@
 """Pages that explain a plan or a run to readers who did not make it: one self-contained HTML file, without network."""
 
-from meshwright.report.page import Alternative, Part, Point, Report, render
+from meshwright.report.page import Alternative, PageContent, Part, SweepPoint, render
 from meshwright.report.run_files import RunFiles, read_run
 from meshwright.report.run_page import named_traces, render_run, timeline_picture
 from meshwright.report.trace_event import trace_events
 
 __all__ = [
-    "Alternative", "Part", "Point", "Report", "RunFiles", "named_traces", "read_run", "render", "render_run",
-    "timeline_picture", "trace_events",
+    "Alternative",
+    "PageContent",
+    "Part",
+    "RunFiles",
+    "SweepPoint",
+    "named_traces",
+    "read_run",
+    "render",
+    "render_run",
+    "timeline_picture",
+    "trace_events",
 ]  # fmt: skip

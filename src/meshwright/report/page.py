@@ -17,7 +17,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     meaning: str = ""
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The best layout for a number of devices; ``layout`` is empty if none fits."""
 
     devices: int
@@ -38,7 +38,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class PageContent(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a plan's report: the request, the verdict with its reason (``sentence``), and the facts behind it.
 
     ``facts`` are names and values; ``layout`` has names, values and meanings. ``trace`` covers one rank of each
@@ -56,13 +56,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[Part, ...]
     memory_limit_bytes: float
     trace: Trace | None = None
-    scaling: tuple[Point, ...] = ()
+    scaling: tuple[SweepPoint, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
 
 
-def render(report: Report) -> str:
+def render(report: PageContent) -> str:
     """The report as one HTML page with styles and pictures inside; light or dark, as the reader's system."""
     trace = report.trace
     return rendered(

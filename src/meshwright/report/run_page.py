@@ -3,7 +3,7 @@
 import statistics
 from typing import Literal
 
-from meshwright.ir.ledger import TOLD, Ledger, Row
+from meshwright.ir.ledger import TOLD, Ledger, LedgerRow
 from meshwright.ir.plan import Plan
 from meshwright.ir.trace import Trace
 from meshwright.ir.units import seconds, size
@@ -14,7 +14,7 @@ from meshwright.report.template import packaged, rendered
 GOOD, CLOSE = 0.10, 0.25
 """Largest errors, relative to the measured value, of predictions that are shown as good and as close."""
 
-Verdict = Literal["good", "close", "bad"]
+Closeness = Literal["good", "close", "bad"]
 
 
 def render_run(run: RunFiles, command: str = "") -> str:
@@ -61,13 +61,13 @@ def timeline_picture(traces: dict[str, Trace]) -> str:
     return svg.file(run_drawing.timelines(traces), packaged("style.css"))
 
 
-def verdict(ratio: float) -> Verdict:
+def verdict(ratio: float) -> Closeness:
     """The verdict on a ratio of predicted to measured."""
     off = abs(ratio - 1)
     return "good" if off <= GOOD else "close" if off <= CLOSE else "bad"
 
 
-def _verdicts(ledger: Ledger) -> dict[Row, Verdict]:
+def _verdicts(ledger: Ledger) -> dict[LedgerRow, Closeness]:
     """The verdicts of the rows whose error matters: a time with a small error relative to the step gets none."""
     least_s = TOLD * ledger.measured_step_s
     return {

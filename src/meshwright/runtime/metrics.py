@@ -16,7 +16,7 @@ from torch import Tensor
 
 log = logging.getLogger("meshwright")
 
-Row = dict[str, Any]
+StepMetrics = dict[str, Any]
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -55,8 +55,8 @@ class Meter:
     peak_flops_per_s: float
     device: torch.device
     predicted_step_s: float = 0.0
-    _pending: list[tuple[Row, Mapping[str, Tensor]]] = field(default_factory=list)
-    _unwritten: list[Row] = field(default_factory=list)
+    _pending: list[tuple[StepMetrics, Mapping[str, Tensor]]] = field(default_factory=list)
+    _unwritten: list[StepMetrics] = field(default_factory=list)
     _last: float = 0.0
     _first: float = 0.0
 
@@ -89,7 +89,7 @@ class Meter:
         self.write(*rows)
         return self._line(rows[-1], elapsed_s / len(rows))
 
-    def _line(self, row: Row, step_s: float) -> str:
+    def _line(self, row: StepMetrics, step_s: float) -> str:
         """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; unknown
         numbers are left out."""
         parts = [f"step {row['step']}/{self.steps}", f"loss {row['loss']:.4f}"]
@@ -103,7 +103,7 @@ class Meter:
             parts.append(f"pred/meas {self.predicted_step_s / step_s:.2f}")
         return "  ".join(parts)
 
-    def write(self, *rows: Row) -> None:
+    def write(self, *rows: StepMetrics) -> None:
         """Append rows to metrics.jsonl. Rows that do not fit on a full disk are tried again with the next rows."""
         if self.path is None or not (rows or self._unwritten):
             return
@@ -128,15 +128,15 @@ class Meter:
         if self._unwritten:
             log.warning("%s: there was no room for the rows from step %d on", self.path, self._unwritten[0]["step"])
 
-    def rewind(self, step: int) -> list[Row]:
+    def rewind(self, step: int) -> list[StepMetrics]:
         """Cut off the rows after ``step``, whose steps will be made again. Return the rows up to ``step``."""
         if self.path is None or not self.path.exists():
             return []
-        rows: list[Row] = []
+        rows: list[StepMetrics] = []
         size = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
             try:
-                row: Row = json.loads(line)
+                row: StepMetrics = json.loads(line)
             except ValueError:  # the last line of a run that was killed
                 break
             if row["step"] > step or not line.endswith(b"\n"):

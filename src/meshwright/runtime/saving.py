@@ -38,7 +38,7 @@ AFTER_ERROR_S = 5.0
 
 
 @dataclass(frozen=True)
-class Report:
+class SaveReport:
     """What a rank has written, or the error that kept it from writing."""
 
     written: list[WriteResult] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Save:
             verdict = self._conclude(own_report) if self.share.rank == 0 else None
         except BaseException:  # Ctrl-C: the others must not wait
             stopped = CheckpointError(f"rank {self.share.rank} was stopped", where=f"{self.path}")
-            self._tell(Report(error=stopped), stopped)
+            self._tell(SaveReport(error=stopped), stopped)
             raise
         self._tell(own_report, verdict)
         return verdict if self.share.rank == 0 else self.board.read(self._key(0), 0)
@@ -86,26 +86,26 @@ class Save:
     def _key(self, rank: int) -> str:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
-    def _tell(self, own_report: Report, verdict: MeshwrightError | None) -> None:
+    def _tell(self, own_report: SaveReport, verdict: MeshwrightError | None) -> None:
         """Post this rank's note. Rank 0's note is the verdict; before it, rank 0 removes the files of a failed save."""
         if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
         self.board.post(self._key(self.share.rank), own_report if self.share.rank else verdict)
 
-    def _write_share(self) -> Report:
+    def _write_share(self) -> SaveReport:
         directory = self.path / self.manifest.data
 
-        def write() -> Report:
+        def write() -> SaveReport:
             written = self.share.write(directory)
-            return Report(written, manifest.written(directory, shards.files_of(written)))
+            return SaveReport(written, manifest.written(directory, shards.files_of(written)))
 
         try:
             return told(f"{directory}", write)
         except MeshwrightError as error:
             problem = f"tensors could not be written (rank {self.share.rank}: {error.problem})"
-            return Report(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
+            return SaveReport(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
 
-    def _conclude(self, own_report: Report) -> MeshwrightError | None:
+    def _conclude(self, own_report: SaveReport) -> MeshwrightError | None:
         """On rank 0: collect all reports, and make the written files the checkpoint. Return None, or the error."""
         try:
             reports = [own_report]
@@ -124,7 +124,7 @@ class Save:
         log.info("step %d is saved in %s", self.manifest.step, self.path)
         return None
 
-    def _commit(self, reports: list[Report]) -> None:
+    def _commit(self, reports: list[SaveReport]) -> None:
         directory = self.path / self.manifest.data
         saved = {name: file for report in reports for name, file in report.files.items()}
         for name in saved:

@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 """Allowed difference relative to the largest value, or to 1 if all values are smaller."""
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """One compared quantity: its largest difference over all elements, where it occurs, and the allowed difference."""
 
     quantity: str
@@ -113,7 +113,7 @@ def eager_steps(
     return record
 
 
-def compare(parallel: Record, eager: Record) -> tuple[Comparison, ...]:
+def compare(parallel: Record, eager: Record) -> tuple[Verification, ...]:
     """Compare forward, backward and update of two records, as rows of a table."""
     steps = len(eager.losses)
     # Later losses show that state outside of the state dict (the optimizer's) is right too.
@@ -127,13 +127,13 @@ def compare(parallel: Record, eager: Record) -> tuple[Comparison, ...]:
     return tuple(rows)
 
 
-def _compared(quantity: str, parallel: dict[str, Tensor], eager: dict[str, Tensor]) -> Comparison:
+def _compared(quantity: str, parallel: dict[str, Tensor], eager: dict[str, Tensor]) -> Verification:
     worst, where, allowed = 0.0, "", TOLERANCE
     for name in [*eager, *(name for name in parallel if name not in eager)]:
         ours, other = parallel.get(name), eager.get(name)
         if ours is None or other is None or ours.shape != other.shape:
             side = "the parallel run" if ours is None else "one process" if other is None else "the same shape"
-            return Comparison(
+            return Verification(
                 quantity=quantity, difference=float("inf"), allowed=allowed, where=f"{name} (not in {side})", ok=False
             )
         if not ours.numel():
@@ -143,7 +143,7 @@ def _compared(quantity: str, parallel: dict[str, Tensor], eager: dict[str, Tenso
         # Not "<=": NaN must not pass.
         if not difference / limit <= worst / allowed or not where:
             worst, where, allowed = difference, name, limit
-    return Comparison(quantity=quantity, difference=worst, allowed=allowed, where=where, ok=worst <= allowed)
+    return Verification(quantity=quantity, difference=worst, allowed=allowed, where=where, ok=worst <= allowed)
 
 
 def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:

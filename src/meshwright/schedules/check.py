@@ -39,7 +39,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sent_per_microbatch: int
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScheduleReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cost of a schedule that can run, in the unit of ``Costs``. ``bubble`` is over all ranks together."""
 
     duration: float
@@ -49,7 +49,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     borders: tuple[Border, ...]
 
 
-def check(schedule: Schedule, costs: Costs | None = None) -> Report:
+def check(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
     """Check that the schedule can run. Returns its cost when communication takes no time.
 
     The rules: A stage lives on one rank. For every micro-batch, each stage runs forward once, then backward once (B, or
@@ -76,7 +76,7 @@ class _Validator:
         self.places: dict[Action, tuple[int, int]] = {}
         self.rank_of: dict[int, int] = {}
 
-    def report(self, costs: Costs) -> Report:
+    def report(self, costs: Costs) -> ScheduleReport:
         self._find_places()
         for action in self.places:
             self._check_before(action)
@@ -208,7 +208,7 @@ class _Validator:
             f"before it waits at `{here}`",
         )
 
-    def _report(self, times: tuple[Times, ...]) -> Report:
+    def _report(self, times: tuple[Times, ...]) -> ScheduleReport:
         schedule, rank_of = self.schedule, self.rank_of
         duration = max(end for each in times for _, end in each)
         borders = []
@@ -238,7 +238,7 @@ class _Validator:
                 )
             )
         busy = sum(stats.busy for stats in ranks)
-        return Report(
+        return ScheduleReport(
             duration=duration,
             bubble=(duration * len(ranks) - busy) / busy,
             live_microbatches=max(stats.live_microbatches for stats in ranks),

@@ -9,7 +9,7 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Group, Network
 from meshwright.ir.cluster import Cluster
 from meshwright.schedules import passes, pipeline
-from meshwright.schedules.check import Report, check
+from meshwright.schedules.check import ScheduleReport, check
 from meshwright.schedules.collectives.operations import all_reduce, build
 from meshwright.schedules.collectives.steps import count
 from meshwright.worked.line import Line, compared, held
@@ -147,7 +147,7 @@ def bubbles() -> Iterator[Line]:
     )
 
 
-def _report(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Report:
+def _report(name: str, ranks: int, microbatches: int, chunks: int = 1) -> ScheduleReport:
     return check(passes.add_communication(pipeline.build(name, ranks, microbatches, chunks)))
 
 
