@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.planner.intra_op import eliminate
 from meshwright.planner.intra_op import solve as intra_op_solve
-from meshwright.planner.intra_op.integer import Found, solve_core
+from meshwright.planner.intra_op.integer import CoreSolution, solve_core
 from meshwright.planner.intra_op.problem import Node, Problem, Tensor, table_of
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
 
@@ -107,7 +107,7 @@ def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytes
     and the first alone leaves a table of 26 ** 4."""
     cores = []
 
-    def recorded(core: eliminate.Core, *others: Any) -> Found:
+    def recorded(core: eliminate.Core, *others: Any) -> CoreSolution:
         cores.append(core)
         return solve_core(core, *others)
 

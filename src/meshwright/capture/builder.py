@@ -18,7 +18,7 @@ from meshwright.capture.garbage import nothing_collected
 from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
-from meshwright.capture.rules import Found, Rules
+from meshwright.capture.rules import RuleOfCall, Rules
 from meshwright.capture.tracer import LossFunction, Traced, forward_hooks, trace
 from meshwright.capture.values import Read, put_contents
 from meshwright.ir import graph as ir
@@ -48,7 +48,7 @@ class Capture:
 class _Operation:
     node: fx.Node
     call: Call
-    found: Found
+    found: RuleOfCall
     inputs: list[fx.Node]
     outputs: list[fx.Node | None]
     positions: tuple[int, ...]

@@ -12,7 +12,7 @@ from meshwright.ops.view import VIEWS
 
 
 @dataclass(frozen=True)
-class Found:
+class RuleOfCall:
     """A call's rule, or why it has none; its FLOPs; the bytes that it reads and writes (0 for a view); whether it draws
     random numbers."""
 
@@ -28,9 +28,9 @@ class Rules:
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own = own
-        self._known: dict[Any, Found] = {}
+        self._known: dict[Any, RuleOfCall] = {}
 
-    def of(self, call: Call) -> Found:
+    def of(self, call: Call) -> RuleOfCall:
         """The rule, FLOPs and bytes of a call.
 
         Raises:
@@ -44,10 +44,10 @@ class Rules:
             self._known[key] = self._found(call)
         return self._known[key]
 
-    def _found(self, call: Call) -> Found:
+    def _found(self, call: Call) -> RuleOfCall:
         rule, operator = rule_of(call, self._own), operator_rule(call.target, self._own)
         touched = () if call.target in VIEWS else (*call.tensors, *call.outputs)
-        return Found(
+        return RuleOfCall(
             rule,
             operator.contiguous if operator else frozenset(),
             operator.flops(call, None if isinstance(rule, Unsplit) else rule) if operator else 0.0,

@@ -10,7 +10,7 @@ from meshwright.cli import display
 from meshwright.errors import LayoutError
 
 if TYPE_CHECKING:
-    from meshwright.prediction import Found, Option
+    from meshwright.prediction import Option, SearchResult
 
 SHOWN = 15
 """The largest number of rows printed of a front."""
@@ -87,7 +87,7 @@ def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [asked | {key: number} for number in numbers]
 
 
-def _print(model: str, value: dict[str, Any], search: "Found", seconds: float) -> None:
+def _print(model: str, value: dict[str, Any], search: "SearchResult", seconds: float) -> None:
     from meshwright.prediction import load_cluster
 
     terminal = display.console()
@@ -105,7 +105,7 @@ def _print(model: str, value: dict[str, Any], search: "Found", seconds: float) -
     terminal.print(f"\n{search.explain()}{_unpriced([(value, search, seconds)])}")
 
 
-def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Found", float]]) -> None:
+def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "SearchResult", float]]) -> None:
     from meshwright import prediction
 
     key = vary.partition("=")[0]
@@ -167,7 +167,7 @@ def _dollars(option: "Option") -> str:
     return "" if option.sequence_usd is None else f"$ {1000 * option.sequence_usd:,.3g}"
 
 
-def _unpriced(rows: list[tuple[dict[str, Any], "Found", float]]) -> str:
+def _unpriced(rows: list[tuple[dict[str, Any], "SearchResult", float]]) -> str:
     """A hint that names the clusters without a known price; empty if there are none."""
     best = {str(value["cluster"]): option for value, search, _ in rows for option in search.options[:1]}
     missing = sorted(name for name, option in best.items() if option.usd is None)

@@ -25,7 +25,7 @@ def write_report(
             f"there is no folder {path.parent}", where=str(path), remedy="make it, or give another path"
         )
 
-    def found_on(size: int) -> "prediction.Found":
+    def found_on(size: int) -> "prediction.SearchResult":
         return prediction.find_layouts(
             model, cluster, devices=size or None, global_batch=batch, sequence=sequence, usd_per_hour=price or None
         )

@@ -94,7 +94,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(words)
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a search found: the number of setups it weighed (``considered``), the ``options`` that fit (fastest first,
     one for each dp, tp, pp, cp, ep), the ``front`` of step time, memory and price, and, if nothing fits, the
     ``nearest``: the option that needs least memory."""
@@ -138,7 +138,7 @@ def search(
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SCHEDULES,
-) -> Found:
+) -> SearchResult:
     """Weigh all setups of a model, on all devices of a cluster or on ``devices`` of a named cluster.
 
     ``sequence`` is the sequence length for a named model (0: the catalog's). ``usd_per_hour`` is the price of a device;
@@ -182,7 +182,9 @@ def search(
     options = (*sorted(rehearsed, key=_rank), *screened[REHEARSED:])
     known = {id(before): after for before, after in zip(screened, rehearsed, strict=False)}
     weighed = [known.get(id(option), option) for option in everything]
-    return Found(considered=considered, options=options, front=front(weighed), nearest=None if options else nearest)
+    return SearchResult(
+        considered=considered, options=options, front=front(weighed), nearest=None if options else nearest
+    )
 
 
 def front(options: Iterable[Option]) -> tuple[Option, ...]:

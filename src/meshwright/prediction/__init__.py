@@ -17,7 +17,7 @@ from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL
 from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.remedy import Change, smallest_change
-from meshwright.planner.search import PARTS, Found, Option, front
+from meshwright.planner.search import PARTS, Option, SearchResult, front
 from meshwright.planner.search import search as find_layouts
 from meshwright.planner.validate import Validation, validate
 from meshwright.prediction.explain import explain
@@ -28,8 +28,8 @@ __all__ = [
     "OPTIONAL",
     "PARTS",
     "Forecast",
-    "Found",
     "Option",
+    "SearchResult",
     "Validation",
     "Worked",
     "divide_layers",

@@ -9,7 +9,7 @@ from meshwright.cost.memory import Memory
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.rehearse import rehearsed_trace
-from meshwright.planner.search import PARTS, Found, Option
+from meshwright.planner.search import PARTS, Option, SearchResult
 from meshwright.report import Alternative, PageContent, Part, SweepPoint
 
 MEANINGS = {
@@ -64,11 +64,11 @@ NOTES = (
 
 
 def explain(
-    result: Found,
+    result: SearchResult,
     cluster: Cluster,
     *,
     memory_bytes: float | None = None,
-    scaling: Sequence[tuple[int, Found]] = (),
+    scaling: Sequence[tuple[int, SearchResult]] = (),
     command: str = "",
 ) -> PageContent | None:
     """The report on the best layout of a search on ``cluster``; if nothing fits, on the layout that lacks least memory;
@@ -105,7 +105,7 @@ def explain(
     )
 
 
-def _sentence(best: Option, limit_bytes: float, result: Found) -> str:
+def _sentence(best: Option, limit_bytes: float, result: SearchResult) -> str:
     peak, limit = best.memory.peak_bytes / 2**30, limit_bytes / 2**30
     held = (
         f"The fullest device holds {peak:.1f} of {limit:.1f} GiB (stage {best.memory.stage}, at {best.memory.moment})."
@@ -157,7 +157,7 @@ def _alternative(option: Option, best: Option) -> Alternative:
     )  # fmt: skip
 
 
-def _point(devices: int, result: Found) -> SweepPoint:
+def _point(devices: int, result: SearchResult) -> SweepPoint:
     if not result.options:
         return SweepPoint(devices=devices, step_s=0.0, sequences_per_s=0.0, usd_per_1000_sequences=None, layout="")
     best = result.options[0]

@@ -26,7 +26,7 @@ TIME_LIMIT_S, GAP = 60.0, 1e-6
 
 
 @dataclass(frozen=True)
-class Found:
+class CoreSolution:
     """The choices of the core's nodes (None: none exist, or none were found in time), and the lower bound, in seconds,
     on the cost of any choices. ``proven``: the solver finished in time."""
 
@@ -131,13 +131,13 @@ class _Program:
                 self.rows.add(terms, 0.0, 0.0)
 
 
-def solve_core(core: Core, limited: bool = False) -> Found:
+def solve_core(core: Core, limited: bool = False) -> CoreSolution:
     """The best choices of the nodes that elimination left, within ``GAP`` (relative) or the time limit.
 
     With ``limited`` the memory limits hold; the core must then still have all nodes whose memory depends on the choice.
     """
     if not core.nodes:
-        return Found({} if np.isfinite(core.seconds) else None, core.seconds, True)
+        return CoreSolution({} if np.isfinite(core.seconds) else None, core.seconds, True)
     program = _Program(core, limited)
     rows = program.rows
     unit = max((cost for cost in program.costs if cost > 0), default=1.0)  # HiGHS's tolerances are absolute
@@ -159,10 +159,10 @@ def solve_core(core: Core, limited: bool = False) -> Found:
     solver.run()
     info, status = solver.getInfo(), solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Found(None, np.inf, True)
+        return CoreSolution(None, np.inf, True)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return Found(None, core.seconds + max(0.0, info.mip_dual_bound * unit), False)
+        return CoreSolution(None, core.seconds + max(0.0, info.mip_dual_bound * unit), False)
     values = np.array(solver.getSolution().col_value)
     chosen = {node: int(np.argmax(values[program.columns[node]])) for node in core.nodes}
     bound = core.seconds + info.mip_dual_bound * unit
-    return Found(chosen, bound, status == highspy.HighsModelStatus.kOptimal)
+    return CoreSolution(chosen, bound, status == highspy.HighsModelStatus.kOptimal)
