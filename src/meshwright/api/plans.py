@@ -189,17 +189,21 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
     try:
-        opt: Any = factory([(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()])
+        optimizer: Any = factory(
+            [(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()]
+        )
     except Exception as error:  # noqa: BLE001 - by code that we do not know; where it is wrong, training says so
         log.info("planned as for AdamW: over parameters without memory the optimizer cannot be made: %s", error)
         return ADAMW
-    if isinstance(opt, torch.optim.SGD) and any(group["momentum"] for group in opt.param_groups):
+    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
         return cost.MOMENTUM
-    base = next((entry for kinds, entry in _COSTS if isinstance(opt, kinds)), None)
+    base = next((entry for kinds, entry in _COSTS if isinstance(optimizer, kinds)), None)
     if base is None:
-        log.info("planned as for AdamW: what %s keeps and moves is not known", type(opt).__name__)
+        log.info("planned as for AdamW: what %s keeps and moves is not known", type(optimizer).__name__)
         return ADAMW
-    more = sum(any(group.get(option) for group in opt.param_groups) for option in _STATES.get(type(opt), ()))
+    more = sum(
+        any(group.get(option) for group in optimizer.param_groups) for option in _STATES.get(type(optimizer), ())
+    )
     return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more)
 
 

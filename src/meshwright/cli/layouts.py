@@ -34,19 +34,19 @@ def show_layouts(
             if vary.startswith("devices") and scaling == "weak":
                 value["batch"] = max(1, batch * int(value["devices"]) // int(values[0]["devices"]))
             started = time.perf_counter()
-            search = prediction.find_layouts(
+            result = prediction.find_layouts(
                 model, value["cluster"], devices=value["devices"] or None, global_batch=value["batch"],
                 sequence=value["seq"], usd_per_hour=price or None,
             )  # fmt: skip
-            rows.append((value, search, time.perf_counter() - started))
+            rows.append((value, result, time.perf_counter() - started))
             bars.advance()
     if as_json:
         answers = [
-            {**value, "considered": search.considered, "options": search.options, "front": search.front}
-            for value, search, _ in rows
+            {**value, "considered": result.considered, "options": result.options, "front": result.front}
+            for value, result, _ in rows
         ]
         if vary and not vary.startswith("seq"):  # sequences of different lengths are different work
-            joint = prediction.front(option for _, search, _ in rows for option in search.front)
+            joint = prediction.front(option for _, result, _ in rows for option in result.front)
             for answer in answers:
                 answer["joint_front"] = [option for option in answer["front"] if option in joint]
         display.print_json(answers if vary else answers[0])
@@ -54,7 +54,7 @@ def show_layouts(
         _print_varied(vary, scaling, rows)
     else:
         _print(model, *rows[0])
-    return 0 if all(search.options for _, search, _ in rows) else 1
+    return 0 if all(result.options for _, result, _ in rows) else 1
 
 
 def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
@@ -87,22 +87,22 @@ def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [asked | {key: number} for number in numbers]
 
 
-def _print(model: str, value: dict[str, Any], search: "SearchResult", seconds: float) -> None:
+def _print(model: str, value: dict[str, Any], result: "SearchResult", seconds: float) -> None:
     from meshwright.prediction import load_cluster
 
     terminal = display.console()
-    terminal.print(f"{model} on {value['cluster']}: {search.considered} setups weighed in {seconds:.2f} s")
+    terminal.print(f"{model} on {value['cluster']}: {result.considered} setups weighed in {seconds:.2f} s")
     terminal.print(f"constants of the cluster: {load_cluster(value['cluster']).constants}\n")
-    if not search.options:
+    if not result.options:
         terminal.print("nothing fits", end="")
-        if search.nearest is not None:
-            lacking = search.nearest.memory.peak_bytes / 2**30
-            terminal.print(f"; nearest, with {lacking:.1f} GiB a device: {search.nearest.text}")
+        if result.nearest is not None:
+            lacking = result.nearest.memory.peak_bytes / 2**30
+            terminal.print(f"; nearest, with {lacking:.1f} GiB a device: {result.nearest.text}")
         return
-    terminal.print(_table([(option, "") for option in search.options[:10]]))
+    terminal.print(_table([(option, "") for option in result.options[:10]]))
     terminal.print("\nno other is faster with as little memory and money:")
-    terminal.print(_table([(option, "") for option in search.front[:6]]))
-    terminal.print(f"\n{search.explain()}{_unpriced([(value, search, seconds)])}")
+    terminal.print(_table([(option, "") for option in result.front[:6]]))
+    terminal.print(f"\n{result.explain()}{_unpriced([(value, result, seconds)])}")
 
 
 def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "SearchResult", float]]) -> None:
@@ -114,11 +114,11 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Sea
         terminal.print(f"{scaling} scaling: the batch {'grows with the devices' if scaling == 'weak' else 'stays'}\n")
     titles = (key, "batch", "step", "sequences/s", "a device", "", "1,000 sequences", "layout")
     table = display.table(titles, left=("layout",), wrapped=("layout",))
-    for value, search, _ in rows:
-        if not search.options:
+    for value, result, _ in rows:
+        if not result.options:
             table.add_row(f"{value[key]}", f"{value['batch']}", "", "", "", "", "", "nothing fits")
             continue
-        best = search.options[0]
+        best = result.options[0]
         rate = value["batch"] / best.step_s
         per_device = best.flops_per_s / best.setup.world_size
         table.add_row(
@@ -131,8 +131,8 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Sea
         terminal.print(missing)
     if key == "seq":
         return  # sequences of different lengths are different work
-    where = {id(option): str(value[key]) for value, search, _ in rows for option in search.front}
-    joint = prediction.front(option for _, search, _ in rows for option in search.front)
+    where = {id(option): str(value[key]) for value, result, _ in rows for option in result.front}
+    joint = prediction.front(option for _, result, _ in rows for option in result.front)
     if joint:
         terminal.print(f"\nno other {key} and layout takes as little time, memory and money for a sequence:")
         each = max(1, math.ceil(len(joint) / SHOWN))
@@ -169,6 +169,6 @@ def _dollars(option: "Option") -> str:
 
 def _unpriced(rows: list[tuple[dict[str, Any], "SearchResult", float]]) -> str:
     """A hint that names the clusters without a known price; empty if there are none."""
-    best = {str(value["cluster"]): option for value, search, _ in rows for option in search.options[:1]}
+    best = {str(value["cluster"]): option for value, result, _ in rows for option in result.options[:1]}
     missing = sorted(name for name, option in best.items() if option.usd is None)
     return f"\nno price is known of {', '.join(missing)}: give one with --price" if missing else ""

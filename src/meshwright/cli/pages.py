@@ -32,17 +32,17 @@ def write_report(
 
     with display.progress("weighing layouts", 1 + len(FACTORS)) as bars:
         machine = prediction.load_cluster(cluster, devices or None)
-        search = found_on(machine.num_devices)
+        result = found_on(machine.num_devices)
         bars.advance()
-        scaling = {machine.num_devices: search}
+        scaling = {machine.num_devices: result}
         for size in (int(machine.num_devices * factor) for factor in FACTORS):
             with suppress(ClusterError, LayoutError):  # the cluster has no more devices, or the batch does not divide
                 if size:
                     scaling[size] = found_on(size)
             bars.advance()
-        page = prediction.explain(search, machine, scaling=sorted(scaling.items()), command=command)
+        page = prediction.explain(result, machine, scaling=sorted(scaling.items()), command=command)
     if page is None:
         raise LayoutError("there is no layout to report of", where=model, remedy="take more devices")
     display.write(path, report.render(page).encode())
     display.console().print(f"{page.verdict}: {page.sentence}\n-> {path}")
-    return 0 if search.options else 1
+    return 0 if result.options else 1

@@ -50,43 +50,49 @@ def predict(
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
         "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
     } | ({"dp": dp} if dp else {})  # fmt: skip
-    step = prediction.predict(
+    predicted = prediction.predict(
         model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None, **layout
     )
     if as_json:
-        display.print_json(step)
+        display.print_json(predicted)
     else:
-        _print(step)
-    return 1 if step.verdict == "does not fit" else 0
+        _print(predicted)
+    return 1 if predicted.verdict == "does not fit" else 0
 
 
-def _print(step: "Forecast") -> None:
+def _print(predicted: "Forecast") -> None:
     from meshwright.prediction import PARTS
 
     terminal = display.console()
-    step_s, memory = step.estimate.step_s, step.memory
-    tokens = step.setup.global_batch * step.setup.model.sequence
-    devices = f"{step.setup.world_size} devices of {step.cluster} ({step.constants})"
-    terminal.print(f"{step.setup.model.name} on {devices}")
+    step_s, memory = predicted.estimate.step_s, predicted.memory
+    tokens = predicted.setup.global_batch * predicted.setup.model.sequence
+    devices = f"{predicted.setup.world_size} devices of {predicted.cluster} ({predicted.constants})"
+    terminal.print(f"{predicted.setup.model.name} on {devices}")
     terminal.print(
         f"\nstep {step_s:.4g} s   {tokens / step_s:,.0f} tokens/s   "
-        f"{step.estimate.model_flops_per_s / step.setup.world_size / 1e12:.1f} TFLOP/s a device   mfu {step.mfu:.1%}"
+        f"{predicted.estimate.model_flops_per_s / predicted.setup.world_size / 1e12:.1f} TFLOP/s a device   "
+        f"mfu {predicted.mfu:.1%}"
     )
-    _bars([(name, getattr(step.estimate, key), f"{getattr(step.estimate, key):.4g} s") for key, name in PARTS.items()])
-    limit = step.device_memory_bytes
+    _bars(
+        [
+            (name, getattr(predicted.estimate, key), f"{getattr(predicted.estimate, key):.4g} s")
+            for key, name in PARTS.items()
+        ]
+    )
+    limit = predicted.device_memory_bytes
     terminal.print(
-        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {step.verdict} "
+        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {predicted.verdict} "
         f"(stage {memory.stage}, at {memory.moment})"
     )
     names = [key for key in memory.__struct_fields__ if key.endswith("_bytes")]
     parts = [(key.removesuffix("_bytes"), float(getattr(memory, key))) for key in names]
     _bars([(name, size, f"{size / 2**30:.2f} GiB") for name, size in parts])
-    if step.change is not None:
-        change = step.change
+    if predicted.change is not None:
+        change = predicted.change
         terminal.print(
             f"\nsmallest change: {change.text}  ({change.peak_bytes / 2**30:.1f} GiB, step {change.step_s:.4g} s)"
         )
-    elif step.verdict != "fits":
+    elif predicted.verdict != "fits":
         terminal.print("\nno single change makes it fit: `meshwright plan` looks for another layout")
 
 

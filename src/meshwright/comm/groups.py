@@ -91,9 +91,9 @@ def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment
     amendments: list[Amendment] = []
     for axis, axis_group in groups.items():
         group = process_group(axis_group.name)
-        looks = member(group).watch
+        group_watch = member(group).watch
         ranks = tuple(dist.get_process_group_ranks(group))
-        for switch in looks.look(step + 1) if looks is not None and looks.has_links else ():
+        for switch in group_watch.look(step + 1) if group_watch is not None and group_watch.has_links else ():
             if group.rank() == 0:
                 log.warning("%s: %s", member(group).axis or "collectives", switch)
             if switch.after != switch.before:

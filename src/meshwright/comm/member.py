@@ -59,7 +59,7 @@ class Member:
 
 
 _MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""Each group's state. It ends with the group, or with the process if it refers to the group (torch, MPI, a watch)."""
+"""Each group's state. It ends with the group, or with the process if it refers to the group (as ``TorchLane`` does)."""
 
 
 def member(group: dist.ProcessGroup) -> Member:

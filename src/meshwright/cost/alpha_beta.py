@@ -59,7 +59,7 @@ def _mirrored(scatter: Sequence[Round]) -> list[Round]:
 
 
 def _copied(rounds: Iterable[Round]) -> list[Round]:
-    return [turn._replace(adds=False) for turn in rounds]
+    return [this_round._replace(adds=False) for this_round in rounds]
 
 
 def _halving(p: int) -> list[Round]:
@@ -115,14 +115,14 @@ def steps_s(
     if rounds is None:
         return None
     total = 0.0
-    for turn in rounds:
-        sent = turn.share * num_bytes
+    for this_round in rounds:
+        sent = this_round.share * num_bytes
         ports = [0.0] * len(hops)
-        for distance in turn.distances:
+        for distance in this_round.distances:
             reached = next(at for at, hop in enumerate(hops) if hop.ranks > distance)
-            for at in range(0 if turn.everyone else reached, reached + 1):
-                ports[at] += hops[at].alpha_s + sent * (hops[at].beta_s_per_byte + gamma_s_per_byte * turn.adds)
-        total += turn.times * max(ports)
+            for at in range(0 if this_round.everyone else reached, reached + 1):
+                ports[at] += hops[at].alpha_s + sent * (hops[at].beta_s_per_byte + gamma_s_per_byte * this_round.adds)
+        total += this_round.times * max(ports)
     return total
 
 
@@ -147,9 +147,9 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
         stride *= fan
     if whole:
         return [*up, *_wider(_ALL_REDUCES[across](fan_outs[-1]), stride), *_copied(reversed(up))]
-    for turn in _wider(_SCATTERS[across](fan_outs[-1]), stride):
-        pieces = round(turn.share * math.prod(fan_outs)) if across == "halving" else 1
-        up.append(turn._replace(share=turn.share / pieces, times=turn.times * pieces))
+    for this_round in _wider(_SCATTERS[across](fan_outs[-1]), stride):
+        pieces = round(this_round.share * math.prod(fan_outs)) if across == "halving" else 1
+        up.append(this_round._replace(share=this_round.share / pieces, times=this_round.times * pieces))
     return up if operation == "reduce_scatter" else _copied(reversed(up))
 
 
@@ -157,10 +157,10 @@ def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]
     """Rounds of an outer level: its ranks are ``stride`` apart, and each holds 1 / ``stride`` of the vector."""
     return [
         Round(
-            tuple(distance * stride for distance in turn.distances),
-            turn.share / stride / pieces,
-            turn.adds,
-            turn.times * pieces,
+            tuple(distance * stride for distance in this_round.distances),
+            this_round.share / stride / pieces,
+            this_round.adds,
+            this_round.times * pieces,
         )
-        for turn in rounds
+        for this_round in rounds
     ]

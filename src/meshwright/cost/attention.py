@@ -19,9 +19,13 @@ def score_kernels(kernel: Kernel) -> Iterator[Kernel]:
     """The kernels of unfused attention, or of its backward pass."""
     sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
     assert sizes is not None
-    for gemm in _products(sizes, backward):
-        moved = ITEM_BYTES[dtype] * gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
-        yield Kernel("matmul", dtype, 2 * gemm.batch * gemm.m * gemm.n * gemm.k, round(moved), product=gemm)
+    for product in _products(sizes, backward):
+        moved = (
+            ITEM_BYTES[dtype] * product.batch * (product.m * product.k + product.k * product.n + product.m * product.n)
+        )
+        yield Kernel(
+            "matmul", dtype, 2 * product.batch * product.m * product.n * product.k, round(moved), product=product
+        )
     passes = dict(_PASSES[backward])
     passes["pointwise"] += 2 * sizes.causal + 2 * sizes.masked + _CAST[backward] * (ITEM_BYTES[dtype] == 2)
     if sizes.dropout:

@@ -61,8 +61,13 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
     reduced = {(bucket.axis, f"gradients of {bucket.label}"): bucket.parameters for bucket in plan.buckets}
     labels = {label for _, label in reduced}
 
-    def other(coll: Collective) -> tuple[tuple[str, float], ...]:
-        return ((coll.axis, network.collective_s(coll.kind, coll.bytes, axis_group(plan.mesh, coll.axis))),)
+    def other(collective: Collective) -> tuple[tuple[str, float], ...]:
+        return (
+            (
+                collective.axis,
+                network.collective_s(collective.kind, collective.bytes, axis_group(plan.mesh, collective.axis)),
+            ),
+        )
 
     def moments(*phases: str) -> tuple[Moment, ...]:
         timeline: list[Moment] = []

@@ -109,7 +109,7 @@ class _Stage:
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
         self.pipeline = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
-        self.trained = {name for prog in programs for name in prog.gradients}
+        self.trained = {name for other in programs for name in other.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
         self.labels: Counter[str] = Counter()
         values = [value for phase in program.phases for value in phase.inputs]
@@ -173,10 +173,14 @@ class _Stage:
         flush()
         return tuple(pieces)
 
-    def _name(self, coll: Collective) -> str:
+    def _name(self, collective: Collective) -> str:
         """A name that no other collective of the stage has."""
-        self.labels[coll.label] += 1
-        return f"{coll.label} #{self.labels[coll.label]}" if self.labels[coll.label] > 1 else coll.label
+        self.labels[collective.label] += 1
+        return (
+            f"{collective.label} #{self.labels[collective.label]}"
+            if self.labels[collective.label] > 1
+            else collective.label
+        )
 
     @staticmethod
     def _communicate(what: str, collective: Collective, blocking: bool) -> Communicate:
@@ -186,7 +190,7 @@ class _Stage:
         pieces = list(self._pieces(self._nodes(PROLOGUE), PROLOGUE))
         program = self.program
         memory = (*program.buckets, *(gradient.value for gradient in program.accumulators if gradient.value.owns))
-        zeroed = [block.num_bytes for block in memory]
+        zeroed = [value.num_bytes for value in memory]
         if zeroed:
             cost = self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))
             pieces.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
@@ -198,7 +202,7 @@ class _Stage:
         if count > 1 and stage + count >= len(self.programs):  # once per rank, not once per chunk
             for name, owners in self._owners().items():
                 if len(owners) > 1 and stage % count in owners:
-                    size = next(held.bytes for prog in self.programs for held in prog.parameters if held.name == name)
+                    size = next(held.bytes for other in self.programs for held in other.parameters if held.name == name)
                     what = f"gradient of {name} of all stages"
                     pieces.append(Communicate(what, "all_reduce", "pp", size, members=owners))
             pieces.append(Communicate("loss and metrics", "broadcast", "pp", 8 * len(self.programs[-1].scalars)))

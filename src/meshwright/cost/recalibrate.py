@@ -98,4 +98,4 @@ def _inside(value: Any, change: Callable[[Any, str], Any]) -> Any:
         return msgspec.structs.replace(
             value, **{name: change(getattr(value, name), name) for name in value.__struct_fields__}
         )
-    return tuple(change(member, "") for member in value) if isinstance(value, tuple) else value
+    return tuple(change(item, "") for item in value) if isinstance(value, tuple) else value

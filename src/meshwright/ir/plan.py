@@ -10,10 +10,7 @@ from meshwright.ir.amendment import NOT_RUN, Amendment
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import (
-    Flat,
-    Placement,
-)
+from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
 from meshwright.ir.stages import cut

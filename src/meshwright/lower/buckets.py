@@ -38,7 +38,9 @@ class Gathers:
         self._sizes, self._at = sizes_of(groups)
         self._released = {name for stage in plan.stages for name in stage.released}
         self._found: dict[str, Value] = {}
-        self._bucket_of = {name: b for b in plan.gathers if b.axis in groups for name in b.parameters}
+        self._bucket_of = {
+            name: bucket for bucket in plan.gathers if bucket.axis in groups for name in bucket.parameters
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._bucket_of

@@ -171,7 +171,9 @@ class Emission:
         with self.during(PROLOGUE):
             if isinstance(over_time, Partial):
                 value = self._share(name, value)
-            whole = {axis: place for axis, place in wanted.items() if axis != TIME or isinstance(over_time, Partial)}
+            whole = {
+                axis: placement for axis, placement in wanted.items() if axis != TIME or isinstance(over_time, Partial)
+            }
             node = self._resharded(name, value, whole, finish=finish)
         if isinstance(over_time, Shard) and node is not None:
             return self._slice(name, node, over_time, whole)

@@ -59,11 +59,11 @@ class HaloEmitter:
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
         """The rows of this rank's range: its part ``value``, extended or cut. Rows that no rank owns are ``fill``."""
-        rows = self._mine(ranges)
-        key = self._key(value, rows, fill, known)
-        result = self._extended(self._joined(value), rows, fill, key, known)
+        group_ranges = self._mine(ranges)
+        key = self._key(value, group_ranges, fill, known)
+        result = self._extended(self._joined(value), group_ranges, fill, key, known)
         if result is value:
-            if all(part_rows == owned(self._edges, part) for part, part_rows in enumerate(rows)):
+            if all(part_rows == owned(self._edges, part) for part, part_rows in enumerate(group_ranges)):
                 return value
             # Other ranks' parts change. The alias is a separate node, so that all ranks know the same exchanges.
             result = self._emit(aten.alias.default, value)
@@ -71,20 +71,22 @@ class HaloEmitter:
         return result
 
     def _extended(
-        self, value: fx.Node, rows: tuple[Rows, ...], fill: float, key: tuple[object, ...], known: Exchanged
+        self, value: fx.Node, group_ranges: tuple[Rows, ...], fill: float, key: tuple[object, ...], known: Exchanged
     ) -> fx.Node:
-        here = rows[self._group.index]
+        here = group_ranges[self._group.index]
         sides = outside(here, self._own)
         before, after = (high - low for low, high in sides)
         kept = overlap(here, self._own)
         pieces = [value] if kept == self._own else []
         if kept[0] < kept[1] and not pieces:
             pieces = [self._slice(value, kept[0] - self._own[0], kept[1] - self._own[0])]
-        if not self._meets(rows):
+        if not self._meets(group_ranges):
             padding = [0, 0] * (-self._dim - 1) + [before, after]
             return self._emit(aten.constant_pad_nd.default, pieces[0], padding, fill) if any(padding) else pieces[0]
         if key not in known.strips:
-            known.strips[key] = self._emit(collectives.WAIT, self._start(collectives.HALO_EXCHANGE, value, rows, fill))
+            known.strips[key] = self._emit(
+                collectives.WAIT, self._start(collectives.HALO_EXCHANGE, value, group_ranges, fill)
+            )
         strips = known.strips[key]
         if before and after and pieces:
             pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
@@ -95,14 +97,14 @@ class HaloEmitter:
     def begun(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> Begun | None:
         """Start the exchange of the rows around this rank's part. None if no rows travel, if this rank does not read
         all of its own rows, or if the dim is split over several axes."""
-        rows = self._mine(ranges)
-        here, key = rows[self._group.index], self._key(value, rows, fill, known)
+        group_ranges = self._mine(ranges)
+        here, key = group_ranges[self._group.index], self._key(value, group_ranges, fill, known)
         whole = overlap(here, self._own) == self._own
-        if self._inner or not whole or not self._meets(rows):
+        if self._inner or not whole or not self._meets(group_ranges):
             return None
         before, after = (high - low for low, high in outside(here, self._own))
         return Begun(
-            self._start(collectives.HALO_EXCHANGE, value, rows, fill) if key not in known.strips else None,
+            self._start(collectives.HALO_EXCHANGE, value, group_ranges, fill) if key not in known.strips else None,
             key,
             before,
             after,
@@ -123,11 +125,11 @@ class HaloEmitter:
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
         """This rank's part of a sum over ranks, whose terms each cover the rows of a rank's range."""
-        rows = self._mine(ranges)
-        here = rows[self._group.index]
+        group_ranges = self._mine(ranges)
+        here = group_ranges[self._group.index]
         kept = overlap(here, self._own)
-        if self._meets(rows):
-            value = self._emit(collectives.WAIT, self._start(collectives.HALO_REDUCE, value, rows))
+        if self._meets(group_ranges):
+            value = self._emit(collectives.WAIT, self._start(collectives.HALO_REDUCE, value, group_ranges))
         else:
             if kept != here:
                 value = self._slice(value, kept[0] - here[0], kept[1] - here[0])
@@ -141,11 +143,11 @@ class HaloEmitter:
             value = self._slice(value, *owned(self._within, self._place))
         return value
 
-    def _key(self, value: fx.Node, rows: tuple[Rows, ...], fill: float, known: Exchanged) -> tuple[object, ...]:
-        return (known.extended.get(value, value), self._dim, rows, fill, self._group.name, self._place)
+    def _key(self, value: fx.Node, group_ranges: tuple[Rows, ...], fill: float, known: Exchanged) -> tuple[object, ...]:
+        return (known.extended.get(value, value), self._dim, group_ranges, fill, self._group.name, self._place)
 
-    def _start(self, target: Any, value: fx.Node, rows: tuple[Rows, ...], *fill: float) -> fx.Node:
-        lows, highs = map(list, zip(*rows, strict=True))
+    def _start(self, target: Any, value: fx.Node, group_ranges: tuple[Rows, ...], *fill: float) -> fx.Node:
+        lows, highs = map(list, zip(*group_ranges, strict=True))
         group = self._group
         return self._emit(target, value, self._dim, lows, highs, self._edges, *fill, group.name, group.index)
 
@@ -153,11 +155,11 @@ class HaloEmitter:
         """The ranges of the ranks of the outermost axis' group; they have the same coordinates on the inner axes."""
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))
 
-    def _meets(self, rows: tuple[Rows, ...]) -> bool:
+    def _meets(self, group_ranges: tuple[Rows, ...]) -> bool:
         """Whether any rank needs rows of another rank, or none of its own rows. Then all ranks take part."""
         for part in range(self._group.size):
-            low, high = overlap(rows[part], owned(self._edges, part))
-            if low >= high or fetched(rows, self._edges, part):
+            low, high = overlap(group_ranges[part], owned(self._edges, part))
+            if low >= high or fetched(group_ranges, self._edges, part):
                 return True
         return False
 

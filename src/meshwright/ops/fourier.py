@@ -25,8 +25,13 @@ def transform_rule(call: Call) -> Rule:
 def parts_rule(call: Call) -> Rule:
     """``^b s -> b s 2`` (real and imaginary part), or back."""
     names = letters(min(call.tensors[0].dim(), call.outputs[0].dim()))
-    num, pair = operand(names), operand([*names, "2"])
-    return make_rule(call, f"^{pair} -> {num}" if call.target is aten.view_as_complex.default else f"^{num} -> {pair}")
+    complex_dims, real_dims = operand(names), operand([*names, "2"])
+    return make_rule(
+        call,
+        f"^{real_dims} -> {complex_dims}"
+        if call.target is aten.view_as_complex.default
+        else f"^{complex_dims} -> {real_dims}",
+    )
 
 
 def conjugate_rule(call: Call) -> Rule:

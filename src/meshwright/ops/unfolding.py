@@ -30,7 +30,10 @@ def unfold_rule(call: Call) -> Rule:
     back = call.target is aten.col2im.default
     kernel, every = _windows(arguments(call))
     image = (call.outputs[0] if back else call.tensors[0]).shape[-2:]
-    counts = [(rows + 2 * win.padding - win.extent) // win.stride + 1 for rows, win in zip(image, every, strict=True)]
+    counts = [
+        (rows + 2 * window.padding - window.extent) // window.stride + 1
+        for rows, window in zip(image, every, strict=True)
+    ]
     lead = "n " if call.tensors[0].dim() == (3 if back else 4) else ""
 
     def pattern(large: str, small: str) -> str:

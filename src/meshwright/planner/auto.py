@@ -118,8 +118,8 @@ def plan_auto(
         options.append(option)
         if option.layout == layout and option.peak_bytes <= limit:
             family.append(option.predicted.step_s)
-    fitting = sorted((choice for choice in options if choice.peak_bytes <= limit), key=lambda choice: choice.rank)
-    too_large = [choice for choice in options if choice.peak_bytes > limit]
+    fitting = sorted((option for option in options if option.peak_bytes <= limit), key=lambda option: option.rank)
+    too_large = [option for option in options if option.peak_bytes > limit]
     if not fitting and weighed < len(layouts):
         raise LayoutError(
             f"no layout that fits was found in {seconds:g} s: {weighed} of {len(layouts)} were weighed",
@@ -136,17 +136,20 @@ def plan_auto(
         step_s[option.name] = foretell(lower, option.plan, cluster, work=option.work).played.step_s
     near = (1 + ALIKE) * min(step_s.values())
     best = min(
-        (choice for choice in fitting[:PLAYED] if step_s.get(choice.name, math.inf) <= near),
-        key=lambda choice: (_complexity(choice.layout), step_s[choice.name]),
+        (option for option in fitting[:PLAYED] if step_s.get(option.name, math.inf) <= near),
+        key=lambda option: (_complexity(option.layout), step_s[option.name]),
     )
-    others = [choice for choice in fitting if choice is not best]
-    others.sort(key=lambda choice: step_s.get(choice.name, choice.predicted.step_s))
+    others = [option for option in fitting if option is not best]
+    others.sort(key=lambda option: step_s.get(option.name, option.predicted.step_s))
     plan = weigh.explained(best, limit)
     prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.peak_bytes)
     if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
         prediction = foretell(lower, plan, cluster, optimizer=optimizer, clips=clips).prediction
-    lost = [_alternative(choice, best, step_s) for choice in others[:SHOWN]]
-    lost += [_too_large(big, limit) for big in sorted(too_large, key=lambda big: big.predicted.step_s)[: SHOWN // 2]]
+    lost = [_alternative(option, best, step_s) for option in others[:SHOWN]]
+    lost += [
+        _too_large(option, limit)
+        for option in sorted(too_large, key=lambda option: option.predicted.step_s)[: SHOWN // 2]
+    ]
     if weighed < len(layouts) or len(step_s) < min(PLAYED, len(fitting)):
         note = clock.stopped(weighed, len(layouts), len(step_s))
         plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
@@ -182,13 +185,13 @@ class _Scales:
             if option.layout == layout and option.ask is self._plain and option.peak_bytes <= limit:
                 return option
             options.append(option)
-        if self.offload and all(choice.peak_bytes > limit for choice in options):
-            host = (msgspec.structs.replace(choice.layout, offload="optimizer") for choice in tuple(options))
+        if self.offload and all(option.peak_bytes > limit for option in options):
+            host = (msgspec.structs.replace(option.layout, offload="optimizer") for option in tuple(options))
             options += [self._with_recomputation(offloaded, limit) for offloaded in host]
-        fitting = [choice for choice in options if choice.peak_bytes <= limit]
+        fitting = [option for option in options if option.peak_bytes <= limit]
         if not fitting:
-            return min(options, key=lambda choice: choice.peak_bytes)
-        return min(fitting, key=lambda choice: choice.rank)
+            return min(options, key=lambda option: option.peak_bytes)
+        return min(fitting, key=lambda option: option.rank)
 
     def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
         """The layout with as little recomputation as the limit allows, or with the most if nothing fits. Strategies

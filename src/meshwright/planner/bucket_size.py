@@ -97,11 +97,14 @@ class _Scale:
         self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
         self.reduced, self.gathered = _distinct(reduced, plan.algorithms), _distinct(gathered, plan.algorithms)
         self.reductions = {
-            size: [self._transfer(b, "reduce_scatter" if self._is_cut(b) else "all_reduce") for b in buckets]
+            size: [
+                self._transfer(bucket, "reduce_scatter" if self._is_cut(bucket) else "all_reduce") for bucket in buckets
+            ]
             for size, buckets in self.reduced.items()
         }
         self.gathers = {
-            size: [self._transfer(b, "all_gather") for b in buckets] for size, buckets in self.gathered.items()
+            size: [self._transfer(bucket, "all_gather") for bucket in buckets]
+            for size, buckets in self.gathered.items()
         }
         self.singles = msgspec.structs.replace(
             plan, buckets=filled(reduced, 0, plan.algorithms), gathers=filled(gathered, 0, plan.algorithms)
@@ -187,8 +190,10 @@ class _Scale:
             if len(buckets) < 2:
                 continue
             still_s = {
-                other: self._exposed_s((), collectives) if module == "gradients" else self._exposed_s(collectives, ())
-                for other, collectives in transfers.items()
+                other: self._exposed_s((), other_transfers)
+                if module == "gradients"
+                else self._exposed_s(other_transfers, ())
+                for other, other_transfers in transfers.items()
             }
             whole_s = sum(transfer.seconds + transfer.after_s for transfer in transfers[size])
             sizes = list(buckets)

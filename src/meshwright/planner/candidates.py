@@ -59,9 +59,9 @@ def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]
         dp = world_size // size
         if batch_size % dp == 0:
             yield Layout(dp=dp, mixed=(size,))
-            two = max(divisor for divisor in divisors(size) if divisor * divisor <= size)
-            if two > 1 and batch_size < world_size:
-                yield Layout(dp=dp, mixed=(size // two, two))
+            smaller = max(divisor for divisor in divisors(size) if divisor * divisor <= size)
+            if smaller > 1 and batch_size < world_size:
+                yield Layout(dp=dp, mixed=(size // smaller, smaller))
     yield from _by_rule(batch_size, world_size, axes)
 
 

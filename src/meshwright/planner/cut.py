@@ -127,7 +127,9 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
         lower_after = end + 1 < len(forward) and live[end + 1] < live[index]
         if not lower_before and not lower_after and live[index] < inf:
             flat = range(index, end + 1)
-            where = next((place for place in flat if _block(forward[place]) != _block(forward[place - 1])), None)
+            where = next(
+                (position for position in flat if _block(forward[position]) != _block(forward[position - 1])), None
+            )
             # The live tensors cross once in forward, their gradients once in backward.
             points.append(_Point(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
         index = end + 1

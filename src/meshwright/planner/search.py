@@ -191,7 +191,9 @@ def front(options: Iterable[Option]) -> tuple[Option, ...]:
     """Options that no other option beats in time, memory and price together, fastest first. They may be for different
     devices, batches and clusters. If one of two prices is unknown, time and memory decide."""
     kept: list[Option] = []
-    for option in sorted(options, key=lambda point: (point.sequence_s, point.peak_bytes, point.sequence_usd or 0.0)):
+    for option in sorted(
+        options, key=lambda candidate: (candidate.sequence_s, candidate.peak_bytes, candidate.sequence_usd or 0.0)
+    ):
         if not any(_beats(faster, option) for faster in kept):
             kept.append(option)
     return tuple(kept)

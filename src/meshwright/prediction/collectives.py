@@ -61,10 +61,10 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise LayoutError(f"{num_ranks} ranks", where="--ranks", remedy=f"compare 1 to {MAX_RANKS}")
-    loaded = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    loaded = loaded.resized(num_ranks)
-    names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, loaded)]
-    link, gamma, sharing = links_of(loaded), gamma_s_per_byte(loaded.device), num_ranks <= MAX_SHARING
+    resized = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    resized = resized.resized(num_ranks)
+    names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, resized)]
+    link, gamma, sharing = links_of(resized), gamma_s_per_byte(resized.device), num_ranks <= MAX_SHARING
 
     rows: list[AllReduceTime] = []
     times_alone: dict[str, list[float]] = {}
@@ -73,16 +73,16 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
         steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES))
         same = check(steps)
         alone = alone_s(steps, link, gamma, ITEM_BYTES)
-        shared = shared_s(steps, loaded, ITEM_BYTES) if sharing else None
+        shared = shared_s(steps, resized, ITEM_BYTES) if sharing else None
         rows.append(AllReduceTime(name, _in_bytes(count(steps)), alone, shared, same))
         if same and num_ranks > 1 and operation != "barrier":
             sized = [build(operation, name, num_ranks, size // ITEM_BYTES) for size in SIZES]
             times_alone[name] = [alone_s(step_list, link, gamma, ITEM_BYTES) for step_list in sized]
             if sharing:
-                times_shared[name] = [shared_s(step_list, loaded, ITEM_BYTES) for step_list in sized]
+                times_shared[name] = [shared_s(step_list, resized, ITEM_BYTES) for step_list in sized]
     return AllReduceTimes(
         operation=operation,
-        cluster=loaded.name,
+        cluster=resized.name,
         num_ranks=num_ranks,
         num_bytes=num_bytes,
         rows=tuple(sorted(rows, key=lambda row: row.alone_s if row.shared_s is None else row.shared_s)),

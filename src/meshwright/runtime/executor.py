@@ -70,10 +70,15 @@ class _Stage:
         self.step: Values = {}
         self.joined: dict[str, Tensor] = {}
         self.buckets = {bucket.name: empty(bucket, device) for bucket in program.buckets}
-        self.totals = {total.value.name: self._memory(total, device) for total in program.accumulators}
+        self.totals = {
+            accumulator.value.name: self._memory(accumulator, device) for accumulator in program.accumulators
+        }
         late = {name for phase in LATE for name in self.phases[phase].inputs}
-        ready = (*self.phases[FORWARD].outputs, *(recv.value.name for recv in program.crossing(ActionKind.RECV_F)))
-        self.sent = {send.value.name for send in program.crossing(ActionKind.SEND_F)}
+        ready = (
+            *self.phases[FORWARD].outputs,
+            *(transfer.value.name for transfer in program.crossing(ActionKind.RECV_F)),
+        )
+        self.sent = {transfer.value.name for transfer in program.crossing(ActionKind.SEND_F)}
         self.holder = {held.name: held.value for held in program.buffers}
         self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
         self.kept = {name for name in ready if name in late} | self.read_late
@@ -248,14 +253,14 @@ class Executor:
 
     def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
         """A micro-batch's part of a value of the whole step."""
-        cut = stage.program.slices[name]
-        whole: Tensor = stage.step[cut.source]
+        piece = stage.program.slices[name]
+        whole: Tensor = stage.step[piece.source]
         count = self.schedule.num_microbatches
-        size = whole.shape[cut.dim] // cut.blocks // count
-        if cut.blocks == 1:
-            return whole.narrow(cut.dim, microbatch * size, size)
-        split = whole.unflatten(cut.dim, (cut.blocks, -1)).narrow(cut.dim + 1, microbatch * size, size)
-        return split.flatten(cut.dim, cut.dim + 1)
+        size = whole.shape[piece.dim] // piece.blocks // count
+        if piece.blocks == 1:
+            return whole.narrow(piece.dim, microbatch * size, size)
+        split = whole.unflatten(piece.dim, (piece.blocks, -1)).narrow(piece.dim + 1, microbatch * size, size)
+        return split.flatten(piece.dim, piece.dim + 1)
 
     def _arguments(self, stage: _Stage, microbatch: int, phase: PhaseFunction, given: Values) -> list[Any]:
         values: list[Any] = []
@@ -297,7 +302,7 @@ class Executor:
         key, phase = (action.stage, microbatch), stage.phases[name]
         live = self._live.pop(key, {})
         arguments = self._arguments(stage, microbatch, phase, live)
-        wanted = {send.value.name for send in stage.program.crossing(ActionKind.SEND_B)}
+        wanted = {transfer.value.name for transfer in stage.program.crossing(ActionKind.SEND_B)}
         if action.kind is ActionKind.I:
             wanted.update(stage.phases[WEIGHT].inputs)
         kept = {value_name: value for value_name, value in live.items() if value_name in wanted}

@@ -164,4 +164,6 @@ def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str
 def _named(parameters: LocalParameters, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
     """Each parameter that the optimizer holds, with its group, by name."""
     names = _name_of(parameters, optimizer)
-    return {names[id(param)]: (param, group) for group in optimizer.param_groups for param in group["params"]}
+    return {
+        names[id(parameter)]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]
+    }

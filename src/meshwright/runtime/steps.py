@@ -114,27 +114,27 @@ class Step:
         """The route to or from the neighbouring stage: rank by rank if submeshes are equal, else by a transfer plan."""
         near = stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
         each = self._plan.mesh.world_size // self._count
-        offset, first, here = self._rank % each, near % self._count * each, stage % self._count * each
+        own_rank, first, here = self._rank % each, near % self._count * each, stage % self._count * each
         if not self._plan.uneven:
             whole = tuple(slice(0, size) for size in payload.value.shape)
-            return Route(((first + offset, whole),))
+            return Route(((first + own_rank, whole),))
         ends = [(batch_border(self._graph, payload.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
         sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         (source, at), (target, to) = ends if sends else reversed(ends)
         crossing = transfer(payload.whole, source, _axes(self._plan, at), target, _axes(self._plan, to))
         if sends:
-            pairs = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == offset]
+            pairs = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == own_rank]
             return Route(tuple((peer, _place(box)) for peer, box in pairs))
-        pairs = [(first + piece.source, piece.target_box) for piece in crossing.pieces if piece.target == offset]
+        pairs = [(first + piece.source, piece.target_box) for piece in crossing.pieces if piece.target == own_rank]
         messages = tuple((peer, _place(box)) for peer, box in pairs)
-        gather = next((gather for gather in crossing.gathers if offset in gather.ranks), None)
+        gather = next((gather for gather in crossing.gathers if own_rank in gather.ranks), None)
         if gather is None:
             return Route(messages)
         boxes = {
             rank: _place(box) if box is not None else None for rank, box in zip(gather.ranks, gather.boxes, strict=True)
         }
-        others = tuple((here + rank, box) for rank, box in boxes.items() if rank != offset)
-        return Route(messages, boxes[offset], others)
+        others = tuple((here + rank, box) for rank, box in boxes.items() if rank != own_rank)
+        return Route(messages, boxes[own_rank], others)
 
     def _joined(self, gradient: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
         """The sum of a parameter's gradients on its owners, in the same order everywhere."""

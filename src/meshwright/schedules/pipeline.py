@@ -82,8 +82,10 @@ def _interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
     per_round = num_microbatches // (num_microbatches // num_ranks)
     rounds = [range(first, first + per_round) for first in range(0, num_microbatches, per_round)]
     stages = range(rank, num_ranks * num_chunks, num_ranks)
-    forwards = [Action(stage, ActionKind.F, micro) for each in rounds for stage in stages for micro in each]
-    backwards = [Action(stage, ActionKind.B, micro) for each in rounds for stage in reversed(stages) for micro in each]
+    forwards = [Action(stage, ActionKind.F, microbatch) for each in rounds for stage in stages for microbatch in each]
+    backwards = [
+        Action(stage, ActionKind.B, microbatch) for each in rounds for stage in reversed(stages) for microbatch in each
+    ]
     return _alternated(forwards, backwards, (num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank))
 
 

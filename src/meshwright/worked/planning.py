@@ -115,11 +115,11 @@ def alpa() -> Iterator[Line]:
     weighed = 0
     for model, devices in [*models, *((load_model(name), size) for name, size in EXPERTS)]:
         cluster = load_cluster("v100-16gb-p3-eth25", devices)
-        outcome = search(model, cluster, global_batch=1024, precision="fp16", flash=False, schedules=PUBLISHED)
-        weighed += outcome.considered
-        best = outcome.options[0]
-        intra = _fastest(outcome.options, lambda setup: setup.pp == 1)
-        inter = _fastest(outcome.options, lambda setup: setup.pp == setup.world_size)
+        result = search(model, cluster, global_batch=1024, precision="fp16", flash=False, schedules=PUBLISHED)
+        weighed += result.considered
+        best = result.options[0]
+        intra = _fastest(result.options, lambda setup: setup.pp == 1)
+        inter = _fastest(result.options, lambda setup: setup.pp == setup.world_size)
         phrases = [f"{best.step_s:.3g} s"]
         for word, option in (("intra-only", intra), ("inter-only", inter)):
             phrases.append(f"{word} {option.step_s:.3g} s" if option else f"{word} nothing divides or fits")
@@ -130,7 +130,7 @@ def alpa() -> Iterator[Line]:
             best.text + ("; in one box no pipeline is needed" if best.setup.pp == 1 else ""),
         )
         if model.name == EXPERTS[-1][0]:
-            manual = _fastest(outcome.options, lambda setup: setup.pp == 1 and setup.tp == 1)
+            manual = _fastest(result.options, lambda setup: setup.pp == 1 and setup.tp == 1)
             assert manual is not None
             yield Line(
                 claim="up to 8 times as fast as a manual layout (experts and sharded data parallelism)",

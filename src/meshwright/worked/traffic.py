@@ -98,8 +98,10 @@ def all_reduces() -> Iterator[Line]:
     moved, slowest = "{:g} M", "{:g} M / bandwidth"
     yield compared("parameter server: 2 N M moved, 16 M", 16, star.moved / workers, moved, "to the server and back")
     yield compared("naive: N (N - 1) M, 56 M", 56, naive.moved / workers, moved, "N x N M, as also printed, is 64 M")
-    for name, cost in (("ring", ring), ("tree", tree)):
-        yield Line(claim=f"{name}: 2 N M, 16 M", ours=moved.format(cost.moved / workers), verdict="rounds", why=shift)
+    for name, counted in (("ring", ring), ("tree", tree)):
+        yield Line(
+            claim=f"{name}: 2 N M, 16 M", ours=moved.format(counted.moved / workers), verdict="rounds", why=shift
+        )
     yield compared("butterfly: N M log N, 24 M", 24, butterfly.moved / workers, moved, all_send)
     yield held(
         "parameter server: M N / bandwidth",

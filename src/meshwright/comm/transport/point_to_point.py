@@ -59,7 +59,8 @@ class PointToPoint:
 
 
 class TorchLane(Lane):
-    """A lane to the rank ``peer`` of a group, by torch.distributed. Messages of ``progress`` move while it waits.
+    """A lane to the rank ``peer`` of a group, by torch.distributed, with its timeout. The streams of ``progress`` move
+    while it waits.
 
     Every receive has room for the largest message, so a message of an unexpected size still arrives and can be
     reported. A rank does not report the collectives that it begins and finishes: that would take as long as a

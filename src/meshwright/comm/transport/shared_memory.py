@@ -53,13 +53,13 @@ class SharedMemory(Lane):
     """
 
     def __init__(
-        self, segment: Segment, theirs: Segment, slots: int, peer: int, process: Process, timeout_s: float
+        self, own_segment: Segment, peer_segment: Segment, slots: int, peer: int, process: Process, timeout_s: float
     ) -> None:
         self.while_waiting: Callable[[], bool] | None = None
         self.look: Callable[[], None] | None = None
         self.blame: Callable[[int], Trouble] = lambda rank: Trouble(f"rank {rank}", ENDED)
         self.peer, self.timeout_s = peer, timeout_s
-        self._mine, self._theirs, self._slots, self.process = segment, theirs, slots, process
+        self._mine, self._theirs, self._slots, self.process = own_segment, peer_segment, slots, process
         self._futex = ctypes.CDLL(None).syscall
         self._long, self._nap, self._short = (_Timespec(int(s), int(s % 1 * 1e9)) for s in (SLEEP_S, NAP_S, FLUSH_S))
         self._num_put = 0
@@ -86,17 +86,17 @@ class SharedMemory(Lane):
             LostRankError: the peer has ended, or does not call it within the timeout.
         """
         token = secrets.token_bytes(16)
-        descriptor = segment = None
+        descriptor = own_segment = None
         if sys.platform == "linux" and platform.machine() == "x86_64":
             descriptor = allocate(slots, rank)
-            segment = Segment(descriptor, slots)
-            segment.memory[TOKEN_AT : TOKEN_AT + len(token)] = token
+            own_segment = Segment(descriptor, slots)
+            own_segment.memory[TOKEN_AT : TOKEN_AT + len(token)] = token
         here, there = (f"{name}/{sender}/{receiver}" for sender, receiver in ((rank, peer), (peer, rank)))
         at = box()
         store.set(here, f"{os.getpid()} {-1 if descriptor is None else descriptor} {token.hex()} {at}")
         number, file, wanted, their_box = _answer(store, there, peer, timeout_s, check).split(" ", 3)
         process = theirs = None
-        if segment is not None and int(file) >= 0 and their_box == at:
+        if own_segment is not None and int(file) >= 0 and their_box == at:
             try:
                 process = Process(int(number))
             except ProcessLookupError:
@@ -106,10 +106,10 @@ class SharedMemory(Lane):
         both = _answer(store, f"{there}/opened", peer, timeout_s, check, process) == "True"
         if descriptor is not None:
             os.close(descriptor)
-        if segment is None or theirs is None or process is None or not both:
+        if own_segment is None or theirs is None or process is None or not both:
             _log.info("ranks %d and %d share no memory: they send and receive", *sorted((rank, peer)))
             return None
-        return cls(segment, theirs, slots, peer, process, timeout_s)
+        return cls(own_segment, theirs, slots, peer, process, timeout_s)
 
     @staticmethod
     def refuse(store: dist.Store, name: str, rank: int, peer: int, error: RankError) -> None:
@@ -155,23 +155,23 @@ class SharedMemory(Lane):
 
     def put_at_once(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> bool:
         """Copy a message into its slot and wake the peer, unless no slot is free."""
-        number, slots, segment, theirs = self._num_put, self._slots, self._mine, self._theirs
-        if (theirs.consumed.value - number + slots - 1) & _BEHIND:
+        number, slots, own_segment, peer_segment = self._num_put, self._slots, self._mine, self._theirs
+        if (peer_segment.consumed.value - number + slots - 1) & _BEHIND:
             return False
         slot, num_bytes, dtype = number % slots, part.nbytes, part.dtype
-        into = segment.views.get((slot, num_bytes, dtype))
+        into = own_segment.views.get((slot, num_bytes, dtype))
         if into is None:
-            into = segment.view(slot, num_bytes, dtype)
+            into = own_segment.view(slot, num_bytes, dtype)
         if isinstance(part, np.ndarray):
             into[...] = part
         else:
             into.copy_(part)
-        heads, at = segment.heads, 2 * slot
+        heads, at = own_segment.heads, 2 * slot
         heads[at], heads[at + 1] = num_bytes, tag
         self._num_put = number = number + 1
-        segment.published.value = number  # the word keeps its lower 32 bits
-        if theirs.sleeping.value:
-            self._wake(segment.published)
+        own_segment.published.value = number  # the word keeps its lower 32 bits
+        if peer_segment.sleeping.value:
+            self._wake(own_segment.published)
         return True
 
     def take(self, num: int, dtype: Any, tag: int, label: str = "") -> Any:

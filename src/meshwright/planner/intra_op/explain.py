@@ -98,9 +98,16 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
     """The seconds of the step for each choice of a decision, without the seconds that all choices share. The rest of
     its module and its neighbours take their best choices; everything else stays as chosen."""
     problem, stored = assigned.formulated.problem, assigned.formulated.stored
-    beside = {node for edge in problem.tensors if index in edge.nodes and len(edge.readers) == 1 for node in edge.nodes}
+    beside = {
+        node
+        for tensor in problem.tensors
+        if index in tensor.nodes and len(tensor.readers) == 1
+        for node in tensor.nodes
+    }
     for free in (module | beside, beside, {index}):
-        free |= {node for edge in problem.tensors if free & set(edge.nodes) for node in edge.nodes if node in stored}
+        free |= {
+            node for tensor in problem.tensors if free & set(tensor.nodes) for node in tensor.nodes if node in stored
+        }
         core = _part(problem, assigned.solution.choices, free | {index}, index)
         if len(core.nodes) == 1 and not core.tensors:
             return [float(seconds) for table in core.tables for seconds in table.costs]

@@ -189,7 +189,9 @@ class Formulation:
             readers = self._reader_keys(name)
             for tail, path in ends:
                 views = _patterns(path)
-                readers += [("gradient", self.parameter_node[param], views) for param in self.gradient_of.get(tail, ())]
+                readers += [
+                    ("gradient", self.parameter_node[parameter], views) for parameter in self.gradient_of.get(tail, ())
+                ]
                 readers += [("whole", views)] if tail in self.whole else []
             if readers:
                 tensor, key = self.graph.tensors[name], tuple(sorted(map(repr, readers)))

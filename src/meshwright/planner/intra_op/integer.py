@@ -68,7 +68,9 @@ class _Program:
             columns = self.columns[node] = self._columns(np.zeros(self.problem.nodes[node].num_choices)).tolist()
             self.rows.add([(column, 1.0) for column in columns], 1.0, 1.0)
             for moment, sizes in enumerate(self.problem.nodes[node].memory[: len(limits)]):
-                self.bytes[moment] += [(col, float(size)) for col, size in zip(columns, sizes, strict=True) if size]
+                self.bytes[moment] += [
+                    (column, float(size)) for column, size in zip(columns, sizes, strict=True) if size
+                ]
         self.binaries = len(self.costs)
         for table in core.tables:
             self._table(table)

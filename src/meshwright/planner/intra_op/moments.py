@@ -33,7 +33,7 @@ class Moments:
         self.alive = min(stages, prices.microbatches) if not self.whole else 1
         order = sorted(graph.operators, key=lambda operator: not operator.prologue)
         place = {operator.name: index for index, operator in enumerate(order)}
-        first = {name: place[operator.name] for operator in order for name in operator.outputs}
+        made_at = {name: place[operator.name] for operator in order for name in operator.outputs}
         self._reads: dict[str, _Life] = {}
         last: dict[str, int] = {}
         for operator in order:
@@ -45,7 +45,7 @@ class Moments:
             if entry.gradient is not None and self.whole:
                 last[graph.tensors[entry.gradient].storage] = len(order)
         self._lives = {
-            name: _Life(at, max(at, last.get(name, at))) for name, at in first.items()
+            name: _Life(at, max(at, last.get(name, at))) for name, at in made_at.items()
             if graph.tensors[name].storage == name
         }  # fmt: skip
         self.positions = self._chosen([operator.backward for operator in order])

@@ -212,9 +212,9 @@ def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> 
             continue
         parts = prod(sizes[other] for other, shard in wanted.items() if _same_factor(shard, placement))
         for letter in rule.sizes:
-            output = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter, parts=parts)
+            output_placement = factor_placement(rule.parsed.outputs[0].dims, rule.sizes, letter, parts=parts)
             free = rule.splittable(letter) and letter not in rule.decompositions
-            if output == placement and free and misfit(rule, {**strategy, axis: letter}, sizes) is None:
+            if output_placement == placement and free and misfit(rule, {**strategy, axis: letter}, sizes) is None:
                 strategy[axis] = letter
                 break
     return strategy, input_placements(rule, strategy, 0, sizes)

@@ -70,7 +70,10 @@ class Prices:
     def node_exchanges_s(self, node: Node) -> float:
         """The seconds of the collectives that a node starts, plus the seconds of the collectives inside its kernel."""
         every = (*([node.starts] if node.starts is not None else ()), *node.inside)
-        return sum(self.network.collective_s(comm.kind, comm.bytes, self.groups[comm.axis]) for comm in every)
+        return sum(
+            self.network.collective_s(collective.kind, collective.bytes, self.groups[collective.axis])
+            for collective in every
+        )
 
     def times(self, operator: Operator) -> int:
         """How often a step runs the operator."""
@@ -113,7 +116,9 @@ class Prices:
         for move in steps:
             if move.kind == "slice":
                 continue
-            before, after = (part_bytes(tensor, place, self.sizes) // parts for place in (move.before, move.after))
+            before, after = (
+                part_bytes(tensor, placements, self.sizes) // parts for placements in (move.before, move.after)
+            )
             largest, group = max(before, after), self.groups[move.axis]
             if gradient and len(steps) == 1 and move.kind == "all_reduce":
                 bucket = max(largest, self.bucket_bytes)
