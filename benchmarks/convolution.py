@@ -87,7 +87,7 @@ def parity() -> list[Finding]:
     """Every network under every layout, and image models of Hugging Face as they come."""
     found: list[Finding] = []
     with Ranks() as ranks:
-        for name in test_mixed.NETWORKS:
+        for name in test_mixed.NETWORKS | test_mixed.LARGE:
             cells: dict[str, float | str] = {}
             for way in ("dp2", "spatial 2x2", "planned on 4", *WAYS):
                 try:

@@ -376,8 +376,7 @@ def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
         before = {name: value.clone() for name, value in serial.model.state_dict().items()}
         arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
         expected = in_one_process(serial, *arguments)
-        parallelize = sharing_capture((case.model, widen_casts))
-        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize)
+        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments)
     return compared(before, expected, found, trainer)
 
 

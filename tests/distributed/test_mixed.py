@@ -28,7 +28,7 @@ from meshwright.models import (
     classification_loss,
     segmentation_loss,
 )
-from meshwright.models.googlenet import Inception
+from meshwright.models.googlenet import GoogLeNet, Inception
 from meshwright.planner.factors import Factors
 from meshwright.planner.pins import read_pins
 from tests.distributed import oracle
@@ -65,13 +65,15 @@ NETWORKS: dict[str, Callable[[], Subject]] = {
         UNet(depth=1, width=4, classes=4).double(), segmentation_loss, images(2, 16, 4, (16, 16))
     ),
 }  # fmt: skip
+LARGE: dict[str, Callable[[], Subject]] = {"GoogLeNet": lambda: classifier(lambda: GoogLeNet(8, classes=10), 4, 64)}
+"""Those that only ``make bench-convolution`` trains."""
 ONE = {"samples": "sample", "rows": "height", "channels": "stationary-x", "filters": "stationary-y"}
 
 
 def pinned(name: str, words: str) -> dict[str, str]:
     """That every convolution of a network that can, and nothing else, splits so."""
     found = {}
-    for module, one in NETWORKS[name]().model.named_modules():
+    for module, one in (NETWORKS | LARGE)[name]().model.named_modules():
         if isinstance(one, nn.Conv2d | nn.ConvTranspose2d):
             found[module] = words
     return found
@@ -79,7 +81,7 @@ def pinned(name: str, words: str) -> dict[str, str]:
 
 @cache
 def captured(name: str) -> Graph:
-    subject = NETWORKS[name]()
+    subject = (NETWORKS | LARGE)[name]()
     return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
 
 
@@ -98,9 +100,9 @@ def possible(name: str, layout: mw.Layout) -> mw.Layout:
 
 def train(name: str, layout: mw.Layout) -> oracle.Comparison:
     torch.manual_seed(3)
-    serial = NETWORKS[name]()
+    serial = (NETWORKS | LARGE)[name]()
     torch.manual_seed(3)
-    parallel = NETWORKS[name]()
+    parallel = (NETWORKS | LARGE)[name]()
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.in_one_process(serial, optimizer)

@@ -341,17 +341,17 @@ def batches() -> list[Batch]:
 
 def errors_of(layout: str) -> dict[str, float | str]:
     """By property, the largest error of losses, metrics, parameters and buffers; or why it is refused."""
-    return {name: _error(name, LAYOUTS[layout]) for name in PROPERTIES}
+    return {name: _error(name, LAYOUTS[layout], as_users=layout == "dp2") for name in PROPERTIES}
 
 
-def _error(name: str, layout: mw.Layout) -> float | str:
+def _error(name: str, layout: mw.Layout, *, as_users: bool) -> float | str:
     torch.manual_seed(2)
     model, data = PROPERTIES[name]().double(), batches()
     plain = copy.deepcopy(model)
     loss_fn = keeping_loss if isinstance(model, Kept) else loss_of
     optimizer = torch.optim.SGD((one for one in plain.parameters() if one.requires_grad), lr=0.1, momentum=0.9)
     try:
-        trainer = sharing_capture(("properties", name))(
+        trainer = (mw.parallelize if as_users else sharing_capture(("properties", name)))(
             model, loss_fn, data[0], plan=layout,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         )  # fmt: skip

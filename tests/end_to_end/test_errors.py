@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,6 +291,36 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
 
 def run_ranks_there(directory: str) -> int:
     return run_ranks(os.getpid, num_ranks=1, directory=Path(directory))
+
+
+def note_end(directory: str) -> tuple[str, float]:
+    atexit.register(Path(directory, f"{api.launched_rank()} ended").touch)
+    return os.environ["COLOUR"], np.random.random()
+
+
+def test_a_rank_has_the_environment_of_its_launch_draws_its_own_numbers_and_ends_as_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")
+    drawn = set()
+    for colour in ("red", "blue"):
+        monkeypatch.setenv("COLOUR", colour)
+        seen, number = run_ranks(note_end, str(tmp_path), num_ranks=2)
+        assert seen == colour
+        drawn.add(number)
+    assert len(drawn) == 2
+    assert {path.name for path in tmp_path.glob("* ended")} == {"0 ended", "1 ended"}
+
+
+def test_what_ranks_find_imported_can_be_forked() -> None:
+    program = (
+        "import importlib, threading, torch\n"
+        "from meshwright.runtime.ranks import PRELOADED\n"
+        "for name in PRELOADED: importlib.import_module(name)\n"
+        "assert threading.active_count() == 1\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 # --- a loss that becomes NaN, ranks that fail ------------------------------------------------------------------------

@@ -326,6 +326,7 @@ def test_when_the_launcher_is_killed_its_ranks_end_and_the_same_command_goes_on(
             time.sleep(0.05)
         process.kill()
         process.wait()
+        deadline = time.monotonic() + 10
         while living_in(process.pid):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -88,8 +88,8 @@ class Counter:
         return (product,)
 
     def _flops(self, call: Call) -> float:
-        if call.target in experts.KEPT_FLOPS:
-            return experts.KEPT_FLOPS[call.target](call, None)
+        if call.target in experts.KERNEL_FLOPS:
+            return experts.KERNEL_FLOPS[call.target](call, None)
         operator = operator_rule(call.target, self._own)
         if operator is None:
             return 0.0

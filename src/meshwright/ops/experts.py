@@ -262,9 +262,10 @@ def _flops(products: int, *, again: bool = False) -> Callable[[Call, Rule | None
 
 RULES = {
     ours.experts.default: OperatorRule(experts_rule, experts_local, _flops(1), frozenset("e")),
-    ours.experts_backward.default: OperatorRule(experts_rule, experts_local, _flops(2, again=True), frozenset("e")),
+    ours.experts_backward.default: OperatorRule(experts_rule, experts_local, _flops(2), frozenset("e")),
 }
-KEPT_FLOPS: dict[Any, Callable[[Call, Rule | None], float]] = {
-    ours.experts_kept.default: _flops(1), ours.experts_backward_kept.default: _flops(2)
+KERNEL_FLOPS: dict[Any, Callable[[Call, Rule | None], float]] = {
+    ours.experts_backward.default: _flops(2, again=True), ours.experts_kept.default: _flops(1),
+    ours.experts_backward_kept.default: _flops(2),
 }  # fmt: skip
-"""FLOPs of the operators that keep the activations inside the experts, or use them instead of recomputing them."""
+"""FLOPs of kernels, of which one recomputes the activations inside the experts and one reads those that were kept."""

@@ -29,7 +29,7 @@ _MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }  # fmt: skip
 """Open MPI's names for torchrun's environment variables."""
-_SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+_SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|TORCH_NCCL_ASYNC)_\w+")
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
@@ -141,12 +141,14 @@ def environment() -> dict[str, str]:
 
 def take_environment(environment: dict[str, str]) -> None:
     """Take the launcher's environment, but for the variables that torch's agent has set for this rank. Without this, a
-    rank has the environment of the server that it was forked from, which may be older."""
+    rank has the environment of the server that it was forked from, which may be older. Variables that PyTorch reads
+    when it is imported count as they were then, but for ``OMP_NUM_THREADS``."""
     agents = {name: value for name, value in os.environ.items() if _SET_BY_AGENT.fullmatch(name)}
     os.environ.clear()
     os.environ.update(environment | agents)
-    if "OMP_NUM_THREADS" in environment:
-        torch.set_num_threads(_number("OMP_NUM_THREADS", "1"))
+    threads = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if threads.isdecimal() and int(threads):
+        torch.set_num_threads(int(threads))
 
 
 def share_cores(num_ranks: int) -> int:

@@ -3,6 +3,7 @@
 The ranks are processes of torch's elastic agent. ``runtime/failures.py`` describes the files that they leave behind.
 """
 
+import atexit
 import fcntl
 import itertools
 import logging
@@ -17,9 +18,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
+
+import numpy as np
 
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.runtime import launch
@@ -116,7 +119,6 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _Signals() as signals, _quiet():
         config = LaunchConfig(
             min_nodes=1,
@@ -134,6 +136,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
             signals_to_handle="SIGQUIT",
             shutdown_timeout=STOP_S,
         )
+        _start_server()
         try:
             given = function, args, num_ranks, directory, launch.environment()
             results: dict[int, T] = elastic_launch(config, _rank)(*given)
@@ -155,10 +158,12 @@ def _rank(
     function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str]
 ) -> T | None:
     """Run the function as one rank, and record its failure if it fails. ``environment`` is the launcher's."""
-    launch.take_environment(environment)
+    threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    launch.take_environment(environment)
+    np.random.seed()  # every fork has a copy of the server's generator; Python reseeds its own
     rank = launch.launched_rank()
     try:
         status = Status(directory, rank)
@@ -168,9 +173,18 @@ def _rank(
         result = function(*args)
         status.set("while ending")
         launch.finish()
+        atexit._run_exitfuncs()  # a fork does not, before Python 3.13
         return result if rank == 0 else None
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must be told
         _fail(record(error, directory, rank))
+
+
+def _end_with_launcher() -> None:
+    """End this rank at once when the launcher has ended in any way, even by a kill."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)
 
 
 def _fail(failure: Failure) -> NoReturn:
@@ -277,6 +291,19 @@ class _Signals:
             if self._received is not None:
                 for process in set(multiprocessing.active_children()) - self._others:
                     process.kill()
+
+
+def _start_server() -> None:
+    """Start the server that forks ranks, unless it or another library's server runs already."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        raise LaunchError(
+            f"the server that forks ranks cannot be started: {error}",
+            where="ranks",
+            remedy="set TMPDIR to a directory with a short path; do not start ranks in a fork of a process that did",
+        ) from error
 
 
 def _start_resource_tracker() -> None:
