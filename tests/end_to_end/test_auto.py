@@ -127,7 +127,7 @@ def test_a_plan_tells_why_the_others_lost() -> None:
 def test_what_does_not_fit_says_what_would() -> None:
     graph = gpt()
     with pytest.raises(LayoutError) as caught:
-        mw.plan(graph, CLUSTER, devices=2, memory_bytes=2e5)
+        mw.plan(graph, CLUSTER, devices=2, memory_bytes=1e5)
     assert caught.value.where == "memory"
     found = re.fullmatch(
         r"no layout fits in [\d.e-]+ GiB; the smallest, (.*), needs ([\d.e-]+) GiB a rank", caught.value.problem
