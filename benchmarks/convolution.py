@@ -11,6 +11,7 @@ written by hand in eager PyTorch, by turns in the same processes.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ FILES = {
 SIDE, CHANNELS, DEPTH = 2048, 8, 4
 """The stack: so many 3x3 convolutions of so many channels, with ReLU, on an image of 2048 x 2048."""
 STEPS = 1
-LEAST_SPEEDUP, MOST_MEMORY = 1.7, 0.55
+LEAST_SPEEDUP, MOST_MEMORY, MEMORY_RUNS = 1.7, 0.55, 3
 ONE_BOX, ETHERNET = "v100-dgx1", "v100-box1-eth10x1"
 
 
@@ -345,13 +346,18 @@ def peak(split: bool) -> int:
 
 
 def memory() -> list[Finding]:
-    """A rank's peak beside that of one process."""
-    peaks = {}
+    """A rank's peak beside that of one process: medians over runs, since allocators differ from run to run."""
+    peaks: dict[bool, float] = {}
     for split, count in ((True, NUM_RANKS), (False, 1)):
-        with Ranks() as ranks:  # fresh processes: memory is not given back
-            peaks[split] = max(ranks(count, peak, split, timeout=1800.0))
+        runs = []
+        for _ in range(MEMORY_RUNS):
+            with Ranks() as ranks:  # fresh processes: memory is not given back
+                runs.append(max(ranks(count, peak, split, timeout=1800.0)))
+        peaks[split] = statistics.median(runs)
     part = peaks[True] / peaks[False]
-    words = f"{part:.2f}: {peaks[True] / 2**20:.0f} MiB of {peaks[False] / 2**20:.0f} MiB"
+    words = (
+        f"{part:.2f}: {peaks[True] / 2**20:.0f} MiB of {peaks[False] / 2**20:.0f} MiB, medians of {MEMORY_RUNS} runs"
+    )
     found = Check(
         target=f"stack of 3x3 on {SIDE} x {SIDE}, 2 ranks by rows: peak memory at most {MOST_MEMORY} of one rank's",
         verdict="pass" if part <= MOST_MEMORY else "fail", passed=int(part <= MOST_MEMORY), total=1, measured=words,
