@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("meshwright", settings(), deadline=None)
 settings.load_profile("meshwright")
+LONG_S, SLOWEST_FILES = 300.0, 40
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where the time of a long run went: the seconds of the slowest files."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if seconds.total() >= LONG_S:
+        terminalreporter.section(f"seconds by file, {seconds.total():.0f} in all")
+        for file, duration in seconds.most_common(SLOWEST_FILES):
+            terminalreporter.write_line(f"{duration:7.1f}  {file}")
 
 
 @pytest.fixture(autouse=True)
