@@ -38,6 +38,16 @@ def test_the_times_of_a_rank() -> None:
     )
 
 
+def test_rounding_is_no_time() -> None:
+    """The parts of a step of 0.9 s are a little less than 0.9 s in floating point: the rest is no bubble."""
+    ends = [0.0, 0.2, 0.5, 0.8, 0.9]
+    streams = ("compute", "wait", "compute", "wait")
+    spans = tuple(Span(0, stream, "work", ends[at], ends[at + 1]) for at, stream in enumerate(streams))
+    (times,) = summarize(Trace(source="measured", spans=spans))
+    assert 0.9 - (0.2 + 0.8 - 0.5) - (0.5 - 0.2 + 0.9 - 0.8) > 0
+    assert times.bubble_s == 0
+
+
 def test_what_is_waited_for_inside_of_computing_is_no_computing() -> None:
     spans = (
         Span(2, "compute", "forward", 0.0, 10.0),

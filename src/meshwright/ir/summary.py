@@ -39,14 +39,16 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
         still = union([*waits, *receives])
         compute_s = _without(union(intervals.get("compute", [])), still)
         exposed_s = length(waits)
+        hidden_s = _without(union(intervals.get("communication", [])), still)
+        bubble_s = step_s - compute_s - exposed_s
         result.append(
             RankTimes(
                 rank=rank,
                 step_s=step_s,
                 compute_s=compute_s,
                 exposed_s=exposed_s,
-                hidden_s=_without(union(intervals.get("communication", [])), still),
-                bubble_s=max(0.0, step_s - compute_s - exposed_s),
+                hidden_s=hidden_s if hidden_s > ROUNDING * step_s else 0.0,
+                bubble_s=bubble_s if bubble_s > ROUNDING * step_s else 0.0,
                 peak_bytes=peaks[rank],
             )
         )
@@ -54,6 +56,8 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
 
 
 _RECEIVE = "RECV_"
+ROUNDING = 1e-9
+"""Differences of times below this fraction of a step are rounding, not time."""
 
 
 def _without(intervals: list[Interval], others: list[Interval]) -> float:
