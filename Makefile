@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
+.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,13 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 	@$(BIN)/mypy
 	@echo "==> lint-imports"
 	@$(BIN)/lint-imports
+
+# What all tables of docs/measured.md and README are made of: one run at one commit.
+PARTS := foundation pipelines zero models planning convolution collectives prediction memory large_batch
+
+bench: $(STAMP) ## run all benchmarks at this commit, and write all tables (three hours on two quiet cores)
+	@rc=0; for part in $(PARTS); do $(BIN)/python -m benchmarks.$$part || rc=1; done; $(BIN)/python docs/generate.py; \
+	$(BIN)/meshwright bench lint benchmarks/results/*.json || rc=1; exit $$rc
 
 bench-foundation: $(STAMP) ## measure against eager PyTorch, DistributedDataParallel and parallelize_module
 	@$(BIN)/python -m benchmarks.foundation
