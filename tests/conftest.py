@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -22,14 +22,15 @@ LONG_S, SLOWEST_FILES = 300.0, 40
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say where the time of a long run went: the seconds of the slowest files."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
-    if seconds.total() >= LONG_S:
-        terminalreporter.section(f"seconds by file, {seconds.total():.0f} in all")
-        for file, duration in seconds.most_common(SLOWEST_FILES):
+    total = sum(seconds.values())
+    if total >= LONG_S:
+        terminalreporter.section(f"seconds by file, {total:.0f} in all")
+        for file, duration in sorted(seconds.items(), key=lambda item: -item[1])[:SLOWEST_FILES]:
             terminalreporter.write_line(f"{duration:7.1f}  {file}")
 
 
