@@ -20,10 +20,11 @@ from meshwright.api import plans
 from meshwright.api.plans import cost_of
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import ClusterError, LayoutError, MeshwrightError
+from meshwright.errors import ClusterError, LayoutError, MeshwrightError, PlanError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.ir.plan_check import check_fits
+from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import (
     GPT,
@@ -140,6 +141,20 @@ def test_what_does_not_fit_says_what_would() -> None:
     plan = mw.plan(graph, CLUSTER, devices=2, memory_bytes=limit)
     assert plan.prediction is not None
     assert plan.prediction.peak_memory_bytes <= limit, "the remedy works"
+
+
+def test_a_layout_that_cannot_be_lowered_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for Hugging Face's Phi over dp2 x tp2: micro-batches would need samples of others."""
+    lower = PlanLowering.__call__
+
+    def refusing(self: PlanLowering, plan: mw.Plan, rank: int = 0) -> tuple[Program, ...]:
+        if plan.layout.pp == 1 and plan.layout.microbatches == 1:
+            raise PlanError("it would have to communicate with other micro-batches")
+        return lower(self, plan, rank)
+
+    monkeypatch.setattr(PlanLowering, "__call__", refusing)
+    plan = mw.plan(gpt(), CLUSTER, devices=2)
+    assert plan.layout.pp > 1 or plan.layout.microbatches > 1
 
 
 def test_a_smaller_batch_that_would_fit_is_named() -> None:

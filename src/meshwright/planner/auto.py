@@ -11,7 +11,7 @@ from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Work
-from meshwright.errors import LayoutError, ScheduleError
+from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
@@ -112,7 +112,7 @@ def plan_auto(
             options += weigh.begun
             weighed = number
             break
-        except (LayoutError, ScheduleError) as error:
+        except (LayoutError, PlanError, ScheduleError) as error:
             refused.append(f"{layout_text(layout)}: {error.problem}")
             continue
         options.append(option)
@@ -222,7 +222,7 @@ class _Scales:
             return None  # the program chooses no strategies there
         try:
             option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
-        except LayoutError:
+        except (LayoutError, PlanError):
             return None
         return option if option.peak_bytes <= limit else None
 
