@@ -1,7 +1,7 @@
 """Does prediction meet measurement? Step time of four models under several layouts on two ranks.
 
 Run as ``make bench-prediction``, which also runs ``benchmarks.memory``. This machine is calibrated, without any model,
-before and after the steps of each model, and every layout is predicted and measured. A step is zero_grad, forward,
+by turns with the steps of each model, and every layout is predicted and measured. A step is zero_grad, forward,
 loss, backward and SGD with momentum 0.9 (the demo: clipping and AdamW) in float32, one thread a rank.
 The exit code is 1 if a target is missed.
 """
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from meshwright.planner.foretell import foretell
 from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-prediction"
-ROUNDS, STEPS = 9, 3
+ROUNDS, STEPS, TURNS = 9, 3, 3
 ERROR, MEDIAN_ERROR, AUTO = 0.25, 0.10, 0.05
 
 
@@ -137,13 +138,17 @@ def trainer_of(case: Case, model: Model) -> tuple[Any, dict[str, torch.Tensor]]:
     return trainer, batch
 
 
+_SIDES: dict[str, Callable[[], object]] = {}
+"""Steps by case; ranks that are asked again keep their trainers."""
+
+
 def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step by case and round, cases in turn."""
-    sides = {}
     for case in cases:
-        trainer, batch = trainer_of(case, MODELS[case.model])
-        sides[str(case)] = lambda trainer=trainer, batch=batch: trainer.step(batch)
-    return alternate(sides, rounds=rounds, steps=steps)
+        if str(case) not in _SIDES:
+            trainer, batch = trainer_of(case, MODELS[case.model])
+            _SIDES[str(case)] = partial(trainer.step, batch)
+    return alternate({str(case): _SIDES[str(case)] for case in cases}, rounds=rounds, steps=steps)
 
 
 # --- prediction ------------------------------------------------------------------------------------------------------
@@ -170,10 +175,10 @@ def calibrated() -> Cluster:
 
 
 def step_times(calibrate: Callable[[], Cluster], only: str, rounds: int, steps: int) -> tuple[list[Finding], float]:
-    """Predicted beside measured step times; the largest difference of predictions before and after measuring.
+    """Predicted beside measured step times; the largest difference of predictions of one case.
 
-    The machine is calibrated before and after every group of cases, since its speed drifts within minutes. A prediction
-    is the mean of those by both.
+    Calibration and the rounds of a group of cases take turns, since the machine's speed drifts within minutes. A
+    prediction is the mean of those by the calibrations before, between and after the rounds.
     """
     results: list[Finding] = []
     run = new_run()
@@ -187,18 +192,23 @@ def step_times(calibrate: Callable[[], Cluster], only: str, rounds: int, steps: 
             chosen = Case(model, auto_layout(model, num_ranks, before))
             if str(chosen) not in map(str, cases):
                 cases.append(chosen)
+            clusters = [before]
+            seconds: dict[str, list[float]] = {str(case): [] for case in cases}
             with Ranks() as ranks:
-                seconds = ranks(num_ranks, measure, cases, rounds, steps, timeout=1800.0)[0]
-            after = calibrate()
+                for turn in range(TURNS):
+                    share = rounds * (turn + 1) // TURNS - rounds * turn // TURNS
+                    for name, taken in ranks(num_ranks, measure, cases, share, steps, timeout=1800.0)[0].items():
+                        seconds[name] += taken
+                    clusters.append(calibrate())
             for case in cases:
-                both = [predicted_s(case, one) for one in (before, after)]
-                drift = max(drift, max(both) / min(both) - 1)
-                results.append(_step_time(case, seconds[str(case)], statistics.fmean(both), steps, run))
+                predictions = [predicted_s(case, cluster) for cluster in clusters]
+                drift = max(drift, max(predictions) / min(predictions) - 1)
+                results.append(_step_time(case, seconds[str(case)], statistics.fmean(predictions), steps, run))
                 show(results[-1])
             if num_ranks > 1 and not only:
                 results.append(_auto(model, str(chosen), {str(one): seconds[str(one)] for one in cases}))
                 show(results[-1])
-            before = after
+            before = clusters[-1]
     return results, drift
 
 
@@ -295,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 show(one)
         words = (
             "Step times are medians over alternating rounds, beside the simulation over what `meshwright calibrate` "
-            "measured: the mean of the predictions by the calibration before and by that after the steps of a model. "
-            f"These two differ by up to {drift:.0%}: by so much the machine's own speed drifted. "
+            f"measured: the mean of the predictions by {TURNS + 1} calibrations, with which the rounds of a model took "
+            f"turns. These differ by up to {drift:.0%}: by so much the machine's own speed drifted. "
             "Emulated devices: 8 processes with the executor, the channels and the schedule of training, whose "
             "kernels and links wait their predicted time instead of working."
         )

@@ -85,7 +85,7 @@ def calibrated_there() -> tuple[Cluster | None, str, float, list[str]]:
     """What calibration finds of small messages; by what a step of dp over all ranks is reduced, how far off it is, and
     which all-reduces ran."""
     effort = Effort(
-        probe_s=1e-4, sides=(8, 16), flat_sides=(32, 64), elements=(2**14, 2**15), scale=0.1,
+        laps=2, sides=(8, 16), flat_sides=(32, 64), elements=(2**14, 2**15), scale=0.1,
         between=Sizes(bytes=(64, 4096), repeats=2, most_s=0.01),
     )  # fmt: skip
     found = calibrate.measure(effort, lambda what: None)

@@ -15,11 +15,12 @@ import meshwright as mw
 from meshwright import api, cli
 from meshwright.api.machine import known_cluster
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.kernels import Rates
 from meshwright.cost.program import step_work
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming
-from meshwright.ir.kind import COMPUTE, KINDS
+from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import between, calibrate, launch
@@ -31,7 +32,7 @@ from meshwright.runtime.probes import Probe
 from meshwright.schedules.collectives.choice import candidates, chosen
 
 TINY = Effort(
-    probe_s=1e-4,
+    laps=2,
     sides=(8, 16),
     flat_sides=(32, 64),
     elements=(2**14, 2**15),
@@ -145,16 +146,53 @@ def measured(spread: float) -> Measured:
 
 def test_sweeps_are_averaged_and_their_differences_are_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of a product by sweep: the machine is twice as slow in the last two."""
-    times = iter([1e-3, 1e-3, 2e-3, 2e-3])
-    monkeypatch.setattr(calibrate, "repeated", lambda call, probe_s, clock: (next(times), 1.0, 1.0))
+    times = iter([1e-3, 9e-3, 1e-3, 1e-3, 1e-3, 5e-4, 2e-3, 2e-3, 2e-3, 2e-3, 9e-3, 2e-3])
+    monkeypatch.setattr(calibrate, "timed", lambda call, clock: (next(times), 1.0))
     probe = Probe("matmul", 3e6, lambda: None)
-    sweeps = calibrate.Sweeps([("float32", probe)], 0.01)
+    sweeps = calibrate.Sweeps([("float32", probe)], laps=3)
     for _ in range(4):
         sweeps.add()
     measured = sweeps.measured()
     assert measured.seconds == {"matmul": [(3e6, 1.5e-3)]}
     assert measured.peaks == {"float32": pytest.approx(2e9)}
     assert measured.drift == pytest.approx(statistics.stdev([1, 1, 2, 2]) / 1.5)
+
+
+def test_laps_go_up_and_down_in_size_in_the_same_order_on_all_ranks() -> None:
+    called: list[str] = []
+    sizes = {"dispatch": 0.0, "pointwise": 1e3, "matmul": 1e6, "norm": 1e6}
+    probes = [("float32", Probe(kind, size, lambda kind=kind: called.append(kind))) for kind, size in sizes.items()]  # type: ignore[misc]
+    up = ["dispatch", "pointwise", "matmul", "norm"]
+    for order in (probes, probes[::-1]):
+        called.clear()
+        calibrate.Sweeps(order, laps=3).add()
+        assert called == [*up, *reversed(up), *up]
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+@pytest.mark.parametrize("flops", [5e7, 4e8])
+@pytest.mark.parametrize("num_bytes", [1e6, 6e6])
+def test_operands_are_told_apart_from_multiplying(kind: str, flops: float, num_bytes: float) -> None:
+    """Oracle: a machine whose times are ``kernel_s + flops / rate + bytes / bandwidth``; the prediction of sizes that
+    were not measured follows it."""
+    kernel_s, rate, bandwidth = 5e-6, 8e10, 4e9
+
+    def seconds(flops: float, num_bytes: float) -> float:
+        return kernel_s + flops / rate + num_bytes / bandwidth
+
+    square, flat = [(4e7, 4e5), (6e8, 4e6)], [(4e6, 5e5), (7e7, 4e6)]
+    operands = OPERANDS[kind]
+    measured = Measured(
+        seconds={
+            "pointwise": [(1e6, 1e6 / 2e10)],
+            kind: [(flops, seconds(flops, size)) for flops, size in square],
+            operands: [(size, seconds(flops, size)) for flops, size in flat],
+        },
+        others={(kind, flops): size for flops, size in square} | {(operands, size): flops for flops, size in flat},
+        kernel_s=kernel_s, peaks={"float32": 8e10}, taken_s=1.0, passed_s=1.0,
+    )  # fmt: skip
+    rates = Rates(made_cluster(measured, None, None, [], ranks=1, cores=1).device)
+    assert rates.seconds(kind, "float32", flops, num_bytes) == pytest.approx(seconds(flops, num_bytes), rel=0.1)
 
 
 def test_on_a_busy_machine_threads_are_left_out_and_the_spread_is_told() -> None:

@@ -131,7 +131,8 @@ def test_measured_curves_say_all_that_a_kernel_takes() -> None:
     rates, of, bandwidth = Rates(CALIBRATED), CALIBRATED.efficiency_at, CALIBRATED.memory_bandwidth_bytes_per_s
     flat = 2e-6 + 1e7 / (1e11 * of("matmul", 1e7)) + 1e6 / (bandwidth * of("operands", 1e6))
     assert rates.seconds("matmul", "float32", 1e7, 1e6) == flat
-    assert rates.seconds("convolution", "float64", 1e7, 1e3) == 2e-6 + 1e7 / (5e10 * of("convolution", 1e7))
+    convolution = 1e7 / (5e10 * of("convolution", 1e7)) + 1e3 / (bandwidth * of("convolution_operands", 1e3))
+    assert rates.seconds("convolution", "float64", 1e7, 1e3) == 2e-6 + convolution
     assert rates.seconds("norm", "float32", 0.0, 1e6) == 2e-6 + 1e6 / (bandwidth * of("norm", 1e6))
 
 

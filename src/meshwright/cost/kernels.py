@@ -7,7 +7,7 @@ import msgspec
 from meshwright.cost.attention import score_kernels
 from meshwright.ir.device import PEAK_DTYPES, Device, Kernels
 from meshwright.ir.kernel import Kernel, Product
-from meshwright.ir.kind import COMPUTE
+from meshwright.ir.kind import COMPUTE, OPERANDS
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Blocks (rows, columns) of the output that one processor computes at a time, as in cuBLAS and CUTLASS."""
@@ -42,10 +42,12 @@ class Rates:
         memory_s     = bytes / (bandwidth * efficiency(kind, bytes))
         seconds      = kernel_s + memory_s                          kinds that are bound by memory
                        kernel_s + max(arithmetic_s, memory_s)       others, with bytes at the full bandwidth
-                       kernel_s + arithmetic_s + memory_s           products, where their operands' cost was measured
+                       kernel_s + arithmetic_s + memory_s           products and convolutions, where their operands'
+                                                                    cost was measured
 
     (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A flat product, with few rows for its weights, first has
-    to bring its operands in order; a core does not do this and multiply at once, so the times add. For all other kinds
+    to bring its operands in order, and a convolution on a CPU copies its images in blocks of channels; a core does not
+    do this and multiply at once, so the times add. For all other kinds
     the rate is the data sheet's times the fractions of ``Device.kernels``. There a matrix product on a GPU or
     accelerator is cut into tiles; each wave computes one tile on every processor:
 
@@ -80,8 +82,8 @@ class Rates:
         if measured:
             arithmetic_s = flops / (peak * device.efficiency_at(kind, flops))
             memory_s = num_bytes / device.memory_bandwidth_bytes_per_s
-            if kind == "matmul" and "operands" in device.efficiency:
-                return self.kernel_s + arithmetic_s + memory_s / device.efficiency_at("operands", num_bytes)
+            if (operands := OPERANDS.get(kind, "")) in device.efficiency:
+                return self.kernel_s + arithmetic_s + memory_s / device.efficiency_at(operands, num_bytes)
             return self.kernel_s + max(arithmetic_s, memory_s)
         if kind.startswith("attention"):
             again = ATTENTION_BACKWARD if kind == "attention_backward" else 1.0

@@ -9,12 +9,17 @@ COMPUTE = (
 MEMORY = (
     "pointwise", "activation", "activation_backward", "softmax", "norm", "norm_backward", "batch_norm",
     "batch_norm_backward", "reduction", "gather", "scatter", "copy", "random", "update",
-    "operands",
+    "operands", "convolution_operands",
 )  # fmt: skip
 """Kinds bound by memory: the size of a call is the bytes of its inputs and outputs, its efficiency a fraction of the
 bandwidth. ``activation``: functions with many instructions per element. ``copy``: changes the order of elements.
-``update``: a pass of an optimizer over parameters. ``operands``: the work of a matrix product on its operands and its
-result besides multiplying, which counts for flat products (few rows for their weights)."""
+``update``: a pass of an optimizer over parameters. ``operands`` and ``convolution_operands``: the work of a matrix
+product or a convolution on its operands and its result besides multiplying, which counts for flat products (few rows
+for their weights) and for convolutions with small kernels."""
+OPERANDS = {"matmul": "operands"} | dict.fromkeys(
+    ("convolution", "convolution_input", "convolution_weight"), "convolution_operands"
+)
+"""Maps kinds bound by arithmetic to the kind of their work on operands."""
 KINDS = (*COMPUTE, *MEMORY)
 
 _EXPERTS = (

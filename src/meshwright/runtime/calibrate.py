@@ -3,10 +3,12 @@
 Every rank runs ``measure``, on one core each:
 
     alone     rank 0 measures, the others sleep: one thread, then all threads
-    together  all ranks measure the same kernels at the same time: cores share caches, memory and power
+    together  all ranks measure the same kernels at about the same time: cores share caches, memory and power
     between   messages and collectives, by size (``runtime/between.py``)
 
-Each call is repeated for some milliseconds in each of several sweeps, in which conditions take turns. The
+A step seldom makes the same call twice in a row: other calls between have pushed its code and operands out of the
+nearest caches. So a rank goes round all calls, lap by lap, by turns from the smallest to the largest and back: small
+calls follow small calls, as in a step. There are several sweeps of a few laps each, in which conditions take turns. The
 result is the mean of the sweeps' medians, since a step meets the machine at all its speeds. The drift says how much
 sweeps differ. Calls on one thread are timed in processor time, which stops while another process has the core. The
 spread says how much longer they took on the wall clock: it is large on a busy machine.
@@ -22,9 +24,11 @@ import torch.distributed as dist
 
 from meshwright.comm.groups import from_every_rank, meet
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.kind import COMPUTE
 from meshwright.runtime import launch
 from meshwright.runtime.between import Sizes, between, boxes_of_world
 from meshwright.runtime.measured import Measured, made_cluster
+from meshwright.runtime.memory import keep_memory
 from meshwright.runtime.probes import (
     DTYPES,
     Probe,
@@ -37,14 +41,14 @@ from meshwright.runtime.probes import (
 
 MAX_RANKS = 8
 SWEEPS = 4
-TINY_S, TINY_CALLS = 2e-5, 50
-"""Calls shorter than this are timed several at once, for a clock takes its time too."""
+FLOPS_PER_BYTE = 8.0
+"""About how many FLOPs of a product take as long as one byte of a copy: only the order of calls follows from it."""
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How much is measured: seconds for each call, sides of matrix products, elements of vectors; between ranks."""
+    """How much is measured: laps of a sweep, sides of matrix products, elements of vectors; between ranks."""
 
-    probe_s: float = 0.012
+    laps: int = 4
     sides: tuple[int, ...] = (48, 128, 384, 896)
     flat_sides: tuple[int, ...] = (128, 512, 1536)
     elements: tuple[int, ...] = (2**14, 2**18, 2**21)
@@ -64,12 +68,13 @@ def num_ranks() -> int:
 def measure(effort: Effort, advance: Advance) -> Cluster | None:
     """Measure, on ranks of one machine that all call this; the cluster on rank 0, None elsewhere."""
     launch.start("cpu")
+    keep_memory()
     torch.set_num_threads(1)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     cores = launch.num_cores()
     with torch.inference_mode():
         probes = list(_probes(effort))
-        alone, threaded, together = (Sweeps(probes, effort.probe_s / SWEEPS) for _ in range(3))
+        alone, threaded, together = (Sweeps(probes, effort.laps) for _ in range(3))
         for sweep in range(SWEEPS):
             turn = f"sweep {sweep + 1} of {SWEEPS}"
             if rank == 0:
@@ -109,23 +114,30 @@ def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
 
 
 class Sweeps:
-    """The seconds of calls under one condition, sweep by sweep. A call takes ``probe_s`` of each sweep."""
+    """The seconds of calls under one condition, sweep by sweep."""
 
-    def __init__(self, probes: list[tuple[str, Probe]], probe_s: float) -> None:
-        self._probes, self._probe_s = probes, probe_s
+    def __init__(self, probes: list[tuple[str, Probe]], laps: int) -> None:
+        self._probes = sorted(probes, key=lambda probe: _length(probe[1]))
+        self._laps = laps
         self._medians: list[list[float]] = [[] for _ in probes]
         self._taken_s = self._passed_s = 0.0
 
     def add(self, *, meets: bool = False) -> None:
-        """Measure every call once more. ``meets``: all ranks begin each call at the same time."""
+        """Measure every call once a lap. ``meets``: all ranks begin each lap at the same time."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        for (_, probe), medians in zip(self._probes, self._medians, strict=True):
+        seconds: list[list[float]] = [[] for _ in self._probes]
+        order = list(range(len(seconds)))
+        for _ in range(self._laps):
             if meets:
                 meet()
-            median, taken, passed = repeated(probe.call, self._probe_s, clock)
-            medians.append(median)
-            self._taken_s += taken
-            self._passed_s += passed
+            for index in order:
+                taken, passed = timed(self._probes[index][1].call, clock)
+                seconds[index].append(taken)
+                self._taken_s += taken
+                self._passed_s += passed
+            order.reverse()
+        for medians, taken_s in zip(self._medians, seconds, strict=True):
+            medians.append(statistics.median(taken_s))
 
     def measured(self) -> Measured:
         """The means of the sweeps' medians, and the drift."""
@@ -145,21 +157,16 @@ class Sweeps:
         return measured
 
 
-def repeated(call: Call, probe_s: float, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """Call for about ``probe_s``. Return the median seconds of a call on ``clock``, the seconds of all calls on
-    ``clock``, and the seconds of all calls on the wall clock."""
-    begin = time.perf_counter()
-    call()
-    several = 1 if time.perf_counter() - begin > TINY_S else TINY_CALLS
-    seconds: list[float] = []
+def _length(probe: Probe) -> float:
+    """About how long a call takes, beside others. All ranks go through their calls in this order."""
+    return probe.size / FLOPS_PER_BYTE if probe.kind in COMPUTE else probe.size
+
+
+def timed(call: Call, clock: Callable[[], float]) -> tuple[float, float]:
+    """The seconds of a call on ``clock``, and on the wall clock."""
     begin, began = time.perf_counter(), clock()
-    while len(seconds) < 3 or (time.perf_counter() < begin + probe_s and len(seconds) < 1000):
-        start = clock()
-        for _ in range(several):
-            call()
-        seconds.append((clock() - start) / several)
-    taken, passed = clock() - began, time.perf_counter() - begin
-    return statistics.median(seconds), taken, passed
+    call()
+    return clock() - began, time.perf_counter() - begin
 
 
 def _of_all(ranks: list[Measured]) -> Measured:

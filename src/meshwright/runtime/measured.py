@@ -8,7 +8,7 @@ import torch
 
 from meshwright.ir.cluster import NETWORK, Calibration, Cluster, CollectiveTiming, Level
 from meshwright.ir.device import Condition, Curve, Device, Kernels
-from meshwright.ir.kind import COMPUTE
+from meshwright.ir.kind import COMPUTE, OPERANDS
 from meshwright.runtime import launch
 from meshwright.runtime.machine import machine_name
 
@@ -31,7 +31,8 @@ class Measured(msgspec.Struct):
     peaks: dict[str, float] = {}
     """The best FLOP/s of products, by dtype."""
     others: dict[tuple[str, float], float] = {}
-    """Maps kind and size to the product's other size: bytes of operands if square, FLOPs if flat."""
+    """Maps kind and size to the product's other size: bytes of operands if square, FLOPs if flat. Convolutions with
+    kernels of one pixel are flat."""
     taken_s: float = 0.0
     """Seconds of processor time of all calls."""
     passed_s: float = 0.0
@@ -143,20 +144,25 @@ def _while_others_train(alone: Measured, together: Measured) -> Measured:
 
 
 def _without_operands(measured: Measured) -> Measured:
-    """Split products into multiplying and operand work: flat ones show the operands' time, square ones the rest."""
-    if "operands" not in measured.seconds:
-        return measured
-    best = max(_rate(size, seconds, measured.kernel_s) for size, seconds in measured.seconds["matmul"])
-    flat = [
-        (size, max(seconds - measured.others["operands", size] / best, 0.1 * seconds))
-        for size, seconds in sorted(measured.seconds["operands"])
-    ]
-    rates = [_rate(size, seconds, measured.kernel_s) for size, seconds in flat]
-    square = [
-        (size, max(seconds - _at(measured.others["matmul", size], flat, rates), 0.7 * seconds))
-        for size, seconds in measured.seconds["matmul"]
-    ]
-    return msgspec.structs.replace(measured, seconds=measured.seconds | {"operands": flat, "matmul": square})
+    """Split products and convolutions into multiplying and operand work: flat ones show the operands' time, square ones
+    the rest."""
+    split: Seconds = {}
+    for kind, operands in OPERANDS.items():
+        if kind not in measured.seconds or operands not in measured.seconds:
+            continue
+        best = max(_rate(size, seconds, measured.kernel_s) for size, seconds in measured.seconds[kind])
+        if operands not in split:
+            split[operands] = [
+                (size, max(seconds - measured.others[operands, size] / best, 0.1 * seconds))
+                for size, seconds in sorted(measured.seconds[operands])
+            ]
+        flat = split[operands]
+        rates = [_rate(size, seconds, measured.kernel_s) for size, seconds in flat]
+        split[kind] = [
+            (size, max(seconds - _at(measured.others[kind, size], flat, rates), 0.7 * seconds))
+            for size, seconds in measured.seconds[kind]
+        ]
+    return msgspec.structs.replace(measured, seconds=measured.seconds | split)
 
 
 def _at(num_bytes: float, flat: list[tuple[float, float]], rates: list[float]) -> float:

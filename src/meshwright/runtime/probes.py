@@ -20,7 +20,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 
 class Probe(msgspec.Struct, frozen=True):
     """A call to measure: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and its function.
-    ``other``, only of products: the bytes if ``size`` is FLOPs, the FLOPs if ``size`` is bytes."""
+    ``other``, only of products and convolutions: the bytes if ``size`` is FLOPs, the FLOPs if ``size`` is bytes."""
 
     kind: str
     size: float
@@ -54,16 +54,21 @@ def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
         yield from _attention(batch, max(8, int(length * scale)))
     for batch, channels, side in ((2, 16, 16), (8, 32, 16), (8, 64, 32)):
         yield from _convolution(batch, channels, max(4, int(side * scale)))
+    for batch, channels, side in ((8, 32, 16), (8, 64, 32)):
+        yield _flat_convolution(batch, channels, max(4, int(side * scale)))
 
 
 def _attention(batch: int, length: int) -> Iterator[Probe]:
-    query = torch.randn(batch, length, 4, 64).transpose(1, 2)
+    """Queries, keys and values lie side by side, as one projection leaves them."""
+    joined = torch.randn(batch, length, 3, 4, 64)
+    query, key, value = (part.transpose(1, 2) for part in joined.unbind(2))
     flops = 4.0 * query.numel() * length
     run, back = torch.ops.meshwright.attention.default, torch.ops.meshwright.attention_backward.default
     options = (0.0, True, 0.125, 0, 0)
-    output, logsumexp = run(query, query, query, None, *options)
-    yield Probe("attention", flops, lambda: run(query, query, query, None, *options))
-    arguments = (output, query, query, query, None, output, logsumexp, *options)
+    output, logsumexp = run(query, key, value, None, *options)
+    gradient = torch.randn_like(output)
+    yield Probe("attention", flops, lambda: run(query, key, value, None, *options))
+    arguments = (gradient, query, key, value, None, output, logsumexp, *options)
     yield Probe("attention_backward", 2.5 * flops, lambda: back(*arguments))
 
 
@@ -71,10 +76,19 @@ def _convolution(batch: int, channels: int, side: int) -> Iterator[Probe]:
     image, weight = torch.randn(batch, channels, side, side), torch.randn(channels, channels, 3, 3)
     flops = 2.0 * image.numel() * channels * 9
     rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    size = 2.0 * image.nbytes + weight.nbytes
     run, back = aten.convolution.default, aten.convolution_backward.default
-    yield Probe("convolution", flops, lambda: run(image, weight, *rest))
-    yield Probe("convolution_input", flops, lambda: back(image, image, weight, *rest, [True, False, False]))
-    yield Probe("convolution_weight", flops, lambda: back(image, image, weight, *rest, [False, True, False]))
+    yield Probe("convolution", flops, lambda: run(image, weight, *rest), size)
+    yield Probe("convolution_input", flops, lambda: back(image, image, weight, *rest, [True, False, False]), size)
+    yield Probe("convolution_weight", flops, lambda: back(image, image, weight, *rest, [False, True, False]), size)
+
+
+def _flat_convolution(batch: int, channels: int, side: int) -> Probe:
+    """A convolution with kernels of one pixel: most of its time goes to the order of its images."""
+    image, weight = torch.randn(batch, channels, side, side), torch.randn(channels, channels, 1, 1)
+    rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    size, flops = 2.0 * image.nbytes + weight.nbytes, 2.0 * image.numel() * channels
+    return Probe("convolution_operands", size, lambda: aten.convolution.default(image, weight, *rest), flops)
 
 
 def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
