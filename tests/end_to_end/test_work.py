@@ -245,6 +245,13 @@ def test_one_rank_computes_every_flop_once(model: str) -> None:
     assert total == pytest.approx(captured(model).graph.flops(), rel=0.02)
 
 
+def test_a_scatter_into_memory_of_its_input_moves_only_what_it_changes() -> None:
+    """The gradient of the loss: 8 x 16 labels of 64 words each; an index, a source, and an element read and written."""
+    nodes = lowered("GPT", planned("GPT"))[0].phase("backward").nodes
+    (scatter,) = (node for node in nodes if node.target == "aten.scatter_add.out")
+    assert [(kernel.kind, kernel.bytes) for kernel in scatter.kernels] == [("scatter", 8 * 16 * (8 + 3 * 4))]
+
+
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"microbatches": 2}, {"dp": 2, "microbatches": 4}], ids=str)
 def test_a_divided_batch_divides_products(layout: dict[str, Any]) -> None:
     parts = layout.get("dp", 1) * layout.get("microbatches", 1)

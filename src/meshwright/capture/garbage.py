@@ -1,4 +1,4 @@
-"""Turns cyclic garbage collection off while a step is captured."""
+"""Turns cyclic garbage collection off while a step is captured or lowered."""
 
 import gc
 from collections.abc import Iterator
@@ -8,11 +8,15 @@ from contextlib import contextmanager
 @contextmanager
 def nothing_collected() -> Iterator[None]:
     """Turn off Python's cyclic garbage collection. All objects of a capture stay alive, and each collection would visit
-    all of them: a sixth of the time of a large model's capture."""
+    all of them: a sixth of the time of a large model's capture. Afterwards they count as old (``gc.freeze`` and
+    ``gc.unfreeze`` move them there), or the next collection of young objects would visit them all."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            if gc.get_freeze_count() == 0:  # else the program froze objects, which are to stay frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

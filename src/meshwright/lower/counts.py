@@ -66,6 +66,7 @@ class Counter:
         if target in _NOTHING:
             return ()
         size = call.args[-1] if target in _ACROSS else 1
+        in_place = bool(call.args) and call.kwargs.get("out") is call.args[0]
         call = _functional(call)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         read, written = num_bytes(*call.tensors), num_bytes(*outputs)
@@ -79,6 +80,9 @@ class Counter:
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
         if kind == "gather":  # reads the rows that are looked up, not the whole table
             return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * written),)
+        if kind == "scatter" and in_place:  # changes some elements of a tensor
+            *_, changed = call.tensors
+            return (Kernel(kind, dtype, 0.0, read - num_bytes(call.args[0]) + 2 * num_bytes(changed)),)
         flops = self._flops(call)
         if target in _RINGS:
             flops *= size
