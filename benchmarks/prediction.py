@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from meshwright.planner.foretell import foretell
 from tests.distributed.pool import Ranks
 
 COMMAND = "make bench-prediction"
-ROUNDS, STEPS, TURNS = 9, 3, 3
+ROUNDS, STEPS, TURNS = 10, 3, 2
 ERROR, MEDIAN_ERROR, AUTO = 0.25, 0.10, 0.05
 
 
@@ -138,17 +137,13 @@ def trainer_of(case: Case, model: Model) -> tuple[Any, dict[str, torch.Tensor]]:
     return trainer, batch
 
 
-_SIDES: dict[str, Callable[[], object]] = {}
-"""Steps by case; ranks that are asked again keep their trainers."""
-
-
 def measure(cases: Sequence[Case], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step by case and round, cases in turn."""
+    sides = {}
     for case in cases:
-        if str(case) not in _SIDES:
-            trainer, batch = trainer_of(case, MODELS[case.model])
-            _SIDES[str(case)] = partial(trainer.step, batch)
-    return alternate({str(case): _SIDES[str(case)] for case in cases}, rounds=rounds, steps=steps)
+        trainer, batch = trainer_of(case, MODELS[case.model])
+        sides[str(case)] = lambda trainer=trainer, batch=batch: trainer.step(batch)
+    return alternate(sides, rounds=rounds, steps=steps)
 
 
 # --- prediction ------------------------------------------------------------------------------------------------------

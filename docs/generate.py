@@ -347,9 +347,9 @@ def measured_page() -> str:
         GENERATED.format(source="benchmarks/results"),
         "",
         "A timed comparison runs both sides by turns in the same processes, if it does not say otherwise. It gives the",
-        "ratio of their medians, with the interval that holds 95 % of resampled rounds. It passes or fails only where",
-        "the whole interval does; else it is undecided. A reported row is not judged. `meshwright bench lint` refuses",
-        "files that mislead, and files whose code has changed since.",
+        "ratio of their medians, with the interval that holds 95 % of the ratios of resampled rounds. It passes or",
+        "fails only where the whole interval does; else it is undecided. A reported row is not judged.",
+        "`meshwright bench lint` refuses files that mislead, and files whose code has changed since.",
     ]
     for name, result in results().items():
         lines += [

@@ -158,7 +158,8 @@ class Source:
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
         """The loader of held-out batches, one epoch per loop; None if nothing is held out.
 
-        Samples that the shards do not divide are left out. Text also leaves out a last batch that is smaller.
+        Every shard gets the same number of samples; the few that remain are left out. Text also leaves out a last batch
+        that is smaller.
         """
         if not self.section.held_out:
             return None

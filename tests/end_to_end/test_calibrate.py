@@ -147,7 +147,9 @@ def measured(spread: float) -> Measured:
 def test_sweeps_are_averaged_and_their_differences_are_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of a product by sweep: the machine is twice as slow in the last two."""
     times = iter([1e-3, 9e-3, 1e-3, 1e-3, 1e-3, 5e-4, 2e-3, 2e-3, 2e-3, 2e-3, 9e-3, 2e-3])
-    monkeypatch.setattr(calibrate, "timed", lambda call, clock: (next(times), 1.0))
+    monkeypatch.setattr(
+        calibrate, "timed", lambda call, clock: (0.0 if call is calibrate._nothing else next(times), 1.0)
+    )
     probe = Probe("matmul", 3e6, lambda: None)
     sweeps = calibrate.Sweeps([("float32", probe)], laps=3)
     for _ in range(4):
@@ -158,15 +160,34 @@ def test_sweeps_are_averaged_and_their_differences_are_the_drift(monkeypatch: py
     assert measured.drift == pytest.approx(statistics.stdev([1, 1, 2, 2]) / 1.5)
 
 
-def test_laps_go_up_and_down_in_size_in_the_same_order_on_all_ranks() -> None:
+def test_laps_go_from_large_to_small_and_ranks_meet_once_a_lap(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
+    monkeypatch.setattr(calibrate, "meet", lambda: called.append("meet"))
     sizes = {"dispatch": 0.0, "pointwise": 1e3, "matmul": 1e6, "norm": 1e6}
     probes = [("float32", Probe(kind, size, lambda kind=kind: called.append(kind))) for kind, size in sizes.items()]  # type: ignore[misc]
-    up = ["dispatch", "pointwise", "matmul", "norm"]
-    for order in (probes, probes[::-1]):
-        called.clear()
-        calibrate.Sweeps(order, laps=3).add()
-        assert called == [*up, *reversed(up), *up]
+    calibrate.Sweeps(probes, laps=3).add(meets=True)
+    assert called == ["meet", "norm", "matmul", "pointwise", "dispatch"] * 3
+    called.clear()
+    calibrate.Sweeps(probes, laps=1).add()
+    assert called == ["norm", "matmul", "pointwise", "dispatch"]
+
+
+def test_the_time_of_the_clock_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "timed", lambda call, clock: (1e-6 if call is calibrate._nothing else 3e-6, 1.0))
+    sweeps = calibrate.Sweeps([("", Probe("dispatch", 0.0, lambda: None))], laps=2)
+    sweeps.add()
+    sweeps.add()
+    assert sweeps.measured().kernel_s == pytest.approx(2e-6)
+
+
+def test_bytes_of_products_are_those_of_float32() -> None:
+    probes = [
+        (dtype, Probe("matmul", 3e6, lambda: None, other)) for dtype, other in (("float32", 4.0), ("bfloat16", 2.0))
+    ]
+    sweeps = calibrate.Sweeps(probes, laps=1)
+    sweeps.add()
+    sweeps.add()
+    assert sweeps.measured().others == {("matmul", 3e6): 4.0}
 
 
 @pytest.mark.parametrize("kind", OPERANDS)
@@ -228,10 +249,21 @@ def test_a_single_core_has_no_level() -> None:
     ],
 )
 def test_what_no_longer_holds_is_stale(changes: dict[str, str], days: float, reason: str) -> None:
-    made = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
+    every = {kind: [(1e6, 1e-4)] for kind in KINDS}
+    others = {(kind, 1e6): 1e3 for kind in KINDS}
+    made = made_cluster(
+        msgspec.structs.replace(measured(0), seconds=every, others=others), None, None, [], ranks=1, cores=1
+    )
     assert made.calibration is not None
     one = msgspec.structs.replace(made, calibration=msgspec.structs.replace(made.calibration, **changes))
     assert stale(one, made.calibration.time_s + days * 86400) == reason
+
+
+def test_a_calibration_of_an_older_version_is_stale() -> None:
+    made = made_cluster(measured(0), None, None, [], ranks=1, cores=1)
+    assert made.calibration is not None
+    assert "norm" in stale(made, made.calibration.time_s)
+    assert "measured by another version" in stale(made, made.calibration.time_s)
 
 
 def test_a_cluster_that_was_not_measured_is_stale() -> None:

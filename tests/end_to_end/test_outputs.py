@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture import builder, outputs
-from meshwright.capture.garbage import nothing_collected
 from meshwright.capture.outputs import outputs_of
 from meshwright.capture.rules import Rules
 from meshwright.errors import CaptureError
@@ -314,20 +313,3 @@ def test_a_capture_leaves_garbage_collection_as_it_was(collects: bool) -> None:
         assert (list(seen), after, gc.isenabled()) == ([False, False], collects, collects)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_objects_of_a_capture_count_as_old_and_frozen_objects_stay_frozen(frozen: bool) -> None:
-    gc.collect()
-    if frozen:
-        gc.freeze()
-    try:
-        before = gc.get_freeze_count()
-        with nothing_collected():
-            made = [[index] for index in range(5000)]
-        assert gc.get_freeze_count() == before
-        assert (before > 0) is frozen
-        young = {id(item) for item in gc.get_objects(generation=0)}
-        assert frozen or not any(id(item) in young for item in made)
-    finally:
-        gc.unfreeze()

@@ -24,6 +24,7 @@ from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.lower.counts import Counter as Kernels
 from meshwright.lower.partition import LoweredStage
 from meshwright.lower.plans import PlanLowering
 from meshwright.lower.stage import lower_stage
@@ -38,6 +39,7 @@ from meshwright.models import (
     segmentation_loss,
 )
 from meshwright.ops import collectives
+from meshwright.ops.base import Call
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from tests.distributed import oracle
@@ -250,6 +252,16 @@ def test_a_scatter_into_memory_of_its_input_moves_only_what_it_changes() -> None
     nodes = lowered("GPT", planned("GPT"))[0].phase("backward").nodes
     (scatter,) = (node for node in nodes if node.target == "aten.scatter_add.out")
     assert [(kernel.kind, kernel.bytes) for kernel in scatter.kernels] == [("scatter", 8 * 16 * (8 + 3 * 4))]
+    aten = torch.ops.aten
+    x, index, source, other = (
+        torch.zeros(9, 64),
+        torch.zeros(9, 1, dtype=torch.int64),
+        torch.zeros(9, 1),
+        torch.ones(9, 64),
+    )
+    for target, kwargs in ((aten.scatter_add.default, {}), (aten.scatter_add.out, {"out": other})):
+        (kernel,) = Kernels({}).kernels(Call(target, (x, 1, index, source), kwargs, (other,)))
+        assert kernel.bytes == 4 * (2 * 9 * 64 + 9) + 8 * 9, "all of x is copied first"
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"microbatches": 2}, {"dp": 2, "microbatches": 4}], ids=str)

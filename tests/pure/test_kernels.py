@@ -8,10 +8,12 @@ import torch
 
 from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
+from meshwright.cost.convnet import layer_cost
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.errors import ClusterError
+from meshwright.ir.convnet import NetLayer
 from meshwright.ir.device import Device, Kernels
-from meshwright.ir.kernel import Kernel
+from meshwright.ir.kernel import Kernel, Product
 from meshwright.ir.kind import COMPUTE, KINDS
 from meshwright.lower.counts import Counter
 from meshwright.ops import collectives
@@ -62,14 +64,40 @@ def test_a_lowered_product_takes_what_the_same_sizes_take(name: str, dtype: torc
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str, groups: int) -> None:
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_lowered_convolution_is_the_product_of_positions_by_filters(name: str, groups: int, kernel: int) -> None:
+    """All three passes read two of images, filters and results, and write the third; sizes alone say the same."""
     rates = Rates(DEVICES[name])
-    images, weight, made = meta(8, 64, 14, 14), meta(128, 64 // groups, 1, 1), meta(8, 128, 14, 14)
-    rows, columns, depth = 8 * 14 * 14, 128 // groups, 64 // groups
-    args = (images, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
-    found = counted(rates, aten.convolution.default, args, made)
-    wanted = rates.matmul_s(rows, columns, depth, batch=groups, dtype="float32", kind="convolution")
-    assert found.seconds == pytest.approx(wanted, rel=1e-9)
+    images, weight, made = meta(8, 64, 14, 14), meta(128, 64 // groups, kernel, kernel), meta(8, 128, 14, 14)
+    rows, columns, depth = 8 * 14 * 14, 128 // groups, 64 // groups * kernel**2
+    rest = (None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+    flops, moved = 2.0 * groups * rows * columns * depth, 4 * sum(one.numel() for one in (images, weight, made))
+    forward = counted(rates, aten.convolution.default, (images, weight, *rest), made)
+    wanted = rates.seconds("convolution", "float32", flops, moved, Product(rows, columns, depth, groups))
+    assert forward.bytes == moved
+    assert forward.seconds == pytest.approx(wanted, rel=1e-9)
+    passes = {
+        "convolution_input": (images, (rows, depth, columns)),
+        "convolution_weight": (weight, (depth, columns, rows)),
+    }
+    backward_s = 0.0
+    for index, (kind, (output, sizes)) in enumerate(passes.items()):
+        args = (made, images, weight, *rest, [other == index for other in range(3)])
+        found = counted(rates, aten.convolution_backward.default, args, output)
+        wanted = rates.seconds(kind, "float32", flops, moved, Product(*sizes, groups))
+        assert found.bytes == moved
+        assert found.seconds == pytest.approx(wanted, rel=1e-9), kind
+        backward_s += found.seconds
+    layer = NetLayer(
+        name="c", kind="convolution", inputs=64, outputs=128, kernel=kernel, groups=groups, pixels_in=196,
+        pixels_out=196,
+    )  # fmt: skip
+    cost, made_bytes = layer_cost(layer, 8, rates, "float32"), 4 * made.numel()
+    if rates.launch_s == 0:
+        after_s = rates.memory_bound("pointwise", 2 * made_bytes).seconds
+        after_backward_s = rates.memory_bound("pointwise", 3 * made_bytes, 2).seconds
+        assert cost.forward_s == pytest.approx(forward.seconds + after_s)
+        assert cost.backward_s == pytest.approx(backward_s + after_backward_s)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -133,6 +161,11 @@ def test_measured_curves_say_all_that_a_kernel_takes() -> None:
     assert rates.seconds("matmul", "float32", 1e7, 1e6) == flat
     convolution = 1e7 / (5e10 * of("convolution", 1e7)) + 1e3 / (bandwidth * of("convolution_operands", 1e3))
     assert rates.seconds("convolution", "float64", 1e7, 1e3) == 2e-6 + convolution
+    for flops, moved in ((1e7, 1e3), (1e3, 1e7)):
+        roofline = max(flops / (1e11 * of("attention", flops)), moved / bandwidth)
+        assert rates.seconds("attention", "float32", flops, moved) == 2e-6 + roofline
+    without = msgspec.structs.replace(CALIBRATED, efficiency={"convolution": CALIBRATED.efficiency["convolution"]})
+    assert Rates(without).seconds("convolution", "float32", 1e3, 1e7) == 2e-6 + 1e7 / bandwidth, "an older calibration"
     assert rates.seconds("norm", "float32", 0.0, 1e6) == 2e-6 + 1e6 / (bandwidth * of("norm", 1e6))
 
 

@@ -182,9 +182,9 @@ def choose(
 
 
 def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
-    """What the optimizer of ``factory`` keeps and moves. It is made over ``graph``'s parameters without memory. RMSprop
-    and Adagrad move as much as SGD with momentum, LARC as much as LARS. An unknown optimizer, or one that cannot be
-    made this way, counts as AdamW, and the log says so."""
+    """The numbers that the optimizer of ``factory`` keeps, and those that it reads or writes in a step. It is made over
+    ``graph``'s parameters without memory. RMSprop and Adagrad count as SGD with momentum, LARC counts as LARS. An
+    unknown optimizer, or one that cannot be made this way, counts as AdamW, and the log says so."""
     if factory is None:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}

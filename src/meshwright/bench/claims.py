@@ -211,7 +211,8 @@ def spread(result: Result) -> Found:
 
 
 def verdict(result: Result) -> Found:
-    """A finding that passes has a limit, and keeps it with its whole interval. A failure may have another reason."""
+    """A finding that passes has a limit, and its whole interval keeps the limit. Findings that fail are not checked,
+    because they may fail for another reason."""
     for key, finding in result.keyed():
         if finding.verdict != "pass":
             continue

@@ -1,4 +1,4 @@
-"""Refuses benchmark results that mislead, by rule, key and remedy.
+"""Refuses benchmark results that mislead. A refusal names the broken rule, the key in the file, and a remedy.
 
 Most rules are those of two papers, here called *tell* and *fool*:
 

@@ -1,5 +1,6 @@
-"""Joins factors along the graph's edges: dims that are the same get one class, refined to common factors.
+"""Joins factors along the graph's edges: factors of several operators get one class if they are the same dim.
 
+If operators divide a dim in different ways, it is refined into smaller factors that they have in common.
 A GPT-2 projection makes 2304 features; a split reads them as ``(3 f)``, a view reads ``f`` as ``(h d)``. Joining
 refines the projection's single factor to ``(3 h d)``, so that splitting heads splits its weight in three blocks:
 

@@ -8,15 +8,11 @@ from contextlib import contextmanager
 @contextmanager
 def nothing_collected() -> Iterator[None]:
     """Turn off Python's cyclic garbage collection. All objects of a capture stay alive, and each collection would visit
-    all of them: a sixth of the time of a large model's capture. Afterwards they count as old (``gc.freeze`` and
-    ``gc.unfreeze`` move them there), or the next collection of young objects would visit them all."""
+    all of them: a sixth of the time of a large model's capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            if gc.get_freeze_count() == 0:  # else the program froze objects, which are to stay frozen
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()

@@ -205,7 +205,7 @@ def _tree(make: Callable[[Any], Any], value: Any) -> Any:
 
 @cache
 def _follows(function: Any) -> bool:
-    """Whether an operator's results depend on the key of a call alone."""
+    """Whether all calls of an operator with the same ``_Call.key`` have results of the same form."""
     own = function.namespace in _NAMESPACES
     writes = function._schema.is_mutable and function not in _AS_ON_META
     return own and not writes and _VALUES_MATTER.isdisjoint(function.tags)

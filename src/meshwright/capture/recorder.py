@@ -101,7 +101,8 @@ class Recorder(TorchDispatchMode):
 
 @cache
 def _is_composite(function: Any) -> bool:
-    """Whether the operator has no kernel of its own and only calls others, which shows where autograd is off."""
+    """Whether the operator has no kernel of its own and only calls other operators. Where autograd is on, PyTorch
+    replaces such an operator by those calls before this mode sees it."""
     if function.namespace == "prim" or not function._can_decompose():
         return False
     return not has_kernel(function.name(), "CPU")

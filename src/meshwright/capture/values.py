@@ -34,9 +34,9 @@ class Same:
 
 
 def state_of(value: Any, own: AbstractSet[int] = frozenset()) -> Any:
-    """The current state of a value, for comparison. States are equal for plain values with equal type and text, for
-    containers of equal items, and for the very same object; for a tensor, until something writes to it. ``own``: ids of
-    the model's own tensors, which every step writes to."""
+    """The current state of a value, for comparison. Two states are equal if the values are plain values with equal type
+    and text, containers of equal items, or the very same object. A write to a tensor also changes the tensor's state,
+    except for the model's own tensors (``own``: their ids), because every step writes to these."""
     left = MOST_COMPARED
 
     def state(value: Any, depth: int) -> Any:

@@ -149,7 +149,7 @@ def lint(
     rules: bool = typer.Option(False, "--rules", help="List the rules, and stop."),
     as_json: bool = typer.Option(False, "--json", help="Print what is refused as JSON."),
 ) -> int:
-    """Refuse benchmark results that mislead, by rule, key and remedy."""
+    """Refuse benchmark results that mislead. A refusal names the broken rule, the key in the file, and a remedy."""
     from meshwright.bench.lint import RULES
     from meshwright.bench.lint import lint as refusals_of
 

@@ -21,7 +21,7 @@ def recompute(
     name: str = typer.Argument("", metavar="ID", help="One example; default: all of them."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Compute the worked numbers that this field is taught with, and say which claims hold."""
+    """Compute the worked examples of lectures on parallel deep learning again, and say which of their claims hold."""
     from meshwright import prediction
 
     names = [name] if name else prediction.worked_names()

@@ -28,7 +28,8 @@ _TAG = 2
 
 
 class Attendance:
-    """The attendance of one rank of the world. ``lanes``: its lanes of shared memory to other ranks."""
+    """Tells one rank of the world which other ranks are gone, and why. ``lanes`` are this rank's channels of shared
+    memory to other ranks."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._rank, self._others = world.rank(), [rank for rank in range(world.size()) if rank != world.rank()]

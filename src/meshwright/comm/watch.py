@@ -2,8 +2,8 @@
 algorithm at the same step when it has become faster.
 
 Every ``EVERY`` steps the ranks of a group exchange the median time of each collective since the last look. The rank
-that came last has the shortest time: it waited only for the links, not for other ranks. If this time has changed by
-``FACTOR``, up or down, and still has at the next look, all algorithms are measured again at that size.
+that came last has the shortest time: it waited only for the links, not for other ranks. If this time differs from the
+usual time by ``FACTOR``, up or down, at two looks in a row, all algorithms are measured again at that size.
 """
 
 import logging

@@ -1,11 +1,10 @@
 """The cost of a layer of a convolutional network on one rank, for a part of the images, inputs or outputs."""
 
-from functools import partial
-
 import msgspec
 
 from meshwright.cost.kernels import Rates, element_bytes
 from meshwright.ir.convnet import NetLayer
+from meshwright.ir.kernel import Product
 
 CONVOLUTIONS = ("convolution", "convolution_weight", "convolution_input")
 FUSED = (2, 3)
@@ -36,12 +35,18 @@ def layer_cost(
     columns = layer.outputs / layer.groups / outputs
     depth = layer.depth / inputs
     kinds = ("matmul",) * 3 if layer.kind == "dense" else CONVOLUTIONS
-    product_s = partial(rates.matmul_s, batch=layer.groups, dtype=dtype)
-    forward_s = product_s(rows, columns, depth, kind=kinds[0])
-    backward_s = product_s(depth, columns, rows, kind=kinds[1])
-    if not first:
-        backward_s += product_s(rows, depth, columns, kind=kinds[2])
     output_bytes = images * layer.outputs / outputs * layer.pixels_out * element_bytes(dtype)
+    input_bytes = images * layer.inputs / inputs * layer.pixels_in * element_bytes(dtype)
+    moved = input_bytes + output_bytes + layer.weights / outputs / inputs * element_bytes(dtype)
+    flops = 2.0 * layer.groups * rows * columns * depth
+
+    def product_s(kind: str, m: float, n: float, k: float) -> float:
+        return rates.seconds(kind, dtype, flops, moved, Product(m, n, k, layer.groups))
+
+    forward_s = product_s(kinds[0], rows, columns, depth)
+    backward_s = product_s(kinds[1], depth, columns, rows)
+    if not first:
+        backward_s += product_s(kinds[2], rows, depth, columns)
     forward_s += rates.memory_bound("pointwise", output_bytes * FUSED[0]).seconds
     backward_s += rates.memory_bound("pointwise", output_bytes * FUSED[1], 2).seconds
     if layer.norm:

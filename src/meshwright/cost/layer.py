@@ -66,7 +66,8 @@ class _Tally:
             self.memory_bound(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
-        """Add both gradients of a product; the second is that of parameters (``weights``) or another activation."""
+        """Add the two products of a product's backward: the gradient of its first operand, then that of its second.
+        ``weights``: the second operand holds parameters, not activations."""
         self.matmul(m, k, n, batch)
         before_s = self.device_s
         self.matmul(k, n, m, batch)

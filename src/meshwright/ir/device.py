@@ -42,8 +42,8 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The measured speed of a device while ``ranks`` devices of its box work, each with ``threads`` threads.
-    ``efficiency`` has curves by kind, as fractions of the peak of all its threads. ``kernel_s`` is the time from one
-    kernel to the next, in seconds."""
+    ``efficiency`` maps a kind of operator to its curve, as in ``Device``. The fractions are of the peak of these
+    ``threads`` threads together. ``kernel_s`` is the time from one kernel to the next, in seconds."""
 
     threads: int = 1
     ranks: int = 1

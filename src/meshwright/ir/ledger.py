@@ -203,7 +203,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return "\n".join([*lines, f"{self.worst}", self.explanation])
 
     def _too_little(self, predicted_s: float, measured_s: float) -> bool:
-        """Whether one of both times is too small a fraction of its step to estimate a constant from."""
+        """Whether the predicted or the measured time is too small a part of its step to estimate a constant from it."""
         return predicted_s < TOLD * self.predicted_step_s or measured_s < TOLD * self.measured_step_s
 
     def _by_stage(self) -> dict[int, list[RankEntry]]:

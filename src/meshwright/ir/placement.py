@@ -195,8 +195,9 @@ def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 class AxisCut(NamedTuple):
-    """How one axis cuts the part of a dim that other axes leave. It cuts each of ``blocks`` blocks into parts;
-    ``units`` has the units of each part (by index on the axis), of ``unit`` indices each. Equal parts have one unit."""
+    """How one axis cuts the part of a dim that other axes leave. This consists of ``blocks`` blocks, and each block is
+    cut into parts, one for each index on the axis. Part ``i`` has ``units[i]`` units, and a unit is ``unit`` indices of
+    the dim. If all parts are equal, each has one unit."""
 
     blocks: int
     units: tuple[int, ...]

@@ -145,10 +145,10 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The program of one stage on one rank. ``together``: all its phases run as one function. ``transfers`` are by the
-    kind of action that sends or receives them.
+    """The program of one stage on one rank. ``together``: all its phases run as one function. ``transfers`` maps a kind
+    of action to the tensors that it sends or receives.
 
-    ``buckets`` are memory in which gradients are summed up together; ``slices`` are by the name of the part.
+    ``buckets`` are memory in which gradients are summed up together. ``slices`` maps the name of a part to its slice.
     ``scalars`` (loss and metrics, if this stage makes them), ``gradients`` and ``buffers_after`` (buffers that are
     updated once a step) name the values that a step returns. ``buffer_updates`` names the values that every micro-batch
     leaves in a buffer for the next. ``input_placements`` says how this rank gets the batch; ``random_key`` is the value

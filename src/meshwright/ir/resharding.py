@@ -106,9 +106,9 @@ def _cheapest(
 
 
 def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
-    """The Shards that a search tries for each group of axes: those that the axis has at the end or at the start. If
-    several axes are Partial (a sum over levels), each may also have a Shard of one dim, preferably a dim that no axis
-    cuts at the start. Axes that move as one get equal Shards."""
+    """The Shards that a search tries for each group of axes. An axis may have the Shards of its placements in ``start``
+    and ``end``. If several axes are Partial in ``start`` (a sum over levels), each of them may also have a Shard of
+    one dim, preferably a dim that no axis cuts in ``start``. Axes that move as one get equal Shards."""
     terms = [isinstance(placement, Partial) for placement in start]
     taken = {placement.dim for placement in start if isinstance(placement, Shard)}
     dims = sorted((dim for dim, size in enumerate(tensor.shape) if size > 1), key=taken.__contains__)

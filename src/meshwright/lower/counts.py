@@ -66,7 +66,7 @@ class Counter:
         if target in _NOTHING:
             return ()
         size = call.args[-1] if target in _ACROSS else 1
-        in_place = bool(call.args) and call.kwargs.get("out") is call.args[0]
+        in_place = "out" in call.kwargs and call.kwargs["out"] is call.args[0]
         call = _functional(call)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         read, written = num_bytes(*call.tensors), num_bytes(*outputs)
@@ -109,7 +109,9 @@ class Counter:
                 alone = [other == index for other in range(3)]
                 flops = self._flops(Call(call.target, (*call.args[:-1], alone), {}, (output,)))
                 gradient_call = Call(call.target, call.args, call.kwargs, (output,))
-                kernels.append(_kernel(gradient_call, kind, dtype, flops, num_bytes(*call.tensors, output)))
+                gradient, images, weight = call.tensors[:3]
+                moved = num_bytes(gradient, images if index else weight, output)
+                kernels.append(_kernel(gradient_call, kind, dtype, flops, moved))
         return kernels
 
 

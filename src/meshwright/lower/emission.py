@@ -38,7 +38,8 @@ class _Version:
 
 class Emission:
     """The graph of one rank. ``wants`` maps a tensor to the phases and placements in which it will be read, so that
-    resharding can start as soon as the tensor exists. ``groups`` are the axes with more than one rank, and time."""
+    resharding can start as soon as the tensor exists. ``groups`` are the mesh axes with more than one rank and, if a
+    step has several micro-batches, the axis ``TIME``."""
 
     def __init__(self, graph: ir.Graph, plan: Plan, stage: int, groups: dict[str, AxisGroup]) -> None:
         self.ir, self.groups, self.plan = graph, groups, plan

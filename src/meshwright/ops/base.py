@@ -231,7 +231,7 @@ def _misfit(call: Call, pattern: str, what: str) -> RuleError:
 
 
 def contraction_flops(call: Call, rule: Rule | None) -> float:
-    """Two operations (multiply, add) for each combination of the factors."""
+    """Two operations (multiply, add) for each combination of indices of all factors."""
     return 2.0 * prod(rule.sizes.values()) if rule is not None else 0.0
 
 

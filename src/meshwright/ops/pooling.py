@@ -1,7 +1,7 @@
 """Pooling, split over samples, channels and space: windows that cross parts get their rows by halo exchange.
 
 Max pooling returns positions in the whole image; averages at the border have the same divisors as in PyTorch. Adaptive
-windows never cross parts if each part has whole numbers of rows on both sides.
+windows never cross parts if the parts of the input have equal sizes, and the parts of the output too.
 """
 
 import math
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def pool_rule(call: Call) -> Rule:
     """``n c ~y ~x -> n c ~y1 ~x1``, or back for gradients; max pooling also returns positions in the whole image.
 
-    Adaptive windows lie inside parts, if parts have whole numbers of rows on both sides."""
+    Adaptive windows lie inside parts, because parts must have equal sizes if input and output differ in size."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
     halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
     space = Space.of(*image_and_made(call), halos, contiguous=maxima, equal=adaptive)
@@ -154,7 +154,7 @@ class _Place:
 
 def _moved(local: Local, indices: Value, before: list[int], after: list[int], by: list[int], within: bool) -> Value:
     """Convert positions in an image of sizes ``before`` to positions in an image of sizes ``after``, shifted ``by``
-    rows. All lie ``within`` the new image, or are clamped to it."""
+    rows. ``within``: all lie in the new image; otherwise, positions outside of it are clamped to it."""
     last = max((dim for dim in range(len(by)) if by[dim] or before[dim] != after[dim]), default=None)
     if last is None:
         return indices

@@ -163,7 +163,8 @@ def choice_of(
 def _best(
     net: ConvNet, cluster: Cluster, images: int, precision: Precision, only: Way | None
 ) -> tuple[Choice, ...] | None:
-    """The fastest choices, by dynamic programming: after every layer, the fastest choices that lead to each place."""
+    """The fastest choices for all layers; None if ranks cannot divide some layer. Dynamic programming: after every
+    layer it keeps, for each ``Place`` of the layer's outputs, the fastest choices so far."""
     best: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {None: (0.0, ())}
     for layer in net.layers:
         reached: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {}

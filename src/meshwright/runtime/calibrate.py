@@ -7,11 +7,11 @@ Every rank runs ``measure``, on one core each:
     between   messages and collectives, by size (``runtime/between.py``)
 
 A step seldom makes the same call twice in a row: other calls between have pushed its code and operands out of the
-nearest caches. So a rank goes round all calls, lap by lap, by turns from the smallest to the largest and back: small
-calls follow small calls, as in a step. There are several sweeps of a few laps each, in which conditions take turns. The
-result is the mean of the sweeps' medians, since a step meets the machine at all its speeds. The drift says how much
-sweeps differ. Calls on one thread are timed in processor time, which stops while another process has the core. The
-spread says how much longer they took on the wall clock: it is large on a busy machine.
+nearest caches. So a rank goes round all calls, lap by lap, from the largest to the smallest: small calls follow small
+calls, as in a step, and no call follows itself. There are several sweeps of a few laps each, in which conditions take
+turns. The result is the mean of the sweeps' medians, since a step meets the machine at all its speeds. The drift says
+how much sweeps differ. Calls on one thread are timed in processor time, which stops while another process has the core.
+The spread says how much longer they took on the wall clock: it is large on a busy machine.
 """
 
 import statistics
@@ -28,7 +28,6 @@ from meshwright.ir.kind import COMPUTE
 from meshwright.runtime import launch
 from meshwright.runtime.between import Sizes, between, boxes_of_world
 from meshwright.runtime.measured import Measured, made_cluster
-from meshwright.runtime.memory import keep_memory
 from meshwright.runtime.probes import (
     DTYPES,
     Probe,
@@ -43,6 +42,10 @@ MAX_RANKS = 8
 SWEEPS = 4
 FLOPS_PER_BYTE = 8.0
 """About how many FLOPs of a product take as long as one byte of a copy: only the order of calls follows from it."""
+CLOCK_CALLS = 21
+"""Calls of nothing, whose median is the clock's own time."""
+LEAST_S = 1e-8
+"""A call takes at least this, however coarse the clock."""
 
 
 class Effort(msgspec.Struct, frozen=True):
@@ -68,7 +71,6 @@ def num_ranks() -> int:
 def measure(effort: Effort, advance: Advance) -> Cluster | None:
     """Measure, on ranks of one machine that all call this; the cluster on rank 0, None elsewhere."""
     launch.start("cpu")
-    keep_memory()
     torch.set_num_threads(1)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     cores = launch.num_cores()
@@ -117,7 +119,7 @@ class Sweeps:
     """The seconds of calls under one condition, sweep by sweep."""
 
     def __init__(self, probes: list[tuple[str, Probe]], laps: int) -> None:
-        self._probes = sorted(probes, key=lambda probe: _length(probe[1]))
+        self._probes = sorted(probes, key=lambda probe: -_length(probe[1]))
         self._laps = laps
         self._medians: list[list[float]] = [[] for _ in probes]
         self._taken_s = self._passed_s = 0.0
@@ -126,16 +128,15 @@ class Sweeps:
         """Measure every call once a lap. ``meets``: all ranks begin each lap at the same time."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         seconds: list[list[float]] = [[] for _ in self._probes]
-        order = list(range(len(seconds)))
+        of_clock_s = statistics.median(timed(_nothing, clock)[0] for _ in range(CLOCK_CALLS))
         for _ in range(self._laps):
             if meets:
                 meet()
-            for index in order:
-                taken, passed = timed(self._probes[index][1].call, clock)
-                seconds[index].append(taken)
+            for (_, probe), taken_s in zip(self._probes, seconds, strict=True):
+                taken, passed = timed(probe.call, clock)
+                taken_s.append(max(taken - of_clock_s, LEAST_S))
                 self._taken_s += taken
                 self._passed_s += passed
-            order.reverse()
         for medians, taken_s in zip(self._medians, seconds, strict=True):
             medians.append(statistics.median(taken_s))
 
@@ -148,9 +149,9 @@ class Sweeps:
                 measured.kernel_s = seconds
             elif probe.kind == "matmul":
                 measured.peaks[dtype] = max(measured.peaks.get(dtype, 0.0), probe.size / seconds)
-            if probe.other:
-                measured.others[probe.kind, probe.size] = probe.other
             if probe.kind != "dispatch" and dtype == "float32":
+                if probe.other:
+                    measured.others[probe.kind, probe.size] = probe.other
                 measured.seconds.setdefault(probe.kind, []).append((probe.size, seconds))
         deviations = (statistics.stdev(medians) / statistics.fmean(medians) for medians in self._medians)
         measured.drift = statistics.median(deviations)
@@ -160,6 +161,10 @@ class Sweeps:
 def _length(probe: Probe) -> float:
     """About how long a call takes, beside others. All ranks go through their calls in this order."""
     return probe.size / FLOPS_PER_BYTE if probe.kind in COMPUTE else probe.size
+
+
+def _nothing() -> None:
+    pass
 
 
 def timed(call: Call, clock: Callable[[], float]) -> tuple[float, float]:

@@ -79,7 +79,8 @@ class Guard:
         return next((_told(read, read.now()) for read in self._others if read.has_changed()), "")
 
     def _modes_now(self, training: bool) -> list[bool]:
-        """The mode in which each module runs. A model in the other mode counts as wholly switched to this one."""
+        """For each module, whether it is in training mode. If the model itself is not in the mode ``training``, all its
+        modules count as switched to that mode, as ``model.train(training)`` would do."""
         modes = list(map(_MODE, self._spaces))
         return modes if modes[0] == training else [training] * len(modes)
 

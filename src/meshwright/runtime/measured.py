@@ -8,7 +8,7 @@ import torch
 
 from meshwright.ir.cluster import NETWORK, Calibration, Cluster, CollectiveTiming, Level
 from meshwright.ir.device import Condition, Curve, Device, Kernels
-from meshwright.ir.kind import COMPUTE, OPERANDS
+from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
 from meshwright.runtime import launch
 from meshwright.runtime.machine import machine_name
 
@@ -130,7 +130,7 @@ def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
 
 
 def _while_others_train(alone: Measured, together: Measured) -> Measured:
-    """The seconds of kernels while other ranks train. In ``together``, all ranks run one kernel at the same time.
+    """The seconds of kernels while other ranks train. In ``together``, all ranks run the same kernels at the same time.
 
     Ranks nearly always compute, so cores that share arithmetic (hyperthreads of a core) share it all the time: kinds
     bound by arithmetic take their time from ``together``. Memory is shared only while several ranks want it, and in a
@@ -206,6 +206,8 @@ def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
         return f"it was measured on another machine, {calibration.machine}"
     if calibration.torch != str(torch.__version__):
         return f"it was measured with torch {calibration.torch}"
+    if missing := sorted(set(KINDS) - cluster.device.efficiency.keys()):
+        return f"it has no {', '.join(missing)}: it was measured by another version"
     age_days = (now_s - calibration.time_s) / 86400
     if not 0 <= math.floor(age_days) <= days:
         return f"it is {age_days:.0f} days old"

@@ -157,7 +157,8 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
 def _rank(
     function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str]
 ) -> T | None:
-    """Run the function as one rank, and record its failure if it fails. ``environment`` is the launcher's."""
+    """Run the function as one rank, and record its failure if it fails. ``environment`` holds the environment variables
+    of the launcher."""
     threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

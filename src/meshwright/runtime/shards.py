@@ -69,8 +69,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a whole tensor of ``shape``. A Flat part holds the elements from ``flat_from`` on of a tensor
-    of shape ``local``, which the cuts along other axes leave; ``starts`` of its chunks are places in that tensor."""
+    """This rank's part of a whole tensor of ``shape``. For a Flat part, the cuts along the other axes leave a tensor of
+    shape ``local``, and the Flat part is a range of its elements, which begins at number ``flat_from``. The
+    ``starts`` of its chunks are then positions in the tensor of shape ``local``."""
 
     value: Tensor
     shape: tuple[int, ...]

@@ -88,7 +88,8 @@ def table_size(problem: Problem, nodes: Sequence[int]) -> int:
 
 
 def table_of(problem: Problem, tensor: Tensor) -> Costs:
-    """The seconds of a tensor for all choices of its nodes, with one axis per node in the order of ``tensor.nodes``."""
+    """The seconds to bring a tensor to all its readers, for all choices of its nodes: an array with one axis per node,
+    in the order of ``tensor.nodes``."""
     scope = tensor.nodes
     shape = tuple(problem.nodes[node].num_choices for node in scope)
 
