@@ -34,7 +34,7 @@ _TORCH_SIDE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Torch-side names are imported when they are first used, so that ``import meshwright`` is quick."""
+    """Import names that need torch on first use, so that ``import meshwright`` is quick."""
     if name in _TORCH_SIDE:
         from importlib import import_module
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """Keeps ``meshwright.capture`` the function, when the import system binds the subpackage of that name here."""
+    """Keeps ``meshwright.capture`` bound to the function, although a subpackage has the same name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _TORCH_SIDE or not isinstance(value, ModuleType):

@@ -151,15 +151,15 @@ class Source:
         return (size * self.section.sequence_length, "tok") if isinstance(self.section, TextData) else (size, "samples")
 
     def training(self, shard: tuple[int, int] = (0, 1)) -> Loader:
-        """The loader of training batches (``shard`` of each); it never ends."""
+        """The endless loader of training batches; ``shard`` is (index, number of shards) of each batch."""
         size, seed = self.section.batch_size, self.run.train.seed
         return self._loader(self._training, size, seed=seed, shard=shard, drop_last=True)
 
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
-        """The loader of held-out batches, one epoch per loop; None if nothing is held out.
+        """The loader of held-out batches; each loop over it is one epoch. None if nothing is held out.
 
-        Every shard gets the same number of samples; the few that remain are left out. Text also leaves out a last batch
-        that is smaller.
+        Every shard gets the same number of samples; the few that remain are left out. For text, a smaller last batch is
+        left out too.
         """
         if not self.section.held_out:
             return None
@@ -289,8 +289,8 @@ def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
 
 
 def write_text(model: nn.Module, section: Sample, context: int, seed: int, progress: Progress) -> str:
-    """The text with which a language model of bytes continues the prompt. ``model`` takes tokens [1, s], where s is at
-    most ``context``, and returns logits [1, s, vocabulary]."""
+    """The text with which a byte-level language model continues the prompt. ``model`` takes tokens [1, s], where s is
+    at most ``context``, and returns logits [1, s, vocabulary]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list((section.prompt or "\n").encode())
     prompt = len(tokens)

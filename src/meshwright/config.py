@@ -22,7 +22,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     name: {"model": {"name": name}, "data": {"kind": "random", "shape": [3, 224, 224], "samples": 64}}
     for name in ("vgg", "googlenet", "wide-resnet")
 }
-"""The run of each reference model, by its name: used where only the name of the model is given."""
+"""Maps the name of a reference model to its run, which is used if only the name is given."""
 
 
 def load(path: str | os.PathLike[str]) -> Run:
@@ -82,7 +82,8 @@ def _given(table: Any) -> Any:
 
 
 def completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the tables with the default names of the optimizer, and of a model with a factory, filled in."""
+    """A copy of the tables with missing names filled in: ``adamw`` for the optimizer, ``factory`` for a model with
+    one."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     model, optimizer = raw.get("model"), raw.setdefault("optimizer", {})
     if isinstance(model, dict) and "factory" in model:
@@ -93,7 +94,8 @@ def completed(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspect.StructType]:
-    """The struct types that a value of the type may have; with ``raw``, only those that match its tag."""
+    """The struct types that a value of type ``node`` may have; with ``raw``, only the types that match the tag of
+    ``raw``."""
     candidates = [struct for struct in files.alternatives(node) if isinstance(struct, inspect.StructType)]
     if raw is None:
         return candidates
@@ -101,7 +103,7 @@ def structs(node: inspect.Type, raw: dict[str, Any] | None = None) -> list[inspe
 
 
 def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
-    """Raise a FileFormatError for an unknown key or tag, with the nearest name that this table may have."""
+    """Raise a FileFormatError for an unknown key or tag; the error suggests the nearest known name."""
     if not isinstance(raw, dict):
         return
     every, meant = structs(node), structs(node, raw)
@@ -124,7 +126,7 @@ def _check_keys(node: inspect.Type, raw: Any, where: str, at: str) -> None:
 
 
 def _problems(run: Run, raw: dict[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of a run that the types cannot express."""
+    """Yield the problems of a run that its types do not rule out."""
     model, data = run.model, run.data
     given = [key for key in raw.get("layout", {}) if key not in ("plan", "cluster")]
     if run.layout.file and given:
@@ -170,7 +172,7 @@ def _schedule_problems(schedule: LearningRate) -> Iterator[Problem]:
 
 
 def changes(path: Path, run: Run) -> list[str]:
-    """The keys that differ from the run that was saved at ``path``: ``optimizer.lr: 0.001 -> 0.0003``."""
+    """The changes since the run that was saved at ``path``, such as ``optimizer.lr: 0.001 -> 0.0003``."""
     try:
         before = _flat(tables(path.read_bytes(), where=str(path)))
     except (OSError, FileFormatError):

@@ -11,8 +11,8 @@ Problem = tuple[str, str, str]
 class MeshwrightError(Exception):
     """Base of all errors a user can cause.
 
-    The message has up to three parts: what is wrong (with the value), where it stands
-    (file and key, module path, tensor, rank), and what to do about it.
+    The message has up to three parts: what is wrong (with the value), where the fault is (file and key, module path,
+    tensor, rank), and what to do about it.
     """
 
     def __init__(self, problem: str, *, where: str = "", remedy: str = "") -> None:
@@ -22,7 +22,7 @@ class MeshwrightError(Exception):
         super().__init__(problem)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Only the words are sent to other ranks: other attributes may be objects that cannot be sent."""
+        """Pickle only the three texts: other attributes may be objects that cannot be sent to other ranks."""
         return partial(type(self), where=self.where, remedy=self.remedy), (self.problem,)
 
     def __str__(self) -> str:
@@ -30,13 +30,14 @@ class MeshwrightError(Exception):
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
 
     def within(self, place: str, separator: str = ": ") -> Self:
-        """The same error with its place inside of another place."""
+        """The same error, with ``place`` put before its own place."""
         where = f"{place}{separator}{self.where}" if self.where else place
         return type(self)(self.problem, where=where, remedy=self.remedy)
 
 
 def refuse(kind: type[MeshwrightError], problems: Iterable[Problem], within: str = "") -> None:
-    """Raise the first of the problems, if any, as an error of this kind; ``within`` is put before its place."""
+    """Raise the first of ``problems``, if any, as an error of type ``kind``. ``within`` is put before the problem's
+    place."""
     for where, problem, remedy in problems:
         raise kind(problem, where=": ".join(filter(None, (within, where))), remedy=remedy)
 
@@ -54,7 +55,7 @@ class ChangedModelError(MeshwrightError):
 
 
 class CompileError(MeshwrightError):
-    """A step that cannot be compiled: no compiler, or a device that it was not made for."""
+    """A step that cannot be compiled, because there is no compiler or the device is not supported."""
 
 
 class RuleError(MeshwrightError):
@@ -74,7 +75,7 @@ class ClusterError(MeshwrightError):
 
 
 class ScheduleError(MeshwrightError):
-    """A schedule that is not well formed, cannot be built for these numbers, or cannot be run."""
+    """A schedule that is not well formed, cannot be built for the given numbers, or cannot be run."""
 
 
 class TraceError(MeshwrightError):
@@ -90,7 +91,7 @@ class CheckpointError(MeshwrightError):
 
 
 class DiskError(CheckpointError):
-    """A disk that did not take or give back a checkpoint: full, gone, not permitted. Later it may."""
+    """A checkpoint that could not be written or read: disk full or gone, no permission. A later try may succeed."""
 
 
 class OptimizerError(MeshwrightError):
@@ -104,7 +105,7 @@ class LaunchError(MeshwrightError):
 class RankError(MeshwrightError):
     """A rank that failed, was killed, stopped answering, or disagrees with the others.
 
-    ``doing``: what it did when it ended, such as ``at step 3``; only the launcher knows.
+    ``doing`` says what the rank did when it ended, such as ``at step 3``; only the launcher sets it.
     """
 
     doing = ""
@@ -115,7 +116,7 @@ class FailedRankError(RankError):
 
 
 class LostRankError(RankError):
-    """A rank that another one no longer hears from: it ended, or does not answer."""
+    """A rank that ended or no longer answers, as another rank noticed."""
 
 
 class NonFiniteLossError(MeshwrightError):
@@ -123,4 +124,4 @@ class NonFiniteLossError(MeshwrightError):
 
 
 class LossScaleError(MeshwrightError):
-    """Gradients in a low precision that are not finite, whatever the loss is scaled by."""
+    """Gradients in a low precision that are not finite at any scale of the loss."""

@@ -1,6 +1,6 @@
-"""What Meshwright needs of PyTorch that is not public: named here only, so that a new PyTorch is checked in one place.
+"""The private parts of PyTorch that Meshwright uses, in one place, so that a new PyTorch is easy to check.
 
-Inductor is imported when it is first needed, for that takes a second. Attributes of public objects that begin with an
+Inductor is imported on first use, because the import takes a second. Attributes of public objects that begin with an
 underscore (``Tensor._version``, ``Module._parameters``, ``OpOverload._schema``) are read where they are needed.
 """
 
@@ -49,7 +49,7 @@ __all__ = [
 
 @functools.cache
 def inductor() -> SimpleNamespace:
-    """The functions of PyTorch's compiler that Meshwright uses; ``patch`` sets its options for a while."""
+    """The functions of PyTorch's compiler that Meshwright uses; ``patch`` sets compiler options temporarily."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that Inductor imports
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -320,7 +320,7 @@ def compare(model: str, layout: str, steps: int = 3) -> Found:
     with oracle.WiderCasts():
         serial = subject(model, steps)
         before = {name: value.clone() for name, value in serial.model.state_dict().items()}
-        expected = oracle.in_one_process(serial, *arguments)
+        expected = oracle.reference(serial, *arguments)
         found, trainer = oracle.in_parallel(subject(model, steps), LAYOUTS[layout], *arguments)
     result = oracle.compared(before, expected, found, trainer)
     unsplit = {operator.target: None for operator in trainer.graph.operators if operator.rule is None}

@@ -326,6 +326,13 @@ def in_one_process(
     return run
 
 
+def reference(
+    subject: Subject, optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None
+) -> Run:
+    """Training in one process, for all ranks, which all call this: rank 0 alone runs it."""
+    return from_rank_0(lambda: in_one_process(subject, optimizer, max_grad_norm))
+
+
 def in_parallel(
     subject: Subject,
     layout: mw.Layout | str,
@@ -351,16 +358,22 @@ def in_parallel(
 
 
 _CAPTURES: dict[object, Capture] = {}
+_PLANS: dict[tuple[object, str], bytes] = {}
 
 
 def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
-    """``mw.parallelize`` whose calls with this key share a capture in a process: making it is most of their time."""
+    """``mw.parallelize`` whose calls with this key share a capture in a process, and a plan for each layout: making
+    them is most of the time."""
 
     def parallelize(model: nn.Module, loss_fn: LossFunction, batch: Batch, **options: Any) -> mw.Trainer:
         if key not in _CAPTURES:
             _CAPTURES[key] = capture(model, loss_fn, batch)
         graph, layout = _CAPTURES[key].graph, options.pop("plan")
-        text = from_rank_0(lambda: encode_json(mw.plan(graph, devices=layout.num_ranks, layout=layout)))
+        kept = (key, repr(layout))
+        text = from_rank_0(
+            lambda: _PLANS.get(kept) or encode_json(mw.plan(graph, devices=layout.num_ranks, layout=layout))
+        )
+        _PLANS[kept] = text
         given: dict[str, Any] = {"max_grad_norm": None, "seed": 0, "device": torch.device("cpu"), **options}
         plan = decode(text, mw.Plan, where="plan of rank 0")
         check_fits(plan, graph)
@@ -370,13 +383,14 @@ def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
 
 
 def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
-    """Run a case both ways on this rank."""
+    """Run a case both ways on this rank. Cases of a model share its capture, but where casts are left as they are."""
+    parallelize = sharing_capture((case.model, case.labels)) if widen_casts else mw.parallelize
     with WiderCasts() if widen_casts else nullcontext():
         serial = subject_of(case)
         before = {name: value.clone() for name, value in serial.model.state_dict().items()}
         arguments = OPTIMIZERS[case.optimizer], CLIPPING[case.clipping]
-        expected = in_one_process(serial, *arguments)
-        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments)
+        expected = reference(serial, *arguments)
+        found, trainer = in_parallel(subject_of(case), LAYOUTS[case.layout], *arguments, parallelize=parallelize)
     return compared(before, expected, found, trainer)
 
 

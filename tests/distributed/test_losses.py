@@ -101,7 +101,7 @@ def trained(name: str, layout: mw.Layout) -> tuple[float, int]:
         batch["labels"] = batch["labels"].clamp(min=0)
     alone = copy.deepcopy(model)
     subjects = [oracle.Subject(one, loss_fn, [batch] * 3) for one in (alone, model)]
-    expected = oracle.in_one_process(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
+    expected = oracle.reference(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
     found, trainer = oracle.in_parallel(subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"])
     error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
     if trainer.rank == 0:

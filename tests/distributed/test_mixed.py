@@ -105,7 +105,7 @@ def train(name: str, layout: mw.Layout) -> oracle.Comparison:
     parallel = (NETWORKS | LARGE)[name]()
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.in_one_process(serial, optimizer)
+    expected = oracle.reference(serial, optimizer)
     found, trainer = oracle.in_parallel(
         parallel, layout, optimizer, parallelize=oracle.sharing_capture(("mixed", name))
     )

@@ -137,7 +137,7 @@ def trained(name: str, layout: mw.Layout) -> float:
     torch.manual_seed(1)
     model, batch = MODELS[name]().double(), batch_of(name)
     subjects = [oracle.Subject(one, loss_of, [batch] * 3) for one in (copy.deepcopy(model), model)]
-    expected = oracle.in_one_process(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
+    expected = oracle.reference(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
     found, trainer = oracle.in_parallel(
         subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"],
         parallelize=lambda *args, **settings: mw.parallelize(*args, **settings, rules=RULES),

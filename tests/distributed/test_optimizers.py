@@ -46,7 +46,7 @@ def train_with_each(
     found = {}
     for name, optimizer in (optimizers or OPTIMIZERS).items():
         run, trainer = oracle.in_parallel(subject(), layout, optimizer, parallelize=parallelize)
-        expected = oracle.in_one_process(subject(), OPTIMIZERS[name])
+        expected = oracle.reference(subject(), OPTIMIZERS[name])
         found[name] = oracle.compared(before, expected, run, trainer)
     return found
 

@@ -54,7 +54,7 @@ def train(layout: mw.Layout) -> tuple[float, float]:
     for _ in range(2):
         torch.manual_seed(5)
         subjects.append(oracle.gpt(True, tied=False))
-    expected = oracle.in_one_process(subjects[0], oracle.OPTIMIZERS["AdamW"])
+    expected = oracle.reference(subjects[0], oracle.OPTIMIZERS["AdamW"])
     found, trainer = oracle.in_parallel(subjects[1], layout, oracle.OPTIMIZERS["AdamW"])
     state = oracle.largest_error(found.state, expected.state) if trainer.rank == 0 else 0.0
     return oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses)), state

@@ -101,14 +101,16 @@ def train(name: str, layout: mw.Layout) -> oracle.Comparison:
     torch.manual_seed(3)
     serial = MODELS[name]()
     torch.manual_seed(3)
-    return compared(serial, MODELS[name](), layout)
+    return compared(serial, MODELS[name](), layout, oracle.sharing_capture(("spatial", name)))
 
 
-def compared(serial: Subject, parallel: Subject, layout: mw.Layout) -> oracle.Comparison:
+def compared(
+    serial: Subject, parallel: Subject, layout: mw.Layout, parallelize: Callable[..., mw.Trainer] = mw.parallelize
+) -> oracle.Comparison:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.in_one_process(serial, optimizer)
-    found, trainer = oracle.in_parallel(parallel, layout, optimizer)
+    expected = oracle.reference(serial, optimizer)
+    found, trainer = oracle.in_parallel(parallel, layout, optimizer, parallelize=parallelize)
     return oracle.compared(before, expected, found, trainer)
 
 

@@ -133,8 +133,9 @@ def train(name: str, batch: int, layout: mw.Layout) -> tuple[oracle.Comparison, 
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["AdamW"]
     with oracle.WiderCasts():
-        expected = oracle.in_one_process(serial, optimizer, oracle.MAX_GRAD_NORM)
-        found, trainer = oracle.in_parallel(parallel, layout, optimizer, oracle.MAX_GRAD_NORM)
+        expected = oracle.reference(serial, optimizer, oracle.MAX_GRAD_NORM)
+        share = oracle.sharing_capture(("uneven", name, batch))
+        found, trainer = oracle.in_parallel(parallel, layout, optimizer, oracle.MAX_GRAD_NORM, parallelize=share)
     return oracle.compared(before, expected, found, trainer), cuts(trainer)
 
 

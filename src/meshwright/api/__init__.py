@@ -1,4 +1,4 @@
-"""The public functions, which join planning and running. The command line calls only these."""
+"""The public functions, which join planning and running. The command line calls only these functions."""
 
 from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
 from meshwright.api.plans import capture, plan, simulate

@@ -1,4 +1,4 @@
-"""This machine and other clusters: their known constants, and how these are measured."""
+"""The constants of this machine and of other clusters: finds them, and measures those of this machine."""
 
 import logging
 import os
@@ -134,11 +134,11 @@ def calibration_file() -> Path:
 
 
 def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
-    """The given cluster. If none is given, this machine: as it was calibrated, else ``cpu-local``; or one box of the
-    CUDA devices at hand.
+    """The given cluster. If none is given, this machine: on a CPU as it was calibrated, else ``cpu-local``; on CUDA one
+    box of this machine's devices.
 
-    ``num_ranks``: an open-ended cluster grows to at least this number of devices. So does this machine: more ranks than
-    cores are planned for as if each had its own core.
+    ``num_ranks``: an open-ended cluster grows to at least this number of devices. This machine grows too: more ranks
+    than cores are planned as if each rank had its own core.
     """
     if isinstance(cluster, Cluster):
         return cluster
@@ -157,8 +157,8 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:
-    """Raise a ClusterError unless the ranks that run are all devices of a cluster, or a part of it that consists of
-    whole units of its levels."""
+    """Raise a ClusterError unless ``num_ranks`` ranks fill the whole cluster, or a part of it that consists of whole
+    units of its levels."""
     if num_ranks > cluster.num_devices:
         held = " x ".join(str(level.fan_out) for level in cluster.levels)
         raise ClusterError(

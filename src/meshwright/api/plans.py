@@ -1,4 +1,4 @@
-"""From a model to a plan, and from a plan to its simulation."""
+"""Captures models as graphs, makes their plans, and simulates the plans."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ def capture(
 ) -> Graph:
     """The training step of ``model`` on a global batch, as a graph. Computes nothing; models may be on the meta device.
 
-    ``precision``: the precision of products; parameters stay in float32 (``Layout.precision``).
+    ``precision``: the precision of matrix products; parameters stay in float32 (``Layout.precision``).
 
     Raises:
         CaptureError: the step cannot be traced (for example because of data-dependent control flow).
@@ -76,14 +76,15 @@ def plan(
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
 
-    ``memory_bytes`` is the memory of each rank (default: that of a device of the cluster). Without a layout, the
-    fastest layout that fits in it is searched (``planner.auto``); with a layout, it limits the size of buckets.
-    ``optimizer`` says what the optimizer keeps and moves (``cost.optimizer``); ``clips``, for a search, whether
-    gradients are clipped. ``pipelines=False`` only divides operators, and makes no stages; ``offload=True`` may put
-    optimizer state on the host if no layout fits otherwise. An operator without a rule runs whole on every rank, and
-    the plan says what that costs; ``strict`` refuses it. ``rules`` are those that ``capture`` was given. A search
-    reports to ``progress`` what it weighs. It ends after about ``seconds`` with the best layout so far, and a note in
-    the plan says so (None: it ends when all layouts are weighed).
+    ``memory_bytes`` is the memory of each rank (default: that of a device of the cluster). Without ``layout``, the
+    planner searches for the fastest layout that fits in this memory (``planner.auto``). With ``layout``, the memory
+    limits the size of buckets. ``optimizer`` gives the state that the optimizer keeps and the memory that it moves
+    (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``pipelines=False`` only divides
+    operators, and makes no stages; ``offload=True`` may put optimizer state on the host if no layout fits otherwise. An
+    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
+    ``rules`` are the rules that ``capture`` was given. A search calls ``progress`` with each layout that it considers.
+    After about ``seconds`` the search ends with the best layout so far, and a note in the plan says so (None: the
+    search considers all layouts).
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or none was
@@ -123,7 +124,7 @@ def simulate(
     machine). Return the predicted trace of all ranks.
 
     Args:
-        optimizer: what the optimizer keeps and moves (``cost.optimizer``).
+        optimizer: the state that the optimizer keeps and the memory that it moves (``cost.optimizer``).
         clips: whether gradients are clipped.
         threads: number of threads of each rank, on a CPU.
         contention: whether transfers that share a link share its rate; without it, closed forms give their times.
@@ -182,9 +183,10 @@ def choose(
 
 
 def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
-    """The numbers that the optimizer of ``factory`` keeps, and those that it reads or writes in a step. It is made over
-    ``graph``'s parameters without memory. RMSprop and Adagrad count as SGD with momentum, LARC counts as LARS. An
-    unknown optimizer, or one that cannot be made this way, counts as AdamW, and the log says so."""
+    """The state that the optimizer of ``factory`` keeps, and the memory that it moves in a step. To find out, the
+    optimizer is made over parameters with the shapes of ``graph``, but without memory. RMSprop and Adagrad count as SGD
+    with momentum, LARC counts as LARS. An unknown optimizer, or one that cannot be made this way, counts as AdamW, and
+    the log says so."""
     if factory is None:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
@@ -215,23 +217,23 @@ _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...
     ((torch.optim.RMSprop, torch.optim.Adagrad), cost.MOMENTUM),
     ((torch.optim.SGD,), cost.SGD),
 )
-"""Costs by optimizer class. The first class that matches counts, because AdamW is a subclass of Adam."""
+"""Pairs (optimizer classes, cost). The first match counts; AdamW comes first, because it is a subclass of Adam."""
 _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("amsgrad",),
     torch.optim.Adam: ("amsgrad",),
     torch.optim.RMSprop: ("centered", "momentum"),
 }
-"""Options with which the optimizer keeps one more number for every element."""
+"""Maps an optimizer class to its options that each make it keep one more number for every element."""
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:
-    """Return the plan, or the plan of a plan file, and its name in error messages."""
+    """Return ``plan``, or the plan that is read if it is a path, and its name for error messages."""
     return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
 
 
 def precision_of(plan: Any, precision: Precision | None) -> Precision | None:
-    """The precision of a plan, as ``choose`` takes it: the plan's or the layout's precision, else the given one. Raise
-    a LayoutError if both are given and differ."""
+    """The precision that ``plan`` (a Plan, a Layout or a path) asks for, otherwise ``precision``. Raise a LayoutError
+    if both are given and differ."""
     if plan == "auto":
         return precision
     said = plan.precision if isinstance(plan, Layout) else loaded(plan)[0].precision

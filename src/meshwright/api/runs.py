@@ -43,13 +43,13 @@ log = logging.getLogger("meshwright")
 
 CPU = torch.device("cpu")
 LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
-"""Files of a run that has ended: its last step, the predicted step, and both side by side."""
+"""Files of a run that has ended: the trace of its last step, the predicted trace, and the comparison of both."""
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory. ``verdict`` is empty if ``stage_sizes``
-    differ: such plans are not simulated. ``constants``: the source of the cluster's constants. ``programs`` are those
-    of one rank, if a rank was asked for."""
+    differ: such plans are not simulated. ``constants``: the source of the cluster's constants. ``programs`` are the
+    programs of one rank, if a rank was asked for."""
 
     plan: Plan
     constants: str
@@ -65,12 +65,12 @@ def plan_run(
     progress: Callable[[str], None] = lambda what: None,
     program_of: int | None = None,
 ) -> Planned:
-    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has), each with
-    ``memory_bytes`` (default: that of a device of the cluster); and the programs of rank ``program_of``. ``progress``
-    is called with the layout that is being weighed.
+    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has), and the
+    programs of rank ``program_of`` if it is given. Each rank has ``memory_bytes`` (default: those of a device of the
+    cluster). ``progress`` is called with each layout that the search considers.
 
     Raises:
-        LayoutError: the layout does not fit the model or the batch; or no layout that may be searched fits in memory.
+        LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
     """
     graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress)
     known = _cluster(run, CPU, chosen.mesh.world_size)
@@ -285,7 +285,7 @@ def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
 
 def _asked(run: Run, directory: Path) -> Layout | str:
     """The layout or plan of the run. A continued run keeps a plan that was found for the same number of ranks, so that
-    training continues bit by bit."""
+    its numbers stay the same bit for bit."""
     file = directory / "plan.json"
     if run.layout.searched and manifest.steps_in(directory / "checkpoints") and file.exists():
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -304,7 +304,7 @@ def _ledger(
     run: Run, trainer: Trainer, directory: Path, traces: list[Trace], foretold: Foretold | None, held_bytes: int
 ) -> Ledger | None:
     """Gather the traces of the last steps, compare them with the prediction, and write both into the run's directory.
-    Return None on other ranks, or if nothing can be compared. Every rank must call it."""
+    Return the ledger on rank 0; None on other ranks, or if nothing can be compared. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
     plan, device = trainer.plan, trainer.device
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]

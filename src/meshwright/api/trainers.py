@@ -1,4 +1,4 @@
-"""Makes trainers of unmodified models, and compares them with one process."""
+"""Makes trainers of unmodified models, and compares their training with training in one process."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -36,7 +36,8 @@ from meshwright.runtime.verify import Verification, batch_in_float64, compare, e
 
 @contextmanager
 def auto_parallelize() -> Iterator[None]:
-    """Modules made inside have no memory; :func:`parallelize` then gives every rank its part of them, block by block.
+    """Modules made in this context have no memory; :func:`parallelize` gives each rank its part of them, block by
+    block.
 
         with mw.auto_parallelize():
             model = MyModel()
@@ -76,20 +77,20 @@ def parallelize(
             the step is captured again. Numbers that change in every step should therefore be in the batch.
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the fastest layout that fits, see ``plan``), a Layout, a Plan, or the path of a plan file.
-        optimizer: a function that takes a list of (name, parameter), as torch.optim does:
-            ``lambda p: torch.optim.AdamW(p, lr=3e-4)``. ``"auto"`` calls it once more before, with parameters that
-            have no memory, to find out what the optimizer keeps and moves.
+        optimizer: a function that takes a list of (name, parameter), as torch.optim does: ``lambda p:
+            torch.optim.AdamW(p, lr=3e-4)``. The plan ``"auto"`` first calls it with parameters that have no memory, to
+            find out how much state the optimizer keeps and how much memory it moves.
         max_grad_norm: clip gradients to this norm over the whole model.
         seed: seed of dropout, and of the initial values of models on the meta device.
         precision: the precision of products (``Layout.precision``), if the plan does not give it: ``"bfloat16"``,
-            ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: as the
-            model computes.
+            ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: the
+            precision of the model.
         offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
-        seconds: time after which ``"auto"`` takes the best layout found so far (the log says what it weighs); None:
-            it weighs all layouts.
+        seconds: time after which ``"auto"`` takes the best layout found so far; None: it considers all layouts. The log
+            says which layouts it considers.
         device: default: this rank's CUDA device if it has one (experimental), else the CPU.
         cluster: the cluster to plan for; default: this machine as it was calibrated, else ``cpu-local``.
-        rules: rules for your own operators, by operator.
+        rules: maps your own operators to their rules.
         strict: refuse a step with an operator that no rule splits; otherwise the operator runs whole on every rank, and
             the plan says so.
         compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler, and step SGD,
@@ -157,7 +158,7 @@ def verify(
 
     Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off. The
     default optimizer is AdamW. Every rank must call it, and gets the same rows. The ``ok`` of a row says whether its
-    difference is at most 1e-9 of the largest value (or of 1).
+    difference is at most 1e-9 of the largest value, or of 1 if that is larger.
 
     Raises:
         CaptureError: the step cannot be traced, or draws random numbers.
@@ -196,7 +197,7 @@ def verify(
 
 
 def _check_comparable(trainer: Trainer) -> None:
-    """Raise a LayoutError if one process would compute something else."""
+    """Raise a LayoutError if training in one process would compute something else, so that both cannot be compared."""
     statistics = trainer.plan.layout.batch_statistics
     norm = next((operator for operator in trainer.graph.operators if "batch_norm" in operator.target), None)
     if statistics != "global" and norm is not None:

@@ -49,8 +49,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks' measurements: for each case, steps to the target (0: not reached) and the last held-out loss by seed;
-    by batch size, the seconds per step of each repetition."""
+    """The measurements. ``steps`` and ``losses`` have an entry for each case with one value per seed: the steps to the
+    target (0: not reached), and the last held-out loss. ``seconds`` maps a batch size to the seconds per step of each
+    repetition."""
 
     steps: list[tuple[int, ...]]
     losses: list[tuple[float, ...]]
@@ -85,9 +86,9 @@ def batch_size(
         evaluate_every: steps of the smallest size between two evaluations.
         repetitions, steps: repetitions of the time measurement, and steps of each.
 
-    The source of the knee is S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
-    arXiv:1812.06162; of the measurement, C. Shallue et al., "Measuring the Effects of Data Parallelism on Neural
-    Network Training", JMLR 20, 2019, arXiv:1811.03600.
+    The knee is defined by S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162;
+    the method of measurement is that of C. Shallue et al., "Measuring the Effects of Data Parallelism on Neural Network
+    Training", JMLR 20, 2019, arXiv:1811.03600.
 
     Raises:
         LayoutError: sizes are not at least two ascending numbers, do not divide over the ranks, or the run has a plan.
@@ -276,14 +277,15 @@ def finding(cases: Sequence[Case], counted: Counted, target: float, steps: int) 
 
 
 def knee(steps: Mapping[int, int]) -> float | None:
-    """The critical batch size by steps to a target: it takes twice the least steps, and twice the least samples.
+    """The critical batch size: training with it takes twice the fewest steps to the target, and twice the fewest
+    samples.
 
     Fits S(B) = S_min + E_min / B, which is (S / S_min - 1)(E / E_min - 1) = 1 with E = B S (McCandlish et al. 2018),
     by least squares of relative errors; the knee is E_min / S_min.
 
     Returns:
         Infinity if steps still fall as 1 / B; 0 if they do not fall; None for fewer than three batch sizes, or if the
-        relative error of the fit exceeds ``WORST_FIT`` at one of them.
+        relative error of the fit exceeds ``WORST_FIT`` at a batch size.
     """
     if len(steps) < LEAST_FOR_KNEE:
         return None

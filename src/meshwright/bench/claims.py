@@ -94,7 +94,7 @@ def baseline(result: Result) -> Found:
 
 
 def best_peer(result: Result) -> Found:
-    """The baseline is the fastest of the peers."""
+    """The baseline of a comparison is the fastest of its peers."""
     for key, finding in result.keyed():
         if isinstance(finding, Comparison) and finding.baseline in finding.series:
             peers = {name: series.value_s for name, series in finding.series.items() if name != finding.ours}
@@ -120,7 +120,8 @@ def same_run(result: Result) -> Found:
 
 
 def alike(result: Result) -> Found:
-    """Compared series have equal settings. Only a Scaling may differ in ranks, and it and BatchSizes in sizes."""
+    """Compared series have equal settings. Only a Scaling may differ in ranks; only a Scaling or BatchSizes may differ
+    in sizes."""
     for index, finding in result.keyed():
         if not isinstance(finding, BatchSizes | Comparison | Scaling):
             continue
@@ -251,7 +252,8 @@ def _interval(series: Series) -> Interval | tuple[()]:
 
 
 def cores(result: Result) -> Found:
-    """A judged finding has at most one rank per core or GPU: ranks that share a core measure the operating system."""
+    """A judged finding has at most one rank per core or GPU: if ranks share a core, the operating system decides their
+    times."""
     known = result.machine.num_devices
     for key, finding in result.keyed():
         most = max((result.settings_of(series).ranks for _, series in series_of(finding, key)), default=0)
@@ -295,7 +297,7 @@ def scaling_as_named(result: Result) -> Found:
 
 
 def peak(result: Result) -> Found:
-    """A percentage of a peak says which peak; the peak has the work's dtype, and is not exceeded."""
+    """A percentage of a peak says which peak. The peak has the dtype of the measured work, and is not exceeded."""
     for key, finding in result.keyed():
         if not isinstance(finding, Utilization):
             continue

@@ -7,7 +7,7 @@ Most rules are those of two papers, here called *tell* and *fool*:
 - fool: T. Hoefler, "Twelve ways to fool the masses when reporting performance of deep learning workloads", 2018,
   https://htor.inf.ethz.ch/blog/index.php/2018/11/.
 
-What a file does not say cannot be found: a lint keeps one from forgetting, not from lying.
+A lint sees only what a file says: it finds what was forgotten, not what is false.
 """
 
 import re
@@ -22,7 +22,7 @@ from meshwright.bench.claims import LEAST_REPETITIONS, Found
 from meshwright.ir.result import Result
 
 STALE = "stale"
-"""The rule that asks the checkout around a file: code that has not changed since the file's commit."""
+"""The name of the rule that the measured code has not changed since the file's commit."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LintRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a result, and who asks it."""
+    """A rule for results: what it asks for, its source, and the function that finds violations."""
 
     name: str
     asks: str

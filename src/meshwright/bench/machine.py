@@ -79,7 +79,7 @@ def nominal_peak(threads: int) -> Peak | None:
 
 
 def peak_of(info: str, most_hz: float, threads: int) -> Peak | None:
-    """``nominal_peak`` from the text of /proc/cpuinfo and the highest clock (0: unknown; the text's clock counts).
+    """The nominal peak, from the text of /proc/cpuinfo and the highest clock (0: unknown, the text's clock counts).
 
     Virtual machines often report only the base clock. A processor with one AVX-512 unit has half of this peak.
     """

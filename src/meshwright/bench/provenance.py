@@ -1,4 +1,4 @@
-"""Where figures are from: the commit that was measured, and whether the code that it measured has changed since."""
+"""The origin of figures: the commit that was measured, and whether the measured code has changed since then."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.ir.result import Result
 
 CHANGED = "+"
-"""Follows a commit if files of the checkout differed from it."""
+"""The suffix of a commit if files of the checkout differed from it."""
 CODE = (":/src", ":/*.py")
 """Git pathspecs of the files that can change a measurement: all below ``src``, and Python anywhere."""
 JUDGES = (
@@ -22,16 +22,17 @@ REMEDY = "measure again from a clean checkout"
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the checkout around ``folder``, with ``CHANGED`` if files differ; empty if it is no checkout."""
+    """The commit of the checkout around ``folder``, with ``CHANGED`` if files differ; empty if ``folder`` is in no
+    checkout."""
     commit = _git(folder, "rev-parse", "--short=12", "HEAD").strip()
     return commit + CHANGED if commit and _git(folder, "status", "--porcelain", *CODE) else commit
 
 
 def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Why a result in ``folder`` was not measured with the code of the checkout around it, as (key, problem, remedy).
-    Outside of a checkout nothing is refused.
+    """Yield why a result in ``folder`` was not measured with the code of the checkout around it: (key, problem,
+    remedy). Outside of a checkout nothing is refused.
 
-    The files that ``result.script`` imports count, directly or through others; also other files (C++, TOML) in their
+    The code is all files that ``result.script`` imports, directly or indirectly, and other files (C++, TOML) in their
     folders. A change of only comments, docstrings or layout of a Python file does not count.
     """
     top = _git(folder, "rev-parse", "--show-toplevel").strip()
@@ -62,8 +63,8 @@ def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def imported(root: Path, script: Path) -> set[Path]:
-    """The script itself and the Python files below ``root`` and ``root/src`` that it imports, also within functions;
-    also modules that a string names, such as modules that the script starts by ``python -m``."""
+    """The script itself and the Python files below ``root`` and ``root/src`` that it imports, directly or indirectly,
+    also inside functions. A module that a string names, such as for ``python -m``, counts as imported."""
     files, pending = set[Path](), [script]
     while pending:
         path = pending.pop()
@@ -87,7 +88,7 @@ def imported(root: Path, script: Path) -> set[Path]:
 
 
 def _differs(root: Path, commit: str, name: str) -> bool:
-    """Whether the program of a file is another than at the commit, or is new."""
+    """Whether the program in a file differs from that at the commit, or the file is new."""
     return _program(_git(root, "show", f"{commit}:{name}")) != _program(_text(root / name))
 
 

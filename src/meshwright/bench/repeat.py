@@ -24,10 +24,11 @@ def alternate(
     warmup_steps: int = WARMUP_STEPS,
     progress: Progress | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per step of every side, one value per round: the slowest rank's mean over a block of ``steps``.
+    """Seconds per step of every program in ``sides``, per round: the slowest rank's mean over a block of ``steps``.
 
-    In each round every side runs one block. The order rotates from round to round, so that a drift of the machine
-    affects all sides. All ranks of the process group call this with the same sides; a barrier precedes each block.
+    In each round every program runs one block. The order rotates from round to round, so that a drift of the machine
+    affects all programs. All ranks of the process group call this with the same programs; a barrier precedes each
+    block.
     """
     progress = progress or Silent()
     for step in sides.values():
@@ -51,7 +52,8 @@ def alternate(
 def eager_step(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Any], optimizer: torch.optim.Optimizer, max_norm: float = 0.0
 ) -> Callable[[Any], Tensor]:
-    """A training step in plain eager PyTorch, from a batch to its loss. ``max_norm`` clips gradients (0: does not)."""
+    """A training step in plain eager PyTorch, from a batch to its loss. Gradients are clipped to ``max_norm`` (0: not
+    clipped)."""
 
     def step(batch: Any) -> Tensor:
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 
 KINDS = {"strong": "nothing", "batch": "the batch", "model": "the model"}
-"""The quantity that grows with the ranks, by kind of scaling."""
+"""Maps a kind of scaling to the quantity that grows with the ranks."""
 OURS, EAGER = "meshwright", "eager PyTorch"
 NUM_BATCHES = 4
 TIMED = (
@@ -33,7 +33,8 @@ TIMED = (
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one launch: the seconds per step of each repetition, and the first losses, by program."""
+    """The measurements of one launch. ``seconds`` maps a program (Meshwright or eager PyTorch) to its seconds per step,
+    one value per repetition; ``losses`` maps it to its first losses."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]
@@ -59,8 +60,9 @@ def scaling(
     """Measure ``run`` on each number of ranks in ``counts``, started by Meshwright's launcher.
 
     Args:
-        kind: ``strong``: the run as it is; ``batch``: its batch grows with the ranks; ``model``: its key ``grow`` does.
-        counts: ascending; the others are compared with the first.
+        kind: ``strong``: the run as it is; ``batch``: its batch grows with the ranks; ``model``: the value of ``grow``
+            does.
+        counts: numbers of ranks, ascending; each is compared with the first.
         turns: how often each number of ranks is started.
         repetitions: measurements of each start.
         steps: training steps of each repetition.

@@ -95,7 +95,7 @@ def sizes_of(config: GPTConfig, batch_size: int) -> dict[str, int | str | float 
 
 
 def _peaks(given: float, measured: Peak, nominal: Peak | None, product: float, threads: int) -> list[Peak]:
-    """The peaks; the first is 100 %."""
+    """All known peaks; the first counts as 100 %."""
     if product > measured.flops_per_s:
         source = f"measured: the fastest of the matrix products that are shown, on {threads} threads, a lower bound"
         measured = Peak(flops_per_s=product, dtype="float32", found=source)

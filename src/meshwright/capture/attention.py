@@ -1,4 +1,4 @@
-"""Makes attention one operator while a step is traced, by whichever way a model calls it."""
+"""Captures attention as one operator, in whichever way a model calls it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ SCALED_DOT_PRODUCT: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 class Attention:
-    """PyTorch's attention function, but captured as one operator wherever that is possible."""
+    """A replacement of PyTorch's attention function that is captured as one operator wherever that is possible."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -30,11 +30,11 @@ class Attention:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Replace PyTorch's function also inside ``F.multi_head_attention_forward``, where torch.nn's layers look it
-        up: a torch-function mode sees only the outer function.
+        """Replace PyTorch's function also inside ``F.multi_head_attention_forward``, which torch.nn's layers call. A
+        torch-function mode sees only this outer function.
 
-        The layers' fused forms for evaluation are off meanwhile. A mask is not tested for being causal, because the
-        test would read values: the mask is applied as it is, unless the caller says that it is causal.
+        Meanwhile, the layers' fused forms for evaluation are off. PyTorch does not test whether a mask is causal,
+        because the test would read values: the mask is applied as it is, unless the caller says that it is causal.
         """
         fused, detect = torch.backends.mha.get_fastpath_enabled(), transformer._detect_is_causal_mask
         functions: Any = F

@@ -12,7 +12,7 @@ from meshwright.torch_private import pytree
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of a batch. ``names`` are their paths (``batch.label``) and the names of the graph's inputs."""
+    """The leaves of a batch. ``names`` are their paths (``batch.label``), which also name the graph's inputs."""
 
     values: list[Any]
     spec: pytree.TreeSpec
@@ -41,20 +41,20 @@ class Leaves:
         raise DataError("the batch holds no tensor", where="batch", remedy="pass tensors whose dim 0 is the batch")
 
     def without_values(self) -> "Leaves":
-        """The same leaves with meta tensors, which hold no memory."""
+        """Return the same leaves with meta tensors, which hold no memory."""
         values = [value.to("meta") if isinstance(value, Tensor) else value for value in self.values]
         return Leaves(values, self.spec, self.names)
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
-        """The batch with its tensors replaced by ``tensors``, in order."""
+        """Return the batch with its tensors replaced by ``tensors``, in order."""
         given = iter(tensors)
         values = [next(given) if isinstance(value, Tensor) else value for value in self.values]
         return pytree.tree_unflatten(values, self.spec)
 
 
 def take_apart(batch: Any) -> Leaves:
-    """The leaves of a batch: any tree of dicts, lists and tuples. Mappings of other classes (a tokenizer's
-    ``BatchEncoding``) become dicts.
+    """Return the leaves of a batch, which is a tree of dicts, lists and tuples. Mappings of other classes, such as a
+    tokenizer's ``BatchEncoding``, become dicts.
 
     Raises:
         DataError: a leaf is an array but not a tensor.
@@ -73,7 +73,7 @@ def take_apart(batch: Any) -> Leaves:
 
 
 def as_dicts(batch: Any) -> Any:
-    """The batch with every mapping as a plain dict."""
+    """Return the batch with every mapping as a plain dict."""
 
     def convert(value: Any) -> Any:
         return {key: as_dicts(item) for key, item in value.items()} if _is_mapping(value) else value

@@ -33,7 +33,8 @@ from meshwright.ops.view import VIEWS
 class Capture:
     """A captured graph and its traced step, which holds constants and the structure of the batch, but no data.
 
-    ``reads`` has the values that the step read from Python; ``moved`` says how it changed some of them, by place.
+    ``reads`` has the values that the step read from Python objects. ``moved`` maps the place of such a value, if the
+    step changed it, to the change in words.
     """
 
     graph: ir.Graph
@@ -84,15 +85,16 @@ def capture(
 ) -> Capture:
     """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
 
-    The step is traced at the batch's size and at twice that size. Both traces must run equal operators; the dims that
-    differ are the batch. At a size of 1 PyTorch leaves out operators (such as an expand to 1), so the batch is then
-    found at sizes 2 and 4. If operators work in place, the step is traced once more without rewrites, because a rewrite
-    may copy a tensor that another operator changes; the trace becomes functional and canonical afterwards.
+    The step is traced at the batch's size and at twice that size. Both traces must run equal operators. Dims whose
+    sizes differ between the traces are the batch. At batch size 1, PyTorch leaves out operators (such as an expand to
+    1), so the batch is then found at sizes 2 and 4. If operators work in place, the step is traced once more with only
+    the rewrites ``VISIBLE``, because other rewrites may copy a tensor that an operator changes. The other rewrites
+    follow when this trace is made functional.
 
     ``precision`` is the precision of products (``capture/precision.py``); None keeps the model's own dtypes.
 
     Raises:
-        CaptureError: the step cannot be traced, or depends on the batch size, or on Python's numbers that it changes.
+        CaptureError: the step cannot be traced, or depends on the batch size or on Python values that it changes.
         RuleError: a rule's pattern does not fit its operator.
     """
     size = take_apart(batch).size
@@ -157,7 +159,7 @@ class _Builder:
             self.atoms[node] = [[Atom(int(size))] for size in node.meta["val"].shape]
 
     def _find_batch(self) -> None:
-        """Mark the dims of inputs that differ between the two sizes as the batch."""
+        """Mark the dims of inputs whose sizes differ between the two traces as the batch."""
         smaller, larger = self.pair.values()
         for node, first, second in zip(
             self.traced.placeholders, smaller.placeholders, larger.placeholders, strict=True
@@ -309,8 +311,8 @@ class _Builder:
         return tensors
 
     def _prologue(self, operations: list[_Operation]) -> set[str]:
-        """The operators that depend on no parameter, no buffer and no random number. Operators that make a scalar, and
-        the operators that it depends on, may read buffers that the step does not change (a total of class weights)."""
+        """Return the operators that depend on no parameter, no buffer and no random number. An operator that makes a
+        scalar (such as a total of class weights) may read buffers that stay unchanged; so may operators before it."""
         result = self._independent(operations, {*self.traced.parameters, *self.traced.buffers})
         allowed = self._independent(operations, {*self.traced.parameters, *self._buffer_updates()})
         needed: set[fx.Node | None] = set()
@@ -322,7 +324,7 @@ class _Builder:
         return result
 
     def _independent(self, operations: list[_Operation], state: set[str]) -> set[str]:
-        """The operators that depend on nothing in ``state`` and on no random number."""
+        """Return the operators that depend on nothing in ``state`` and on no random number."""
         tainted = {node for node, name in self.names.items() if name in state}
         result = set()
         for operation in operations:
@@ -333,7 +335,7 @@ class _Builder:
         return result
 
     def _buffer_updates(self) -> dict[str, str]:
-        """For each buffer that the step changes, the tensor that it becomes."""
+        """Map each buffer that the step changes to the tensor with its new value."""
         named = {name: self.names[node] for name, node in self.updates.items()}
         return {name: value for name, value in named.items() if value != name}
 
@@ -365,7 +367,7 @@ class _Builder:
 
 
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
-    """The tensor inputs in order of appearance; a repeated input is listed each time."""
+    """Return the tensor inputs in order of appearance. A repeated input is listed each time."""
     nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), nodes.append)
     return [item for item in nodes if isinstance(item.meta.get("val"), Tensor)]

@@ -1,4 +1,4 @@
-"""An operator's arguments as text, ``t0, [1, 2], dtype=torch.float32``, so that a graph alone can be lowered."""
+"""Writes an operator's arguments as text, ``t0, [1, 2], dtype=torch.float32``, so that a graph alone can be lowered."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,10 @@ class Operand:
 
 
 def written(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> str:
-    """The arguments of a call as text; tensor inputs (``fx.Node``) are ``t0``, ``t1``, ... in order of appearance.
+    """Write the arguments of a call as text. Tensor inputs (``fx.Node``) are ``t0``, ``t1``, ..., in order.
 
     Raises:
-        CaptureError: an argument is an object that has no text.
+        CaptureError: an argument is of a type that cannot be written.
     """
     count = 0
 
@@ -85,7 +85,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def read(text: str, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The (args, kwargs) of a text made by ``written``, with ``tensors`` as the tensor inputs."""
+    """Return (args, kwargs) from a text that ``written`` made, with ``tensors`` as the tensor inputs."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, Operand):
@@ -100,7 +100,7 @@ def read(text: str, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, 
 
 @lru_cache(maxsize=4096)
 def target_of(text: str) -> Callable[..., Any]:
-    """The operator of a name such as ``aten.mm.default``.
+    """Return the operator with a name such as ``aten.mm.default``.
 
     Raises:
         CaptureError: the operator is not registered in this process.

@@ -1,4 +1,4 @@
-"""Makes Hugging Face's mixtures of experts one operator while a step is traced, through their common interface."""
+"""Captures Hugging Face's mixtures of experts as one operator, through the interface that all of them call."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _ACTIVATIONS = {
 
 @contextmanager
 def one_operator() -> Iterator[None]:
-    """Replace every implementation of experts that transformers has, because their loops read values of tensors.
+    """Replace every implementation of experts in transformers, because loops over experts read values of tensors.
 
     Experts that the operator cannot express (with biases, transposed weights, a gate of their own) run unchanged.
     """
@@ -49,7 +49,7 @@ def _standing_for(original: Callable[..., Tensor], module: Any) -> Callable[...,
 
 
 def _activation(experts: Any, module: Any) -> str | None:
-    """The activation's name; None if the operator cannot express these experts."""
+    """Return the activation's name; None if the operator cannot express these experts."""
     own_gate = experts.has_gate and type(experts)._apply_gate is not module._default_apply_gate
     if own_gate or experts.has_bias or experts.is_transposed or not experts.is_concatenated:
         return None

@@ -1,8 +1,8 @@
-"""Joins factors along the graph's edges: factors of several operators get one class if they are the same dim.
+"""Joins factors along the graph's edges: factors of several operators get one class if they describe the same dim.
 
-If operators divide a dim in different ways, it is refined into smaller factors that they have in common.
-A GPT-2 projection makes 2304 features; a split reads them as ``(3 f)``, a view reads ``f`` as ``(h d)``. Joining
-refines the projection's single factor to ``(3 h d)``, so that splitting heads splits its weight in three blocks:
+If operators divide a dim in different ways, the dim is refined into smaller factors that the operators have in common.
+A GPT-2 projection makes 2304 features. A split reads them as ``(3 f)``, and a view reads ``f`` as ``(h d)``. Joining
+refines the projection's single factor to ``(3 h d)``, so that a split of ``h`` cuts each of the weight's three blocks:
 
     mm      "m j, j f -> m f"                      mm      "(b s) k, k (3 h d) -> (b s) (3 h d)"
     view    "m f -> _0 _1 f"            becomes    view    "(b s) (3 h d) -> b s (3 h d)"
@@ -19,12 +19,12 @@ from typing import Any
 from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
 
 PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m")
-"""Letters, the most meaningful first; a class takes the first of the letters that its operators give it."""
+"""Letters, the most meaningful first. A factor class takes the first of the letters that operators give to it."""
 
 
 @dataclass(eq=False)
 class Atom:
-    """A factor that may turn out to be a product of smaller ones."""
+    """A factor that may turn out to be a product of smaller factors."""
 
     size: int
     parent: "Atom | None" = None
@@ -42,7 +42,7 @@ class Atom:
 
 
 def leaves(atoms: Iterable[Atom]) -> list[Atom]:
-    """The atoms into which ``atoms`` have been refined, outermost first."""
+    """Return the atoms into which ``atoms`` have been refined, outermost first."""
     result: list[Atom] = []
     for atom in atoms:
         root = atom.root()
@@ -67,12 +67,12 @@ def _union(a: Atom, b: Atom) -> None:
 
 
 def _cut(atom: Atom, size: int) -> None:
-    """Refine a leaf into two atoms: ``size`` and the rest."""
+    """Refine a leaf into two atoms: the first of size ``size``, the second of the remaining size."""
     atom.parts = [Atom(size, hint=""), Atom(atom.size // size, hint=atom.hint)]
 
 
 def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-    """Join two descriptions of one dim, refining both. Where they do not fit, stop and return False."""
+    """Join two lists of atoms that describe the same dim, and refine both. Where they do not fit, return False."""
     a, b = leaves(left), leaves(right)
     i = j = 0
     while i < len(a) and j < len(b):
@@ -147,11 +147,12 @@ def unused(stem: str, taken: Container[str]) -> str:
 
 
 def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
-    """The refined rule, the class of each of its letters, and the new letters of each original letter.
+    """Return the refined rule, the factor class of each of its letters, and the new letters of each original letter.
 
-    ``names`` gives the class name of each leaf atom (by id). A letter that needs contiguous parts, has a decomposition,
-    or is a stencil can only be split at its outermost factor. Letters of one class stay separate (the queries and the
-    keys of self-attention are both the sequence): splitting one letter does not split the other.
+    ``names`` maps the id of each leaf atom to the name of its class. A letter that needs contiguous parts, has a
+    decomposition, or is a stencil can only be split at its outermost factor. Letters of one class stay separate:
+    splitting one letter does not split another. In self-attention, for example, the letters of queries and of keys are
+    both of the class of the sequence.
     """
     letter_of: dict[tuple[str, int], str] = {}
     classes: dict[str, str] = {}
@@ -219,7 +220,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
 
 
 class Rendered:
-    """Runs ``rendered`` once for all operators with one rule and equally refined letters, as in repeated blocks."""
+    """Runs ``rendered`` once for all operators of the same rule and refinement, such as those of repeated blocks."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Rule, Rule, dict[str, int], dict[str, tuple[str, ...]]]] = {}
@@ -227,7 +228,7 @@ class Rendered:
     def __call__(
         self, bound: BoundRule, names: dict[int, str]
     ) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
-        """The same as ``rendered``."""
+        """Return the result of ``rendered``, computed or known."""
         seen: dict[int, int] = {}
         letters = tuple(
             tuple((seen.setdefault(id(atom), len(seen)), atom.hint[:1], atom.size) for atom in leaves(atoms))

@@ -21,7 +21,7 @@ RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape
 
 
 def functionalized(traced: Traced) -> Traced:
-    """The same step without in-place operators, and without operators that compute nothing.
+    """Return the same step without in-place operators, and without operators that compute nothing.
 
     Raises:
         CaptureError: the step changes a parameter in place.
@@ -62,7 +62,7 @@ class _Replay(fx.Interpreter):
 
 
 def _replayed(step: Traced) -> Traced:
-    """Run the nodes again, each with its origin; operators that work in place become ones that return new tensors."""
+    """Record the step again with the origin of each node. In-place operators become operators that make new tensors."""
     replay, inputs = _Replay(step), [node.meta["val"] for node in step.placeholders]
     recorder = Recorder(inputs, lambda: replay.here, CANONICAL)
     with step.mode, recorder:
@@ -93,7 +93,7 @@ def _simplify(graph: fx.Graph, num_scalars: int) -> None:
 
 
 def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
-    """The scalar before it was rounded to half precision and back, if it was; else the scalar itself."""
+    """Return the scalar from before it was cast to half precision and back; without such casts, the scalar itself."""
     source: Any = scalar
     for _ in range(2):
         if not isinstance(source, fx.Node) or source.target is not aten._to_copy.default:
@@ -103,7 +103,8 @@ def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
 
 
 def _join_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
-    """Join the gradients of nll_loss (a sum) and log_softmax, which then need no sum over a split vocabulary."""
+    """Join the gradients of nll_loss (as a sum) and log_softmax into one operator, which needs no sum over vocabulary
+    parts."""
     inner = node.args[0]
     if not isinstance(inner, fx.Node) or inner.target is not aten.nll_loss_backward.default or len(inner.users) != 1:
         return

@@ -6,7 +6,7 @@ from torch import fx
 
 _set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]
 _set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
-"""Setters without the bookkeeping of assignment, which looks the node up twice in the graph's table by target."""
+"""Setters that skip the bookkeeping of a normal assignment, which looks the node up twice in the graph's tables."""
 
 
 class Graph(fx.Graph):

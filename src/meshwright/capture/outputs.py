@@ -1,4 +1,4 @@
-"""Results of operators on fake tensors, found once for all equal calls of a process: models repeat their blocks."""
+"""Results of operators on fake tensors, made once for all equal calls in a process, because models repeat blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ _VALUES_MATTER = frozenset({
 """Tags of operators whose results depend on more than the layout of their inputs."""
 
 _NAMESPACES = frozenset({"aten", "prims", "meshwright", "meshwright_comm"})
-"""Namespaces of operators that never change, so that recorded results may be reused; a user may redefine others."""
+"""Namespaces whose operators never change, so that recorded results may be reused; a user may redefine others."""
 
 _AS_ON_META = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -47,8 +47,9 @@ _AS_ON_META = frozenset({
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
 })  # fmt: skip
 """Operators whose results have the same layout on the meta device as on the CPU, in the dtypes of ``_WIDE`` (batch
-norm: in training). They run there without any mode, in less time: on fake tensors, PyTorch runs many as Python
-functions of dozens of others. Batch norms change only the values of running statistics."""
+norm: in training). They run on the meta device without any mode, which takes less time: on fake tensors, PyTorch runs
+many of them as Python functions that call dozens of operators. Batch norms change the values of running statistics,
+and nothing else in place."""
 _WIDE = frozenset({torch.float32, torch.float64})
 _BATCH_NORMS = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -62,8 +63,8 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class _Form:
-    """The layout of a fake tensor and the attributes that PyTorch gave it, without its mode, which is the call's mode.
-    ``alias`` is the index of the call's tensor that shares its storage; None if it has its own storage."""
+    """The layout of a fake tensor, and the attributes that PyTorch gave it except its mode. ``alias`` is the index of
+    the call's input tensor that has the same storage; None if the tensor has a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -73,7 +74,8 @@ class _Form:
     alias: int | None
 
     def made(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        """Make a tensor of this form: ``FakeTensor(mode, value, device)`` without its checks (4/5 of its time)."""
+        """Make a tensor of this form: like ``FakeTensor(mode, value, device)``, but without the checks that take 4/5 of
+        its time."""
         with DisableTorchDispatch():
             value = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
             if self.alias is not None:
@@ -91,13 +93,13 @@ class _Form:
 
 
 MOST_KNOWN = 20_000
-"""Upper limit on cached calls, some kilobytes each."""
+"""The largest number of cached calls. Each takes some kilobytes."""
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class _Call:
-    """A call. Calls with the same ``key`` are equal. The cache keeps a call, but not its arguments and results:
-    ``given`` and ``result`` are cleared when the call is done."""
+    """A call of an operator. Calls with the same ``key`` are equal. The cache keeps a call, but not its arguments and
+    results: ``given`` and ``result`` are cleared when the call is done."""
 
     key: tuple[Any, ...]
     given: tuple[Any, tuple[Any, ...], dict[str, Any], list[FakeTensor]] | None = field(compare=False)
@@ -105,25 +107,26 @@ class _Call:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, without PyTorch's cache of calls, where a look-up takes as long as a call."""
+    """Return a mode for fake tensors without PyTorch's cache of calls, in which a look-up takes as long as a call."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
 
 
 def fake_scalar(mode: FakeTensorMode) -> FakeTensor:
-    """A float32 scalar: other fake tensors of the mode are made like it."""
+    """Return a fake float32 scalar, the template of other fake tensors of the mode."""
     with DisableTorchDispatch():  # hidden from a mode that records now
         return FakeTensor(mode, torch.empty((), device=_META), torch.device("cpu"))
 
 
 def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``function(*args, **kwargs)`` of an operator. If this process has made an equal call before (operator,
-    arguments, layouts of tensors), make results of the same form: a tenth of the time of PyTorch's own cache of calls.
+    """Return the results of an operator, ``function(*args, **kwargs)``. If this process has made an equal call before
+    (same operator, arguments and layouts of tensors), make results of the same form. This takes a tenth of the time of
+    PyTorch's own cache of calls.
 
-    A call is run where its results may differ nevertheless: the operator works in place (other than on running
-    statistics), reads values, or is neither PyTorch's nor ours; a tensor is not fake, or has a known value; a result
-    has a layout that a new tensor cannot have.
+    The operator itself runs if the results of equal calls may differ: if it works in place (other than on running
+    statistics), reads values, or is neither PyTorch's nor ours; if a tensor is not fake, or has a known value; or if a
+    result has a layout that a new tensor cannot have.
     """
     tensors: list[FakeTensor] = []
     try:
@@ -146,7 +149,7 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @lru_cache(maxsize=MOST_KNOWN)
 def _forms(call: _Call) -> Any:
-    """The forms of a call's results, which depend on its key alone.
+    """Return the forms of a call's results, which depend on the call's key alone.
 
     Raises:
         UnlikeError: a result has a layout that a new tensor cannot have; ``call.result`` holds the results.
@@ -160,7 +163,7 @@ def _forms(call: _Call) -> Any:
 
 
 def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call without the modes that watch a user's functions: inside an operator, PyTorch's own functions run."""
+    """Run a call without the modes that watch the user's functions. Inside an operator, the functions are PyTorch's."""
     with DisableTorchFunction():
         return function(*args, **kwargs)
 
@@ -173,7 +176,7 @@ def _is_as_on_meta(function: Any, args: tuple[Any, ...], tensors: Sequence[FakeT
 
 
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> Any:
-    """The forms of an operator's results, found with tensors on the meta device."""
+    """Return the forms of an operator's results, found with tensors on the meta device."""
     with DisableTorchFunction(), DisableTorchDispatch():
         like = {id(arg): torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META) for arg in tensors}
         result = function(
@@ -192,7 +195,7 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
 @cache
 def _attributes() -> Mapping[str, Any]:
-    """The attributes of a new fake tensor on the CPU."""
+    """Return the attributes of a new fake tensor on the CPU."""
     return {**fake_scalar(FakeTensorMode()).__dict__, "fake_mode": None}
 
 
@@ -212,7 +215,7 @@ def _follows(function: Any) -> bool:
 
 
 def described(value: Any, tensors: list[FakeTensor]) -> Any:
-    """An argument as a part of a key; its tensors are appended to ``tensors``, in order.
+    """Return an argument in a form that can be a part of a key. Append its tensors to ``tensors``, in order.
 
     Raises:
         UnlikeError: the argument holds something other than numbers, names and fake tensors without known values.

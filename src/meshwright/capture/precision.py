@@ -1,8 +1,8 @@
 """The dtypes of a traced step: which operators compute in bfloat16 or float16, and which in float32.
 
-The lists are those of PyTorch's automatic mixed precision (torch.amp, "Autocast Op Reference"). Products and
-convolutions run in the low precision, cast by torch.autocast. Operators that sum or have a wide range run in float32,
-by its list for CUDA, and so do norms. A gradient has its tensor's dtype: float32 for parameters.
+The lists are those of PyTorch's automatic mixed precision (torch.amp, "Autocast Op Reference"). torch.autocast casts
+the inputs of products and convolutions to the low precision. Operators that sum or have a wide range run in float32, as
+in PyTorch's list for CUDA, and so do norms. A gradient has the dtype of its tensor, which is float32 for parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from meshwright.errors import CaptureError
 from meshwright.torch_private import pytree
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Precisions whose products are not in float32, with the dtype of the products."""
+"""Maps a precision whose products are not in float32 to the dtype of the products."""
 IN_FLOAT32 = frozenset({
     "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "pow", "float_power", "acos", "asin", "cosh", "sinh", "tan",
     "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "softplus", "logsumexp",
@@ -32,19 +32,19 @@ IN_FLOAT32 = frozenset({
 
 
 def computing_in(precision: str | None) -> AbstractContextManager[Any]:
-    """A context that computes products in ``precision``; in the model's own dtypes if it is None or float32."""
+    """Return a context that computes products in ``precision``, or in the model's own dtypes for None and float32."""
     return torch.autocast("cpu", LOW[precision]) if precision in LOW else nullcontext()
 
 
 def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``function(*args, **kwargs)``, in float32 if ``IN_FLOAT32`` has its name and products are not in float32."""
+    """Call ``function(*args, **kwargs)``. Under autocast, cast its arguments to float32 if ``IN_FLOAT32`` names it."""
     if torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in IN_FLOAT32:
         args, kwargs = pytree.tree_map(_widened, (args, kwargs))
     return function(*args, **kwargs)
 
 
 def lowered(values: Any) -> Any:
-    """Cast the arguments of our own operators to the dtype of matrix products: torch.autocast does not know them."""
+    """Cast the arguments of our own operators to the dtype of matrix products. torch.autocast does not cast them."""
     if not torch.is_autocast_enabled("cpu"):
         return values
     dtype = torch.get_autocast_dtype("cpu")

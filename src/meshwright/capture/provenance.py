@@ -20,7 +20,7 @@ _NOT_USERS = (str(PurePath(torch.__file__).parent), str(_PACKAGE / "capture"), s
 
 
 def user_line(filename: str, line: int | None) -> str | None:
-    """``model.py:12`` with up to two folders before it; None if the file is PyTorch's or ours."""
+    """Return a line as ``model.py:12``, with up to two folders before it; None if the file is PyTorch's or ours."""
     name = _user_file(filename)
     return None if name is None else f"{name}:{line}"
 
@@ -45,7 +45,8 @@ class Provenance:
         self._backward: dict[str, Any] = {}
 
     def here(self) -> dict[str, Any]:
-        """The running module, source line, sequence number; in backward, the forward operator's module and number."""
+        """Return the running module, source line and sequence number. In backward, return the module and sequence
+        number of the forward operator."""
         if self._backward:
             return self._backward
         number = sequence_number() - 1
@@ -111,7 +112,7 @@ class Provenance:
 
 
 def repeated(modules: list[str]) -> dict[str, str]:
-    """The patterns of module paths that repeat: ``layers.3.mlp`` -> ``layers.*.mlp`` if at least two indices exist."""
+    """Map repeated module paths to their pattern: ``layers.3.mlp`` to ``layers.*.mlp`` if two or more exist."""
     patterns: dict[str, set[str]] = {}
     for module in set(modules):
         pattern = _INDEX.sub("*", module)

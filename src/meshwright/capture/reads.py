@@ -1,8 +1,8 @@
-"""The values that a step reads from Python while it is traced (attributes, closures, globals): a capture fixes them.
+"""Records the Python values that a step reads while it is traced (attributes, closures, globals): capture fixes them.
 
 During a trace, ``nn.Module`` and the classes of other objects that the step uses have our own ``__getattribute__`` and
-``__setattr__``, so that an attribute counts only if forward or the loss function really reads it. For functions, the
-closures and the globals that their code names are looked up.
+``__setattr__``, so that an attribute counts only if forward or the loss function really reads it. For a function, the
+values of its closure and of the globals that its code names are recorded.
 """
 
 import dis
@@ -34,7 +34,8 @@ from meshwright.capture.values import (
 from meshwright.errors import CaptureError
 
 _OF_MODULES = frozenset([*vars(nn.Module()), *vars(nn.Module), "__class__", "parametrizations"]) - {"forward"}
-"""Attributes of a module that PyTorch itself reads. A module's members, hooks and mode are compared in any case."""
+"""Attributes of a module that PyTorch itself reads, and that are not recorded. A module's members, hooks and mode are
+compared in any case."""
 _OF_OBJECTS = frozenset(["__class__", "__dict__"])
 _LIBRARIES = (
     *(str(PurePath(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")),
@@ -44,12 +45,12 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 
 
 Moved = list[tuple[Read, Any, Contents]]
-"""Reads whose place has a new value, with the new value and its contents."""
+"""Reads whose value has changed, each with the new value and the contents of its containers."""
 
 
 class Reads:
-    """Records what the first of several traces of a step reads (``with reads: trace(...)``), and undoes the writes of
-    each trace."""
+    """Records the values that the first trace of a step reads, and undoes the writes of every trace. Each trace runs in
+    ``with reads:``."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._moved: Moved = []
@@ -70,7 +71,7 @@ class Reads:
 
     @property
     def found(self) -> list[Read]:
-        """All values that were read before the step itself wrote to them."""
+        """All values that the step read before it wrote to them."""
         return list(self._found.values())
 
     def __enter__(self) -> None:
@@ -111,11 +112,12 @@ class Reads:
         self._first = False
 
     def check_moved(self, graph: fx.Graph, trace: Callable[[], fx.Graph]) -> dict[str, str]:
-        """The values that the step read and then changed: the changes in words, by place. If any, the step is traced
-        once more (``trace``) with the new values: the next step must run the same operators as this step (``graph``).
+        """Check that the step runs the same operators with the values that it has changed after reading them. If there
+        are such values, ``trace`` traces the step with the new values, and the result must equal ``graph``. Return a
+        map from the place of each changed value to the change in words.
 
         Raises:
-            CaptureError: the next step runs other operators; names the place.
+            CaptureError: with the new values the step runs other operators. The error names the place.
         """
         moved = self._moved
         words = {read.where: read.change(value, contents) for read, value, contents in moved}
@@ -182,7 +184,7 @@ class Reads:
             self._spaces[id(owner)] = owner, space, dict(space)
 
     def _choose_in_namespaces(self) -> None:
-        """Keep only reads of a SimpleNamespace that the step's code names; add named attributes that are missing."""
+        """Keep only the attributes of a SimpleNamespace that the step's code names. Record missing ones too."""
         for key, where in self._namespaces.items():
             _, space, before = self._spaces[key]
             for name in before.keys() - self._names if not {"vars", "__dict__"} & self._names else ():
@@ -201,7 +203,7 @@ class Reads:
             self._found[id(module), name] = Read(vars(module), name, value, f"{where}, {name}", self._own, state)
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
-        """Record the first read of an attribute in a trace that has not written to it."""
+        """Record the first read of an attribute, unless the trace has written to the attribute before."""
         key, kind = (id(owner), name), type(owner)
         self._alive.append(owner)
         self._noted.add(key)
@@ -235,7 +237,7 @@ class Reads:
     # --- functions and objects that the step uses --------------------------------------------------------------------
 
     def _follow(self, value: Any, where: str, depth: int = 4) -> None:
-        """Watch the objects that the step may read by way of a value."""
+        """Watch the objects that the step may read through a value."""
         kind = type(value)
         if isinstance(value, CONTAINERS):
             for item in (value.values() if isinstance(value, dict) else value) if depth and len(value) <= 100 else ():
@@ -286,7 +288,7 @@ class Reads:
             self._look_up_global(function.__globals__, names, f"{called}, global {'.'.join(names)}")
 
     def _look_up_global(self, space: Any, names: list[str], where: str) -> None:
-        """Record the value of ``settings.scale``: modules and classes are only ways to a value."""
+        """Record the value of a global such as ``settings.scale``. Modules and classes on the way are not recorded."""
         for name in names:
             if isinstance(space, type):
                 space = next((base for base in space.__mro__ if name in vars(base)), space)
@@ -316,8 +318,8 @@ def _space(owner: Any) -> dict[str, Any]:
 
 
 def _is_settable(kind: type) -> bool:
-    """Whether our ``__setattr__`` can be removed again: not from a C extension's class, which may have a hidden one of
-    its own and would lose it."""
+    """Whether our ``__setattr__`` can be removed from a class again. A C extension's class may have a hidden
+    ``__setattr__`` of its own, which it would lose."""
     setter: Any = kind.__setattr__
     are_open = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
     return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(are_open))
@@ -334,7 +336,8 @@ def _is_standard(module: str) -> bool:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of attributes and globals in code, and its strings that are names (``getattr(settings, "scale")``)."""
+    """Yield the attributes and globals that code names, and strings that may be names (``getattr(settings,
+    "scale")``)."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
@@ -344,7 +347,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _globals_of(code: types.CodeType) -> Iterator[list[str]]:
-    """The globals that a function's code reads, each with the attributes that follow."""
+    """Yield each global that a function's code reads, followed by the attributes that the code reads from it."""
     names: list[str] = []
     for instruction in (*dis.get_instructions(code), None):
         if instruction is not None and names and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):

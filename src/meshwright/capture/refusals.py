@@ -11,7 +11,7 @@ from meshwright.errors import CaptureError
 
 
 def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Refuse a parameter that was reached past the traced call: it would stay at its first value for ever."""
+    """Refuse a parameter or buffer that the step reaches other than through the traced model: it would never change."""
     names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
     for value in constants.values():
         name = names.get(value.data_ptr()) if value.numel() else None
@@ -49,7 +49,7 @@ def changed_parameters(names: list[str]) -> None:
 
 
 def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Tensor]:
-    """The buffers after a step, in order, without gradients; a step may not add any, nor change shape or dtype."""
+    """Return the buffers after a step, in order, detached. A step may not add buffers or change shape or dtype."""
     for name in after:
         if name not in before:
             raise CaptureError(
@@ -67,13 +67,13 @@ def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[T
 
 
 class Draws:
-    """Counts the numbers drawn from the generators of Python and numpy since it was made."""
+    """Counts the random numbers that the generators of Python and numpy have drawn since the counter was made."""
 
     def __init__(self) -> None:
         self._before = _words()
 
     def counted(self) -> dict[str, int]:
-        """How far each generator has moved in its table of 624 numbers; without generators that have not moved."""
+        """Return how far each generator has moved in its table of 624 numbers. Unmoved generators are left out."""
         after = _words()
         moved = {name: (after[name][1] - place) % 624 for name, (words, place) in self._before.items()}
         return {name: count for name, count in moved.items() if after[name] != self._before[name]}
@@ -89,9 +89,9 @@ def _words() -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
-    """Refuse numbers that Python or numpy draw while a step is traced: they would be equal in every step.
+    """Refuse a step that draws from Python's or numpy's generator: its numbers would be equal in every step.
 
-    A step draws equally often in every trace; a thread that loads data meanwhile does not.
+    A step draws equally many numbers in every trace. The draws of a thread that loads data differ between traces.
     """
     for name in traces[0]:
         if len({trace.get(name) for trace in traces}) == 1:
@@ -106,7 +106,7 @@ def other_operators(pair: Mapping[int, fx.Graph]) -> None:
     """Check that the traces at two batch sizes run equal operators.
 
     Raises:
-        CaptureError: they run different operators; names the first that differs.
+        CaptureError: the traces run different operators. The error names the first operator that differs.
     """
     (size, smaller), (double, larger) = pair.items()
     small_nodes, large_nodes = ([node for node in graph.nodes if node.op != "output"] for graph in (smaller, larger))

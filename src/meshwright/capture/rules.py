@@ -13,8 +13,8 @@ from meshwright.ops.view import VIEWS
 
 @dataclass(frozen=True)
 class RuleOfCall:
-    """A call's rule, or why it has none; its FLOPs; the bytes that it reads and writes (0 for a view); whether it draws
-    random numbers."""
+    """The rule of a call, or the reason why it has none. ``num_bytes`` are the bytes that the call reads and writes (0
+    for a view). ``random`` says that the call draws random numbers."""
 
     rule: Rule | Unsplit
     contiguous: frozenset[str]
@@ -24,14 +24,14 @@ class RuleOfCall:
 
 
 class Rules:
-    """The rules of calls; the rules in ``own`` take precedence over those of ``ops``."""
+    """Finds the rules of calls. The rules in ``own`` take precedence over the rules of ``ops``."""
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own = own
         self._known: dict[Any, RuleOfCall] = {}
 
     def of(self, call: Call) -> RuleOfCall:
-        """The rule, FLOPs and bytes of a call.
+        """Return the rule, FLOPs and bytes of a call.
 
         Raises:
             RuleError: the rule's pattern does not fit the call, or the call draws random numbers without a key.

@@ -34,7 +34,7 @@ OUR_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 
 @dataclass
 class Traced:
-    """A graph of ATen operators with the names of its inputs and outputs. ``mutates``: some operators work in place."""
+    """A graph of ATen operators with the names of its inputs and outputs. If ``mutates``, operators work in place."""
 
     graph: fx.Graph
     mutates: bool
@@ -55,8 +55,8 @@ class Traced:
         return list(self.graph.find_nodes(op="placeholder"))
 
     def results(self) -> tuple[list[fx.Node], dict[str, fx.Node | None], dict[str, fx.Node]]:
-        """(the loss and the metrics; by differentiable parameter its gradient, None if the loss does not depend on it;
-        by buffer its value after the step)."""
+        """Return the outputs in three parts: the loss and the metrics; a map from each differentiable parameter to its
+        gradient (None if the loss does not depend on it); a map from each buffer to its value after the step."""
         nodes: Iterator[Any] = iter(cast(list[Any], self.graph.output_node().args[0]))
         scalars = list(islice(nodes, 1 + len(self.metrics)))
         gradients = dict(zip(self.differentiable, islice(nodes, len(self.differentiable)), strict=True))
@@ -70,14 +70,14 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
-        """The result of ``loss_fn``, and the buffers after the step: changed in place, or new tensors."""
+        """Return the result of ``loss_fn`` and the buffers after the step (changed in place, or new tensors)."""
         result = self.loss_fn(self.model, batch)
         return result, dict(self.model.named_buffers())
 
 
 class _Watch(TorchFunctionMode):
-    """Intercepts every torch function: records source lines, replaces attention and embedding bags, casts to
-    float32."""
+    """Intercepts every torch function, to record source lines, to replace attention and embedding bags, and to cast
+    arguments to float32."""
 
     def __init__(self, provenance: Provenance, attention: Attention) -> None:
         super().__init__()
@@ -102,11 +102,12 @@ def trace(
 ) -> Traced:
     """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
 
-    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` replaces the size of dim 0. With a
-    ``precision``, matrix products run in it; in float16, the scale of the loss is an additional last input.
+    Nothing is computed: all tensors are fake CPU tensors. ``batch_size`` replaces the size of dim 0 of the batch's
+    tensors. ``precision`` is the precision of matrix products. In float16, the graph has the scale of the loss as an
+    additional last input.
 
     Raises:
-        CaptureError: the step cannot be traced; names the module and the source line.
+        CaptureError: the step cannot be traced. The error names the module and the source line.
         DataError: the batch holds no tensor with a dim, or arrays that are not tensors.
     """
     leaves = take_apart(batch)
@@ -192,14 +193,14 @@ def trace(
 
 
 def forward_hooks(model: nn.Module) -> Contents:
-    """The current forward hooks of a model's modules."""
+    """Return the current forward hooks of a model's modules."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
     held = [getattr(part, name) for part in model.modules() for name in (*names, "_forward_hooks_always_called")]
     return contents_of(held)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of shared parameters and buffers, each with the name that the graph uses."""
+    """Map each further name of a shared parameter or buffer to the name that the graph uses."""
     first: dict[int, str] = {}
     named = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
     names = ((name, first.setdefault(id(value), name)) for name, value in named)

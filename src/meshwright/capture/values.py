@@ -1,4 +1,4 @@
-"""Values that a trace read from Python: recorded, compared with the current values, and restored."""
+"""Records the values that a trace read from Python, compares them with the current values, and restores them."""
 
 from collections import deque
 from collections.abc import Set as AbstractSet
@@ -22,7 +22,7 @@ _DEPTH = 4
 
 
 class Same:
-    """Equal only to a ``Same`` of the very same object, which it keeps alive."""
+    """A wrapper that is equal only to a ``Same`` of the same object. It keeps the object alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -34,9 +34,9 @@ class Same:
 
 
 def state_of(value: Any, own: AbstractSet[int] = frozenset()) -> Any:
-    """The current state of a value, for comparison. Two states are equal if the values are plain values with equal type
-    and text, containers of equal items, or the very same object. A write to a tensor also changes the tensor's state,
-    except for the model's own tensors (``own``: their ids), because every step writes to these."""
+    """Return the current state of a value, for comparison. Two states are equal if the values are plain values with
+    equal type and text, containers of equal items, or the same object. A write to a tensor also changes the tensor's
+    state. ``own`` has the ids of the model's own tensors, for which this does not hold: every step writes to them."""
     left = MOST_COMPARED
 
     def state(value: Any, depth: int) -> Any:
@@ -65,7 +65,7 @@ Contents = list[tuple[Any, Any]]
 
 
 def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
-    """The contents of a value's containers, to the depth at which values are compared."""
+    """Return the contents of a value's containers, to the depth at which values are compared."""
     if not depth or not isinstance(value, CONTAINERS):
         return []
     contents = [(value, copy(value))] if isinstance(value, list | dict | set | deque) else []
@@ -75,7 +75,7 @@ def contents_of(value: Any, depth: int = _DEPTH) -> Contents:
 
 
 def put_contents(contents: Contents) -> bool:
-    """Restore the contents of containers. Returns whether any of them had changed."""
+    """Restore the contents of containers. Return whether any container had changed."""
     changed = False
     for value, copied in contents:
         old, new = (
@@ -91,7 +91,8 @@ def put_contents(contents: Contents) -> bool:
 @dataclass
 class Read:
     """A value that a trace read: ``owner[name]`` if the owner is a dict (the ``__dict__`` of a module, the globals of a
-    function), else an attribute. ``state`` and ``contents`` are as it was read; ``own`` is as for ``state_of``."""
+    function), else the owner's attribute ``name``. ``state`` and ``contents`` describe the value when it was read.
+    ``own`` is the argument of ``state_of``."""
 
     owner: Any = field(repr=False)
     name: str
@@ -110,7 +111,7 @@ class Read:
         return bool(state_of(self.now(), self.own) != self.state)
 
     def change(self, value: Any, contents: Contents | None = None) -> str:
-        """The change from the value that was read to ``value`` (with these contents), in words."""
+        """Describe in words the change from the value that was read to ``value``, which has the given ``contents``."""
         old = self.contents[0][1] if self.contents and self.contents[0][0] is self.value else self.value
         new = contents[0][1] if contents and contents[0][0] is value else value
         words = in_words(old), in_words(new)
@@ -121,7 +122,7 @@ class Read:
         return f"{words[0]} was written to" if isinstance(value, Tensor) else f"the contents of {words[0]} changed"
 
     def put(self, value: Any, contents: Contents) -> None:
-        """Set the value and restore its contents; delete it if it is MISSING."""
+        """Set the attribute or item to ``value`` and restore its contents. If ``value`` is MISSING, delete it."""
         now = self.now()
         if now is not value:
             if type(self.owner) is not dict:
@@ -139,7 +140,7 @@ class Read:
 
 
 def value_at(owner: Any, name: str) -> Any:
-    """The value of an attribute, an item of a dict or the content of a cell; MISSING where there is none."""
+    """Return an attribute, an item of a dict or the content of a cell; MISSING if it does not exist."""
     try:
         return owner.get(name, MISSING) if type(owner) is dict else getattr(owner, name, MISSING)
     except ValueError:
@@ -154,7 +155,7 @@ def is_fixed(value: Any) -> bool:
 
 
 def in_words(value: Any) -> str:
-    """The value as text, or its class; the same text on every rank."""
+    """Describe a value by its text or by its class. The description is the same on every rank."""
     if value is MISSING:
         return "nothing"
     plain = isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(is_fixed, value)))

@@ -48,7 +48,8 @@ class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A kind of box: its number of devices (0: the name says it) and its possible links, the best first."""
+    """A kind of box: its number of devices (0: a name such as ``box4`` says it) and its possible links, the best
+    first."""
 
     devices: int = 0
     links: tuple[str, ...]
@@ -66,7 +67,8 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and named machines (``dgx-1``) in it."""
+    """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and machines (``dgx-1``) with their spelling
+    in the grammar."""
 
     boxes: dict[str, Box]
     fabrics: dict[str, Fabric]
@@ -107,7 +109,8 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
     - DEVICE is one of ``device_names()`` or an alias (``h100-80gb``). BOX is a kind from ``parts.toml``, such as
       ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N devices with their best
       link). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a rate in
-      Gb/s, and the links of a box: ``hdr200x8``; without a number of links the rate is the whole box's: ``ib800``.
+      Gb/s, and the number of links of a box, as in ``hdr200x8``. Without a number of links, as in ``ib800``, the rate
+      is that of the whole box.
     - Names of machines (``perlmutter``, ``dgx-h100``, ``p4d.24xlarge``) stand for such a spelling (``parts.toml``).
     - A name with a fabric means one box unless ``num_devices`` asks for more; without a fabric it is always one box.
 
@@ -131,7 +134,8 @@ def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Clus
     ``memory_bytes``. A box of PCIe cards has ``num_devices`` devices, any other box its usual number.
 
     Raises:
-        ClusterError: the catalog lacks the device, or has it with another memory (such as for a part of a device).
+        ClusterError: the catalog lacks the device, or has it with another memory size (for example if only a part of a
+            device is visible).
     """
     words = _words(reported)
     spelled = {tuple(_words(text)): name for name in device_names() for text in _device_file(name).reported}
@@ -237,7 +241,7 @@ def _unknown(name: str, why: str) -> ClusterError:
 
 @functools.cache
 def _known_devices() -> dict[str, str]:
-    """The name of a device's file by each of its names, aliases included."""
+    """Map each name of a device, aliases included, to the name of its file."""
     names = device_names()
     return {alias: name for name in names for alias in (name, *_device_file(name).aliases)}
 

@@ -64,7 +64,7 @@ def _options(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line of this process: the console script ``meshwright``."""
     code = run(sys.argv[1:])
     if code and "RANK" in os.environ:
         # Under torchrun, other ranks may wait for this one. A normal exit would wait for them in turn.

@@ -127,7 +127,7 @@ def batch_size(
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
 ) -> None:
-    """Train to a target loss at several batch sizes: steps, samples and time, and the knee, by learning-rate rule."""
+    """Train to a target loss at several batch sizes; show steps, samples, time and knee for each learning-rate rule."""
     target, arguments = _target(context, target, "")
     run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
     from meshwright.bench.batch_size import batch_size as measure
@@ -171,7 +171,8 @@ def lint(
 
 
 def counts_of(text: str, cores: int) -> list[int]:
-    """The numbers of ranks that a text means: ``4``: 1, 2, 4; ``6``: 1, 2, 4, 6; ``1,3``: 1, 3; empty: as ``cores``.
+    """The numbers of ranks that a text means: ``4`` means 1, 2, 4; ``6`` means 1, 2, 4, 6; ``1,3`` means 1, 3. An empty
+    text means the same as the number ``cores``.
 
     Raises:
         FileFormatError: the text is not a number or a list of numbers.
@@ -184,7 +185,8 @@ def counts_of(text: str, cores: int) -> list[int]:
 
 
 def _target(context: typer.Context, target: str, default: str) -> tuple[str, list[str]]:
-    """The target and the run's arguments. An option in the target's place is an argument; the target is the default."""
+    """The target and the run's arguments. If an option stands in the target's place, it is an argument, and the target
+    is ``default``."""
     if target.startswith("--"):
         return default, [target, *context.args]
     return target, list(context.args)

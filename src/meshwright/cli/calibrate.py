@@ -25,7 +25,7 @@ def calibrate(
     if_stale: bool = typer.Option(False, "--if-stale", help="Only where the last one no longer holds."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Measure this machine's cores and what joins them: within a minute, best while nothing else runs."""
+    """Measure this machine's cores and the links between them, in less than a minute. Best while nothing else runs."""
     from meshwright import api
 
     with display.cursor_kept():
@@ -50,7 +50,7 @@ def calibrate_once() -> None:
 
 
 def measure_rank() -> "Cluster | None":
-    """Measure on this rank: the function that every rank runs."""
+    """Measure on this rank. Every rank of a calibration calls this function."""
     from meshwright import api
 
     return display.on_rank(api.measure_machine)

@@ -24,7 +24,7 @@ def collectives(
     picture: str = typer.Option("", help="Draw the rounds of this algorithm instead."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Compare the algorithms of a collective: rounds, bytes, the most at one rank, time on a cluster, crossovers."""
+    """Compare the algorithms of a collective: rounds, bytes in all and at the busiest rank, time on a cluster."""
     num_bytes = display.num_bytes(size, "--bytes")
     if picture:
         _draw(operation, picture, ranks, as_json)

@@ -23,7 +23,7 @@ def demo(
     feed_back: bool = RECALIBRATE,
     print_file: bool = typer.Option(False, "--print", help="Print the demo's RUN.toml, and stop."),
 ) -> None:
-    """Train a byte-level GPT for a few minutes, then let it write. Takes the options of `train` too."""
+    """Train a byte-level GPT for a few minutes, then let it write text. The options of `train` work here too."""
     text = resources.files("meshwright.cli").joinpath("demo.toml").read_text()
     if print_file:
         typer.echo(text, nl=False)

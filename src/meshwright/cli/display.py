@@ -53,7 +53,7 @@ def print_json(value: Any) -> None:
 def table(titles: Sequence[str] = (), left: Collection[str] = (), wrapped: Collection[str] = ()) -> Table:
     """An empty table without ruled lines, with ``titles`` as its header, if any.
 
-    Columns are right-aligned, those in ``left`` left-aligned; only those in ``wrapped`` may wrap their text.
+    Columns in ``left`` are left-aligned, all others right-aligned. Only columns in ``wrapped`` may wrap their text.
     """
     grid = Table(box=None, pad_edge=False, show_header=bool(titles))
     for title in titles:

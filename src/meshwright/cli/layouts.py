@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.prediction import Option, SearchResult
 
 SHOWN = 15
-"""The largest number of rows printed of a front."""
+"""The largest number of rows that are printed of a Pareto front."""
 
 VARIED = ("cluster", "devices", "seq", "batch")
 
@@ -23,7 +23,7 @@ def show_layouts(
     as_json: bool,
 ) -> int:  # fmt: skip
     """Search layouts and print them; with ``vary``, print the best layout for each value. ``price``: US dollars per
-    device and hour; 0: the catalog's. Returns the exit code: 1 if a search found no layout that fits."""
+    device and hour; 0: the catalog's price. Returns the exit code: 1 if a search found no layout that fits."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -58,8 +58,8 @@ def show_layouts(
 
 
 def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """The requests that ``vary`` means: ``asked`` with each value of ``cluster=a,b``, ``seq=2048,8192``, or
-    ``devices=64..512`` (doubling) in its place.
+    """The requests that ``vary`` means: a copy of ``asked`` for each value. ``vary`` is a key and its values, such as
+    ``cluster=a,b``, ``seq=2048,8192``, or ``devices=64..512`` (doubling).
 
     Raises:
         LayoutError: the key is unknown, or a value is not a number of 1 or more.

@@ -14,7 +14,8 @@ WAYS = {
 
 
 def show_network(name: str, cluster: str, devices: int, images: int, vary: str, as_json: bool) -> int:
-    """Divide the layers and print the choices. Returns the exit code: 1 if the network does not fit."""
+    """Divide the layers of a network over devices, and print the choices. Returns the exit code: 1 if the network does
+    not fit."""
     from meshwright import prediction
 
     if vary:

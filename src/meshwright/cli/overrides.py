@@ -30,7 +30,7 @@ def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
-    """Every dotted key of RUN.toml, its default as text, and the variant of its table (empty: it has only one)."""
+    """Yield every dotted key of RUN.toml, its default as text, and its table's variant (empty: there are none)."""
     for section in msgspec.structs.fields(Run):
         tables = structs(inspect.type_info(section.type))
         for struct in tables:

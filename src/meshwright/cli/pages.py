@@ -7,13 +7,14 @@ from meshwright.cli import display
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 
 FACTORS = (0.25, 0.5, 2, 4)
-"""Multiples of the number of devices that the scaling curve shows in addition."""
+"""The scaling curve also shows these multiples of the number of devices."""
 
 
 def write_report(
     path: Path, model: str, cluster: str, devices: int, batch: int, sequence: int, price: float, command: str
 ) -> int:
-    """Search layouts, for fewer and more devices too, and write the page. Returns the exit code: 1 if no layout fits.
+    """Search layouts, also for fewer and for more devices, and write the page. Returns the exit code: 1 if no layout
+    fits.
 
     Raises:
         FileFormatError: the file cannot be written.

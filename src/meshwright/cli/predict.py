@@ -42,7 +42,7 @@ def predict(
     memory: float = typer.Option(0.0, min=0.0, help="Bytes a device has; 0: what the cluster says."),
     as_json: bool = display.JSON,
 ) -> int:
-    """Predict a training step: will it fit, how long does it take, and what is that time made of."""
+    """Predict a training step: whether it fits in memory, how long it takes, and the parts of that time."""
     from meshwright import prediction
 
     layout = {

@@ -25,7 +25,7 @@ def report(
     trace: Path | None = typer.Option(None, "--trace", metavar="FILE", help="Write the traces too, for Perfetto."),
     picture: Path | None = typer.Option(None, "--picture", metavar="FILE", help="Write the timelines too, as SVG."),
 ) -> None:
-    """Show a run: its loss, its plan, and what was predicted beside what was measured."""
+    """Write a page about a run: its loss, its plan, and its prediction beside its measurement."""
     from meshwright import report as room
 
     run = room.read_run(directory)

@@ -41,7 +41,8 @@ def schedule(
     as_text: bool = typer.Option(False, "--text", help="Print all actions as text that PyTorch reads, a line a rank."),
     as_json: bool = typer.Option(False, "--json", help="Print schedule and report as JSON."),
 ) -> None:
-    """Draw and check a pipeline schedule: bubble, live micro-batches, bytes sent. A backward takes two forwards."""
+    """Draw and check a pipeline schedule: bubble, live micro-batches, sends. A backward takes twice a forward's
+    time."""
     num_bytes = display.num_bytes(size, "--bytes") if size else None
     with display.progress("building and checking the schedule"):
         if file is None:
@@ -75,7 +76,7 @@ def _built(name: str, stages: int | None, microbatches: int | None, chunks: int)
 
 
 def _read(file: Path) -> tuple[Schedule, ScheduleReport]:
-    """The schedule of a file, checked; errors name the file."""
+    """Read a schedule from a file and check it; errors name the file."""
     try:
         text = file.suffix != ".json"
         sched = Schedule.from_text(file.read_text().rstrip(), name=file.stem) if text else files.load(file, Schedule)

@@ -33,7 +33,8 @@ def simulate(
     trace: Path | None = typer.Option(None, "--trace", help="Write a trace file that Perfetto opens."),
     as_json: bool = typer.Option(False, "--json", help="Print the trace as JSON."),
 ) -> None:
-    """Play one training step of a model under its plan: computing, communication, waiting and memory of every rank."""
+    """Simulate one training step of a model under its plan: computing, communication, waiting and memory of every
+    rank."""
     run = run_of(target, context.args, dp, tp, cluster)
     factors = dict(map(_factor, slow))
     from meshwright import api

@@ -37,7 +37,7 @@ def train(
     compile: bool = typer.Option(False, "--compile", help="Join operators into kernels; needs a C++ compiler."),
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
 ) -> None:
-    """Train what a RUN.toml names. Every key of the file is an option too: --SECTION.KEY VALUE."""
+    """Train the model of a RUN.toml. Every key of the file is an option too: --SECTION.KEY VALUE."""
     if list_keys:
         for name, default, owner in keys():
             typer.echo(f"--{name:<28} {default:<22} {owner}".rstrip())
@@ -48,7 +48,7 @@ def train(
 
 
 def with_directory(run: Run, directory: str) -> Run:
-    """The run, with ``directory`` as its directory unless it names one itself."""
+    """The run, with ``directory`` filled in if the run names no directory."""
     return msgspec.structs.replace(
         run, train=msgspec.structs.replace(run.train, directory=run.train.directory or directory)
     )

@@ -24,7 +24,7 @@ def validate(
     worst: int = typer.Option(10, min=0, help="How many rows to show, those with the largest errors first."),
     columns: bool = typer.Option(False, "--columns", help="Say what each column of a table means, and stop."),
 ) -> None:
-    """Predict the runs of a table and compare with what was measured."""
+    """Predict the runs of a table, and compare the predictions with the measurements."""
     from meshwright import prediction
 
     if columns:

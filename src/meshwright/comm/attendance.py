@@ -1,8 +1,9 @@
 """Finds which ranks of the world are gone, and why, from the notes that they leave and from their processes.
 
-If a rank ends while other ranks still communicate, these ranks raise an error, whether it ends by an exception, by
-``sys.exit`` (even with 0) or by a signal. Its note says why it ended, or which other rank it has lost. If it could not
-leave a note, ranks of its box see that its process is gone and leave the note for the ranks of other boxes.
+A rank may end by an exception, by ``sys.exit`` (even with 0) or by a signal. If other ranks still communicate, they
+raise an error. The ended rank's note, in the store of the process group, says why the rank ended, or which other rank
+it has lost. If the ended rank could not leave a note, the ranks of its box (the ranks that may share memory with it)
+see that its process is gone, and leave the note for the ranks of other boxes.
 """
 
 import os
@@ -20,11 +21,11 @@ from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
 from meshwright.errors import LostRankError
 
 NOTE_S = 2.0
-"""Seconds that a rank that has lost a connection waits for a note that names the lost rank."""
+"""After a rank has lost a connection, it waits this many seconds for a note that names the lost rank."""
 LOOK_S = 0.02
 LEFT = "it has left the program"
 _TAG = 2
-"""Tag for torch.distributed; messages have other tags."""
+"""The torch.distributed tag of the receives in ``close``; all other messages have other tags."""
 
 
 class Attendance:
@@ -48,15 +49,15 @@ class Attendance:
     # --- others ------------------------------------------------------------------------------------------------------
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank has left or ended."""
+        """Whether a rank is gone: it has left a note, or its process has ended."""
         return self._note(rank) is not None or self._has_ended(rank)
 
     def blame(self, rank: int) -> Trouble:
-        """Why a rank is gone: the trouble in its note, or else that its process has ended."""
+        """Return why a rank is gone: the trouble in its note, or, without a note, that its process has ended."""
         return self._note(rank) or Trouble(f"rank {rank}", ENDED)
 
     def check(self, rank: int) -> None:
-        """Call it before this rank waits for ``rank``.
+        """Raise an error if ``rank`` is gone. Call this before this rank waits for ``rank``.
 
         Raises:
             LostRankError: ``rank`` is gone.
@@ -66,7 +67,7 @@ class Attendance:
             raise LostRankError(f"{problem}, and this rank waits for rank {rank}", where=where)
 
     def culprit(self) -> Trouble | None:
-        """The rank that caused a lost connection, and why; None if none is found within ``NOTE_S`` seconds."""
+        """Find the rank that caused a lost connection, and why; None if no rank is gone after ``NOTE_S`` seconds."""
         deadline = time.monotonic() + NOTE_S
         while True:
             troubles = [self.blame(rank) for rank in self._others if self.is_gone(rank)]
@@ -104,12 +105,12 @@ class Attendance:
         return process is not None and process.has_ended() and self._tell(rank)
 
     def _tell(self, rank: int) -> bool:
-        """Note that a rank whose process has ended is gone. Always True."""
+        """Leave a note for a rank whose process has ended. Always returns True."""
         self._leave(rank, Trouble(f"rank {rank}", ENDED))
         return True
 
     def _read(self, key: str) -> str:
-        """The value of a key; empty if it has no value or the store does not answer."""
+        """The value of a key in the store; empty if the key has no value or the store does not answer."""
         with suppress(RuntimeError):
             if self._store.check([key]):
                 return str(self._store.get(key).decode())
@@ -118,7 +119,7 @@ class Attendance:
     # --- this rank ---------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave a note that this rank no longer communicates, with the error if it failed."""
+        """Leave a note that this rank no longer communicates. ``error`` is the error with which it failed, or None."""
         note = Trouble(f"rank {self._rank}", LEFT)
         if isinstance(error, LostRankError) and error.where.startswith("rank "):
             note = Trouble(error.where, f"rank {self._rank} has given up because of it")
@@ -137,7 +138,7 @@ class Attendance:
 
 
 def close(group: dist.ProcessGroup, *peers: int) -> None:
-    """Close this rank's gloo connections to ``peers`` of a group (default: all); peers that wait on them wake."""
+    """Close this rank's gloo connections to ``peers`` of a group (default: all), so that peers stop waiting for it."""
     for peer in (peers or range(group.size())) if dist.get_backend(group) == "gloo" else ():
         if peer != group.rank():
             with suppress(RuntimeError):  # a receive that times out closes the connection

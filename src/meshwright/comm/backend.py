@@ -1,4 +1,7 @@
-"""Kernels of the collective operators: they start a collective, torch.distributed's or ours, without waiting."""
+"""Kernels of the operators in ``ops/collectives.py``: they start collectives of torch.distributed or Meshwright.
+
+A kernel that starts a collective returns at once. The kernel of ``wait`` waits for the result.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +26,15 @@ from meshwright.ir.placement import flat_shape
 from meshwright.schedules.collectives.choice import MPI, NATIVE
 
 _WORK = "_meshwright_work"
-"""The attribute that holds the ``_Flight`` of a tensor whose collective is under way."""
+"""The attribute of a tensor that holds its ``_Flight`` while a collective on the tensor is under way."""
 TOGETHER_BYTES = 128 * 2**10
-"""Parts up to this size are copied into one message with others. Between CPUs, sending a message takes about as long as
-copying this many bytes there and back."""
+"""Parts of tensors up to this size are copied into one joint message; larger parts are sent alone. Between CPUs,
+sending a message takes about as long as copying this many bytes into the joint message and out of it."""
 _Ints = list[int]
 
 
 class _Ranks(NamedTuple):
-    """A group, this rank's state for it, and the time when its current collective began."""
+    """A process group, this rank's state for the group, and the time when the current collective began."""
 
     name: str
     group: dist.ProcessGroup
@@ -41,14 +44,15 @@ class _Ranks(NamedTuple):
     def carrier(
         self, text: str, operation: str, num_bytes: int, label: str
     ) -> tuple[Collectives | Native | Mpi, tuple[str, str]]:
-        """The object that runs the algorithm that a plan's ``text`` chooses for a vector of this size; then the
-        algorithm's name and the name of the collective in errors."""
+        """Find the algorithm that a plan's ``text`` chooses for a vector of ``num_bytes``. Returns the object that runs
+        the algorithm, and a pair: the algorithm's name, and the description of the collective in errors."""
         name, ours = self.mine.algorithm(text, operation, num_bytes), self.mine.collectives
         by = carrier(self.group, name) if ours is None or name in (NATIVE, MPI) else ours
         return by, (name, self.mine.told(label, place()))
 
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
-        """Attach ``work`` to ``value``. ``num_bytes``: size of the whole vector, if it is not that of ``value``."""
+        """Attach ``work`` to ``value``, so that ``wait`` finds it. ``num_bytes`` is the size of the collective's whole
+        vector, if it differs from the size of ``value``."""
         state, num_bytes = self.mine, value.nbytes if num_bytes < 0 else num_bytes
         state.begun = number = state.begun + 1
         setattr(value, _WORK, _Flight(work, what, self, time.perf_counter(), label, place(), number, num_bytes))
@@ -56,7 +60,7 @@ class _Ranks(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """The work to wait for, and its description for traces and errors."""
+    """A collective under way: the work to wait for, and its description for traces and errors."""
 
     work: Work | None
     what: str
@@ -69,7 +73,7 @@ class _Flight(NamedTuple):
 
 
 def _ranks(name: str) -> _Ranks:
-    """The group of that name; its collective begins now."""
+    """The group called ``name``, with the current time as the time when its collective began."""
     begun, group = time.perf_counter(), process_group(name)
     return _Ranks(name, group, member(group), begun)
 
@@ -84,7 +88,7 @@ def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: 
 
 
 def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
-    """Start to gather every rank's ``[...]`` as ``[size, ...]``."""
+    """Start to gather the tensors ``[...]`` of all ranks into one tensor ``[size, ...]``."""
     ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
@@ -93,7 +97,7 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label
 
 
 def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
-    """Start to reduce ``[size, ...]`` and keep this rank's ``[...]``."""
+    """Start to reduce a tensor ``[size, ...]`` over the group. The result is this rank's row ``[...]``."""
     ranks = _ranks(group)
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
@@ -103,7 +107,7 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
 
 
 def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "") -> Tensor:
-    """Start to send ``value[rank]`` of ``[size, ...]`` to each rank. The result, by sender, has the same shape."""
+    """Start to send row r of ``value`` (``[size, ...]``) to each rank r. Row r of the result comes from rank r."""
     ranks = _ranks(group)
     value = value.contiguous()
     result = torch.empty_like(value)
@@ -121,7 +125,8 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
 def gather_parts_start(
     parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
 ) -> Tensor:
-    """Start to gather the Flat parts of many tensors. Returns the tensors one after the other, each with padding."""
+    """Start to gather the Flat parts of many tensors. The result holds the tensors in order, each followed by
+    padding."""
     ranks = _ranks(group)
     flat = [part.reshape(-1) for part in parts]
     counts = [part.numel() for part in flat]
@@ -144,7 +149,8 @@ def gather_parts_start(
 def reduce_to_parts_start(
     values: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
 ) -> Tensor:
-    """Start to sum many tensors over the group. The result holds this rank's Flat part of each, one after the other."""
+    """Start to sum many tensors over the group. The result holds this rank's Flat part of each sum, one after the
+    other."""
     ranks = _ranks(group)
     rows = [_in_rows(value, size) for value in values]
     counts = [row.shape[1] for row in rows]
@@ -166,21 +172,21 @@ def reduce_to_parts_start(
 
 
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:
-    """The indices of parts that are copied into one message, and of parts that are sent alone. torch.distributed copies
-    all parts; other algorithms copy parts up to ``TOGETHER_BYTES``."""
+    """Return the indices of the parts that share one message, then the indices of the parts that are sent alone. With
+    torch.distributed, all parts share a message; with other algorithms, parts up to ``TOGETHER_BYTES`` do."""
     most = max(counts) if algorithm == NATIVE else TOGETHER_BYTES // itemsize
     together = [index for index, count in enumerate(counts) if count <= most]
     return together, [index for index, count in enumerate(counts) if count > most]
 
 
 def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:
-    """Memory for a result: a block of the group if the result recurs (``again``) on a CPU, else new memory."""
+    """Memory for a result. On a CPU, a result that recurs (``again``) gets a reused block of the group."""
     ours = again and like.device.type == "cpu"
     return ranks.mine.blocks.empty(count, like.dtype) if ours else like.new_empty(count)
 
 
 def _in_rows(value: Tensor, size: int) -> Tensor:
-    """A tensor as [size, elements], padded with zeros where needed."""
+    """The elements of a tensor as a matrix [size, elements], padded with zeros at the end if needed."""
     flat, count = value.reshape(-1), prod(flat_shape(tuple(value.shape), size))
     if flat.numel() < size * count:
         flat = torch.nn.functional.pad(flat, (0, size * count - flat.numel()))
@@ -189,7 +195,8 @@ def _in_rows(value: Tensor, size: int) -> Tensor:
 
 @naming("all ranks of the group")
 def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
-    """Send rows to the ranks of a group, ``counts`` [size, n] to each. Returns the received rows and their counts."""
+    """Send the next ``counts[r].sum()`` rows of ``rows`` to each rank r of a group. Returns the received rows and their
+    counts, both in order of the senders."""
     ranks, theirs = process_group(group), torch.empty_like(counts)
     during = member(ranks).progress.during
     with blocking("all_to_all", group, counts.nbytes):
@@ -202,8 +209,8 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
 
 
 def shift(value: Tensor, group: str, size: int) -> Tensor:
-    """Start to send ``value`` to the next rank of a group and to receive from the previous rank, in one batch: as
-    separate NCCL kernels, the sends of all ranks would wait for each other around the ring."""
+    """Start to send ``value`` to the next rank of a group, and to receive the previous rank's value. Both are one
+    batch: as separate NCCL kernels, the sends of all ranks would wait for each other around the ring."""
     ranks = _ranks(group)
     value = value.contiguous()
     result, me = torch.empty_like(value), ranks.group.rank()
@@ -225,7 +232,7 @@ def halo_exchange_start(
     index: int,
     label: str = "",
 ) -> Tensor:
-    """Start to fetch the rows of ``dim`` that this part reads and other parts own."""
+    """Start to fetch the rows of ``dim`` that this rank's part reads but other parts own."""
     ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.exchange(value, part, ranks.group, fill), "halo", label)
 
@@ -233,7 +240,7 @@ def halo_exchange_start(
 def halo_reduce_start(
     value: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
-    """Start to add up rows at the parts that own them, from all parts that hold terms of them."""
+    """Start to sum rows over the parts. The part that owns a row receives the terms of the row and adds them up."""
     ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.reduce(value, part, ranks.group), "halo", label)
 
@@ -241,7 +248,7 @@ def halo_reduce_start(
 def halo_return_start(
     strips: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
-    """Start to return rows to the parts that own them, and to receive this part's own rows."""
+    """Start to send ``strips``, the terms for rows that other parts own, to the owners; receive terms for own rows."""
     ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.give_back(strips, part, ranks.group), "halo", label)
 
@@ -253,7 +260,7 @@ def add_rows(value: Tensor, rows: Tensor, dim: int, start: int) -> Tensor:
 
 
 def wait(value: Tensor) -> Tensor:
-    """Block until the collective that makes ``value`` is done.
+    """Wait until the collective that computes ``value`` is done.
 
     Raises:
         LostRankError: torch.distributed's collective was not done within the timeout, or lost a rank.
@@ -278,7 +285,7 @@ def wait(value: Tensor) -> Tensor:
 
 
 def _lost(flight: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
-    """torch.distributed's error, extended by the collective that was awaited."""
+    """The error of torch.distributed as a LostRankError that also names the collective that this rank waited for."""
     text, lost = flight.ranks.mine.told(flight.label, flight.place), culprit()
     problem = f"{lost.problem}, and this rank waits" if lost else first_line(error)
     what = f"{flight.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({text})" * bool(text)

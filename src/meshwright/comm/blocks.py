@@ -1,4 +1,4 @@
-"""Memory that collectives on a CPU reuse: a block that no tensor holds any more goes to the next result."""
+"""Memory for the results of collectives on a CPU: a block that no tensor holds any more goes to a later result."""
 
 import mmap
 import weakref
@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 2**20
-"""Smallest tensor, in bytes, that gets a block; torch's allocator serves smaller ones."""
+"""The size in bytes of the smallest tensor that gets a block; torch's allocator serves smaller tensors."""
 
 
 class Blocks:
-    """Lends memory from the system, and lends it again when the tensor and all its views are gone.
+    """Lends blocks of memory to tensors. A block is free again when its tensor and all views of the tensor are gone.
 
-    Gathered parameters are the largest temporary tensors of a step; two buckets live at a time. In the heap, smaller
-    tensors that stay soon split their places, and the next bucket needs new memory: the peak of a large GPT under
-    ZeRO-3 was an eighth higher (docs/decisions/0026-gathered-parameters-have-blocks.md). Here a bucket reuses the
-    memory of an earlier bucket.
+    Gathered parameters are the largest temporary tensors of a step, and two buckets of them exist at a time. In the
+    heap, smaller tensors that live longer soon occupy parts of a freed bucket's memory. The next bucket then needs new
+    memory: the peak memory of a large GPT under ZeRO-3 was an eighth higher
+    (docs/decisions/0026-gathered-parameters-have-blocks.md). With blocks, a bucket reuses the memory of an earlier
+    bucket.
 
     Attributes:
-        num_bytes: bytes of all blocks, lent and free.
+        num_bytes: bytes of all blocks, lent or free.
     """
 
     def __init__(self) -> None:
@@ -29,9 +30,10 @@ class Blocks:
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized vector of ``count`` elements on the CPU.
 
-        It gets the smallest free block that is 1 to 1.5 times its size; among equal blocks, the last one freed. If no
-        block fits, a new one replaces the largest smaller free block. So the number of blocks approaches the largest
-        number lent at once, and a reduced bucket, which is only a part, does not take the block of a whole bucket.
+        The vector gets the smallest free block of 1 to 1.5 times its size. Among blocks of equal size, it gets the
+        block that was freed last. If no free block fits, a new block replaces the largest free block that is too small.
+        So the number of blocks approaches the largest number that is lent at the same time. The limit of 1.5 times
+        keeps a reduced bucket, which is only one rank's part, from taking the block of a whole bucket.
         """
         size = count * dtype.itemsize
         if size < LEAST_BYTES:

@@ -1,4 +1,4 @@
-"""Notes between ranks, outside collectives: for background threads, whose order differs from that of the steps."""
+"""Notes from rank to rank without collectives: for background threads, which do not run in the order of the steps."""
 
 import pickle
 import time
@@ -10,16 +10,17 @@ from meshwright.comm.attendance import Attendance
 from meshwright.comm.transport.base import late, timeout_of
 
 PIECE_BYTES = 4 * 2**20
-"""Bytes of one value in the store; torch's store refuses values over 8 MiB."""
+"""Largest size in bytes of one value of a note in the store; torch's store refuses values over 8 MiB."""
 LOOK_EVERY_S, CHECK_EVERY_S = 0.02, 0.5
-"""Seconds between a reader's looks for a note, and between its checks that the rank that posts it still runs."""
+"""A waiting reader looks for its note every ``LOOK_EVERY_S`` seconds. Every ``CHECK_EVERY_S`` seconds it checks that
+the rank that posts the note still runs."""
 
 
 class Board:
-    """Notes of ranks for each other, in the store of the process group. In a world of one rank, posts do nothing.
+    """Notes between ranks, in the store of the process group. In a world of one rank, ``post`` does nothing.
 
-    The board has its own connection to the store, so a waiting reader delays no step. Make the board outside the
-    thread that uses it. ``attendance`` knows which ranks are gone.
+    The board has its own connection to the store, so a waiting reader delays no step. Make the board outside the thread
+    that uses it. ``attendance`` tells which ranks are gone.
     """
 
     def __init__(self, attendance: Attendance | None = None) -> None:

@@ -15,17 +15,18 @@ ROUNDS = 16
 
 
 class Offset(NamedTuple):
-    """A rank's clock is ``seconds`` ahead of rank 0's clock; the error is at most half of ``round_trip_s``."""
+    """A rank's clock is ``seconds`` ahead of rank 0's clock, with an error of at most half of ``round_trip_s``."""
 
     seconds: float
     round_trip_s: float
 
 
 def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> list[Offset]:
-    """On rank 0, the offset of every rank's clock; on other ranks, an empty list. Every rank must call it.
+    """Measure the offset of every rank's clock. Every rank must call this; ranks other than 0 get an empty list.
 
-    Rank 0 asks each rank for its time. That rank reads its clock between question and answer: in the middle of the
-    round trip if both ways take equally long. The fastest round errs least (Mills, RFC 5905, section 10).
+    Rank 0 asks each rank for its time, in ``ROUNDS`` rounds. The other rank reads its clock between question and
+    answer. The offset assumes that question and answer take equally long, so that the reading is in the middle of the
+    round trip. The round with the shortest round trip has the smallest error and is used (Mills, RFC 5905, section 10).
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1:
@@ -54,7 +55,8 @@ def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_c
 
 
 def on_rank_0(own_trace: Trace, device: torch.device) -> Trace:
-    """The traces of all ranks, merged on rank 0's clock; ``own_trace`` on all other ranks. Every rank must call it."""
+    """Merge the traces of all ranks on rank 0's clock. Every rank must call this; ranks other than 0 get
+    ``own_trace``."""
     offsets = clock_offsets(device)
     if len(offsets) == 1:  # this rank is alone
         return own_trace

@@ -1,4 +1,7 @@
-"""The shared state of collectives of one kind: one rank's steps, and the functions that reduce and copy."""
+"""The state that collectives of one kind share: one rank's steps, and the functions that reduce and copy.
+
+Collectives are of one kind if operation, algorithm, length, dtype, reduction, root and counts are equal.
+"""
 
 import ctypes
 import operator
@@ -21,7 +24,8 @@ REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda target, message: torch.maximum(target, message, out=target),
     "min": lambda target, message: torch.minimum(target, message, out=target),
 }
-"""Reductions into the first tensor. ``Tensor.add_`` is faster than ``torch.add(..., out=...)`` for short tensors."""
+"""Functions that reduce their second tensor into the first. For short tensors, ``Tensor.add_`` is faster than
+``torch.add``."""
 REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
     "sum": operator.iadd,
     "max": lambda target, message: np.maximum(target, message, out=target),
@@ -31,28 +35,30 @@ ARRAY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
     torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
 }  # fmt: skip
-"""The dtypes that numpy reduces with PyTorch's results and speed."""
+"""The dtypes whose reductions by numpy have the same results as PyTorch's and are as fast."""
 SHORT_BYTES = 2**14
-"""Vectors of ``ARRAY_TYPES`` up to this size, in shared memory, are copied and reduced by numpy: PyTorch's dispatcher
-would take longer than the work."""
+"""In shared memory, numpy copies and reduces vectors of ``ARRAY_TYPES`` up to this size: PyTorch's dispatcher would
+take longer than the copy or reduction."""
 SLOTS = 4
-"""Messages for which a lane of shared memory has room: one more than it needs, which is ``compiled.LAG`` + 1. With more
-slots, long vectors would use more of the cache."""
+"""The number of messages for which a lane of shared memory has room: one more than the ``compiled.LAG`` + 1 messages
+that it needs. With more slots, long vectors would use more of the cache."""
 AHEAD = 7
-"""Messages that a collective sends to a peer when it starts, if some lanes of the group are ``TorchLane``."""
+"""Upper limit on the messages to a peer that a collective sends at its start, if a lane of the group is a
+``TorchLane``."""
 ARRAYS = 64
-"""Upper limit on the arrays that a kind of collective caches."""
+"""Upper limit on the numpy arrays that a ``Kind`` caches."""
 LABELS = 4096
-"""Upper limit on the descriptions, by label, that a kind of collective caches."""
+"""Upper limit on the descriptions that a ``Kind`` caches, one for each label."""
 LaneStep = tuple[int, Any, int, int, int]
-"""A :class:`~meshwright.comm.compiled.Step` with the lane to its peer."""
+"""The fields of a :class:`~meshwright.comm.compiled.Step`, with the lane to the peer in place of the peer's number."""
 
 
 class Kind:
-    """The shared state of collectives of one kind: the steps of this rank, and their description in errors.
+    """The state that collectives of one kind share: the steps of this rank, and their description in errors.
 
-    ``first``: the steps that may run before all others. ``whole``: whether every step covers the whole vector.
-    ``tensors``, and ``arrays`` for a short vector, hold the functions that reduce and copy.
+    ``first`` holds the steps that may run before all others. ``whole`` tells whether every step covers the whole
+    vector. ``tensors`` holds the functions that reduce and copy tensors. For short vectors, ``arrays`` holds the same
+    functions for numpy arrays; else it is None.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class Kind:
         self.said: dict[str, bytes] = {}
 
     def array(self, memory: Tensor) -> np.ndarray[Any, Any]:
-        """The memory of a tensor as an array, valid while the tensor lives. Arrays are cached by address, because
+        """The memory of a tensor as a numpy array, valid while the tensor lives. Arrays are cached by address, because
         making an array takes longer than reducing it."""
         address = memory.data_ptr()
         array = self._arrays.get(address)
@@ -99,7 +105,7 @@ class Kind:
         return array
 
     def say(self, label: str) -> bytes:
-        """The description of a collective with this label; ``said`` caches it."""
+        """The description of a collective of this kind with this label; ``said`` caches it."""
         if len(self.said) >= LABELS:
             self.said.clear()
         self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
@@ -107,8 +113,8 @@ class Kind:
 
 
 class _Means(NamedTuple):
-    """How messages are handled, as tensors or as numpy arrays: their dtype, and the functions ``reduce`` and ``keep``,
-    which write to the first of their two arguments."""
+    """The functions that process messages, as tensors or as numpy arrays, and the dtype of the messages. ``reduce``
+    reduces its second argument into the first; ``keep`` copies its second argument to the first."""
 
     dtype: Any
     reduce: Callable[[Any, Any], object]
@@ -116,8 +122,8 @@ class _Means(NamedTuple):
 
 
 def _arrays(dtype: torch.dtype, op: str) -> _Means:
-    """Reduction and copy by numpy. They run in a context without floating-point warnings and errors, as in PyTorch.
-    Entering a context takes a tenth of the time of ``np.errstate``."""
+    """Reduction and copy by numpy. The reduction runs in a context without floating-point warnings and errors, as in
+    PyTorch. Entering this context takes a tenth of the time of ``np.errstate``."""
     quiet = copy_context()
     quiet.run(lambda: np.seterr(all="ignore"))
     return _Means(np.dtype(ARRAY_TYPES[dtype]), partial(quiet.run, REDUCE_ARRAY[op]), np.copyto)  # type: ignore[call-arg]

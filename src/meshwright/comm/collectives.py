@@ -16,7 +16,8 @@ from meshwright.errors import MeshwrightError, RankError
 from meshwright.schedules.collectives import operations
 
 HEAR_S = 1.0
-"""Seconds that a rank that gives up waits for the other ranks' reports; they learn of it only now."""
+"""A rank that gives up waits up to this many seconds for reports of other ranks, which learn of the failure only now.
+"""
 
 _Table = tuple[tuple[int, ...], ...]
 _Key = tuple[str, str, int, torch.dtype, str, int, _Table | None]
@@ -26,8 +27,9 @@ _Key = tuple[str, str, int, torch.dtype, str, int, _Table | None]
 class Collectives:
     """One rank's collectives in a group. All ranks of the group must start the same collectives in the same order.
 
-    Starting a collective sends the first round's messages as far as the lanes have room. Waiting does the rest, so no
-    extra thread runs. Waiting for one collective also finishes all that were started before it.
+    Starting a collective sends the first round's messages as far as the lanes have room. Waiting runs the remaining
+    steps, so no extra thread is needed. Waiting for one collective also finishes all collectives that were started
+    before it.
     """
 
     def __init__(self, rank: int, num_ranks: int, lanes: Mapping[int, Lane], name: str = "") -> None:
@@ -57,7 +59,7 @@ class Collectives:
     def reduce_scatter(
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "star", label: str = ""
     ) -> Work:
-        """Reduce a contiguous ``[size, ...]`` and write this rank's ``[...]`` to ``into``; ``value`` is unchanged."""
+        """Reduce a contiguous tensor ``[size, ...]`` and write this rank's row to ``into``; ``value`` is unchanged."""
         flat, part = value.view(-1), into.view(-1)
         length, begin, end = flat.numel(), self.rank * part.numel(), (self.rank + 1) * part.numel()
         kind = self._kind(("reduce_scatter", algorithm, length, value.dtype, op, 0, None))
@@ -70,26 +72,27 @@ class Collectives:
         return self._start("reduce_scatter", algorithm, length, memory, op, label, lambda: part.copy_(reduced))
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "star", label: str = "") -> Work:
-        """Collect every rank's ``value`` in ``into``, a contiguous ``[size, ...]``."""
+        """Collect every rank's ``value`` in ``into``, a contiguous tensor ``[size, ...]``."""
         into[self.rank].copy_(value)
         return self._start("all_gather", algorithm, into.numel(), into.view(-1), "sum", label)
 
     def broadcast(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
-        """Copy ``root``'s value of a contiguous tensor to every rank."""
+        """Copy the contiguous tensor of rank ``root`` to every rank."""
         return self._start("broadcast", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
 
     def reduce(self, value: Tensor, root: int = 0, op: str = "sum", algorithm: str = "tree", label: str = "") -> Work:
-        """Reduce a contiguous tensor in place on ``root``. On other ranks its value is undefined afterwards."""
+        """Reduce a contiguous tensor in place on ``root``. On other ranks, its elements are undefined afterwards."""
         return self._start("reduce", algorithm, value.numel(), value.view(-1), op, label, root=root)
 
     def gather(self, value: Tensor, into: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
-        """Collect every rank's ``value`` in ``root``'s ``into``, a contiguous ``[size, ...]``. The other ranks need
-        ``into`` as working memory."""
+        """Collect every rank's ``value`` in ``into`` on rank ``root``, a contiguous tensor ``[size, ...]``. The other
+        ranks need ``into`` as working memory."""
         into[self.rank].copy_(value)
         return self._start("gather", algorithm, into.numel(), into.view(-1), "sum", label, root=root)
 
     def scatter(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
-        """Copy ``value[rank]`` of ``root``'s contiguous ``[size, ...]`` to ``value[rank]`` of each rank."""
+        """Copy row r of ``value`` (contiguous, ``[size, ...]``) on rank ``root`` to row r of ``value`` on each rank
+        r."""
         return self._start("scatter", algorithm, value.numel(), value.view(-1), "sum", label, root=root)
 
     def all_to_all(
@@ -112,7 +115,7 @@ class Collectives:
     # --- running -----------------------------------------------------------------------------------------------------
 
     def _kind(self, key: _Key) -> Kind:
-        """The shared state of all collectives with that key; made at the first call."""
+        """The state that all collectives with this key share; the first call makes it."""
         kind = self._kinds.get(key)
         if kind is None:
             operation, algorithm, length, dtype, op, root, counts = key
@@ -165,19 +168,20 @@ class Collectives:
             self._open.popleft()
 
     def _fail(self, error: MeshwrightError, run: "_Run") -> NoReturn:
-        """Fail for good: the messages still under way are unknown, so no later collective can run."""
+        """Raise an error, now and for every later collective: it is unknown which messages are still under way."""
         self._failed = self._report(error, run)
         raise self._failed from error
 
     def _look(self) -> None:
-        """Raise if any rank prevents the first open collective from finishing, even a rank that is not awaited here."""
+        """Raise an error if any rank prevents the first open collective from finishing. Check all ranks of the
+        group."""
         number = self._open[0].number if self._open else self._number
         troubles = [reason for lane in self._lanes.values() if (reason := lane.trouble(number))]
         for trouble in sorted(troubles, key=lambda trouble: trouble.problem != ENDED):
             raise trouble.error()
 
     def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
-        """The error, extended by the current collective of every rank. Also tells the other ranks of the failure."""
+        """Tell the other ranks of the failure. Returns the error, extended by the current collective of every rank."""
         words = run.kind.say(run.label) + f", and has given up: {error.where}: {error.problem}".encode()
         for lane in self._each:
             lane.give_up(run.number, words, error.where)
@@ -186,7 +190,8 @@ class Collectives:
         return kind("\n     ".join(lines), where=error.where, remedy=error.remedy)
 
     def _heard(self) -> list[str]:
-        """One line for each other rank that reports. Reports by torch.distributed may still be under way."""
+        """One line for each rank that reports. Reports by torch.distributed are awaited for up to ``HEAR_S``
+        seconds."""
         deadline = time.monotonic() + (HEAR_S if self._expects else 0)
         while True:
             lines = [lane.told() for _, lane in sorted(self._lanes.items())]
@@ -221,7 +226,7 @@ class _Run:
 
     @property
     def has_sent(self) -> bool:
-        """Whether all its messages are sent, so that the next collective's messages follow them."""
+        """Whether all messages of this collective are sent, so that the next collective may send messages."""
         return self.done or (self._early == len(self.kind.first) and not self.kind.rest_puts)
 
     def text(self) -> str:
@@ -281,7 +286,8 @@ class _Run:
 
 
 class _Written:
-    """A memory that reads from one tensor and writes to another, which holds only the elements from ``begin`` on."""
+    """Working memory that is read from one tensor and written to another. The written tensor holds only the elements
+    from ``begin`` on."""
 
     def __init__(self, read: Tensor, written: Tensor, begin: int) -> None:
         self._read, self._written, self._begin = read, written, begin

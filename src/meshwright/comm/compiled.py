@@ -1,12 +1,13 @@
-"""A rank's part of a collective's steps as a flat list of messages, each short enough to stay in cache.
+"""Turns one rank's part of a collective into a flat list of messages, each short enough to stay in cache.
 
-In each round take n follows put n + ``LAG``, so a rank adds up one message while the next is under way:
+In each round a rank puts (sends) and takes (receives) messages. Take n follows put n + ``LAG``, so that a rank adds up
+one message while the next message is under way:
 
     put 0   put 1   put 2   take 0   put 3   take 1   put 4   take 2   take 3   take 4
 
-All ranks order their messages alike: by round, then by the fraction of the lane's messages that precede the message.
-So the rank that is furthest behind can always go on: the message that it waits for has been put, and the lane that it
-puts into holds at most ``LAG`` messages that have not been taken. So a lane needs room for ``LAG`` + 1 messages.
+All ranks order their messages alike: by round, then by the fraction of the lane's messages that precede the message. So
+the rank that is furthest behind can always continue. The message that it waits for has been put, and the lane that it
+puts into holds at most ``LAG`` messages that have not been taken. A lane therefore needs room for ``LAG`` + 1 messages.
 """
 
 from typing import NamedTuple
@@ -15,14 +16,15 @@ from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives.steps import Program
 
 LAG = 2
-"""Messages by which takes follow puts: a rank puts message n + ``LAG`` before it takes message n."""
+"""The number of messages by which takes follow puts: a rank puts message n + ``LAG`` before it takes message n."""
 
 PUT, EXPECT, ADD, KEEP, COPY = range(5)
 
 
 class Step(NamedTuple):
-    """One action on elements ``begin`` to ``end``: PUT sends them to ``peer``. EXPECT announces a message from ``peer``
-    of this length. ADD takes a message and adds it to the elements; KEEP stores it there. COPY copies to ``into``."""
+    """One action on the elements from ``begin`` to ``end``. PUT sends the elements to ``peer``. EXPECT announces that
+    this rank will take a message of this length from ``peer``. ADD takes a message and reduces it into the elements.
+    KEEP takes a message and overwrites the elements with it. COPY copies the elements to position ``into``."""
 
     kind: int
     peer: int
@@ -32,8 +34,8 @@ class Step(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """One rank's ``steps``, in order. ``ahead`` holds the indices of PUT and EXPECT steps of the first round that may
-    run before all others while the lanes have room. ``rest_puts``: whether the other steps include a PUT."""
+    """One rank's ``steps``, in order. ``ahead`` lists the indices of the first round's PUT and EXPECT steps that may
+    run before all other steps, while the lanes have room. ``rest_puts`` tells whether the other steps include a PUT."""
 
     steps: tuple[Step, ...]
     ahead: tuple[int, ...]
@@ -43,11 +45,11 @@ class Compiled(NamedTuple):
 
 
 def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int, *, expects: bool) -> Compiled:
-    """The rank's program as steps with messages of at most ``num_per_message`` elements. ``expects`` adds EXPECT steps.
-    ``ahead`` lists at most ``most_ahead`` puts and ``most_ahead`` expectations for each peer.
+    """Turn a rank's program into steps with messages of at most ``num_per_message`` elements. ``expects`` adds EXPECT
+    steps. For each peer, ``ahead`` lists at most ``most_ahead`` PUT steps and at most ``most_ahead`` EXPECT steps.
 
     Raises:
-        ScheduleError: a round would overwrite elements that it has still to send.
+        ScheduleError: a round would overwrite elements before it has sent them.
     """
     steps: list[Step] = []
     ahead: list[int] = []
@@ -78,8 +80,8 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
 
 
 def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> list[Step]:
-    """The messages of a round in order. All lanes advance by equal fractions of their messages. Takes follow puts by
-    ``LAG`` messages; expectations are as early as puts."""
+    """The steps of a round in the order in which they run. All lanes advance by equal fractions of their messages.
+    Takes follow puts by ``LAG`` messages. The EXPECT step of take n is as early as put n."""
     keyed: list[tuple[float, int, Step]] = []
     for parts in puts:
         keyed += [(number / len(parts), 1, step) for number, step in enumerate(parts)]
@@ -91,7 +93,7 @@ def _in_turn(puts: list[list[Step]], takes: list[list[Step]], expects: bool) -> 
 
 
 def _first_of_each(steps: list[Step], most: int) -> list[int]:
-    """The indices of the first PUT and EXPECT steps, before any peer has more than ``most`` of one of the two kinds."""
+    """The indices of the first PUT and EXPECT steps, until a peer would have more than ``most`` steps of one kind."""
     counts: dict[tuple[int, int], int] = {}
     indices = []
     for number, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Process groups of a mesh, by name: the only module that resolves a name to a group."""
+"""The process groups of a mesh; no other module finds a group by its name."""
 
 import functools
 import itertools
@@ -39,10 +39,10 @@ T = TypeVar("T")
 def axis_groups(
     mesh: Mesh, rank: int, algorithms: dict[str, str] | None = None, *, first_rank: int = 0
 ) -> dict[str, AxisGroup]:
-    """Make the process groups of every axis and return this rank's, by axis. All ranks of the world must call it.
+    """Make the process groups of every axis; return this rank's group by axis. All ranks of the world must call this.
 
-    ``algorithms`` maps axes to algorithms; joined axes in it (``dp+tp``) get a group too. The mesh covers the ranks
-    from ``first_rank`` on; a rank outside the mesh gets no groups.
+    ``algorithms`` maps an axis to its algorithm. A key that joins axes (``dp+tp``) gets a group too. The mesh covers
+    the ranks from ``first_rank`` on; a rank outside the mesh gets no groups.
     """
     world, algorithms = dist.group.WORLD, algorithms or {}
     assert world is not None
@@ -78,13 +78,14 @@ def axis_groups(
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name."""
+    """The process group called ``name``."""
     return resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment, ...]:
-    """Every ``watch.EVERY`` steps, check the groups that span several boxes. Returns, and logs, the amendments that all
-    ranks of the world apply from step ``step + 1`` on. Every rank calls it with its groups by axis."""
+    """Every ``watch.EVERY`` steps, check whether groups that span several boxes should use other algorithms. Logs the
+    result, and returns the amendments that all ranks of the world apply from step ``step + 1`` on. Every rank must call
+    this; ``groups`` maps an axis to this rank's group."""
     world = dist.group.WORLD
     if step % watch.EVERY or world is None or not member(world).has_links:
         return ()
@@ -103,7 +104,7 @@ def look_at_links(step: int, groups: Mapping[str, AxisGroup]) -> tuple[Amendment
 
 
 def amend(groups: Mapping[str, AxisGroup], amendments: Iterable[Amendment]) -> None:
-    """Run the groups' collectives by a plan's amendments; earlier amendments no longer hold.
+    """Use the algorithms of ``amendments`` in the collectives of the groups; earlier amendments no longer hold.
 
     Raises:
         PlanError: an amendment names an unknown algorithm.
@@ -135,14 +136,14 @@ def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: 
 
 
 def told_of(axis: str, group: AxisGroup, world_size: int) -> str:
-    """The name of an axis in traces; with the ranks of this group where it is not the whole world."""
+    """The name of an axis in traces. If the group is not the whole world, the name includes the ranks of the group."""
     if group.size == world_size:
         return axis
     return f"{axis} of ranks {' '.join(map(str, dist.get_process_group_ranks(process_group(group.name))))}"
 
 
 def collectives(group: dist.ProcessGroup) -> Collectives:
-    """Meshwright's collectives in a group. All ranks of the group must make the first call together.
+    """Meshwright's own collectives in a group. All ranks of the group must make the first call together.
 
     Ranks of one machine communicate by shared memory, other ranks by send and receive.
     """
@@ -163,7 +164,8 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
 
 
 def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | Mpi:
-    """The object that runs an algorithm. All ranks of the group must make the first call together, unless native.
+    """The object that runs an algorithm. All ranks of the group must make the first call together, unless the algorithm
+    is ``native``.
 
     Raises:
         RankError: the algorithm is MPI's, and the ranks were not started by MPI.
@@ -180,15 +182,16 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
 
 @naming("all ranks of the group")
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a group, numbered within the group, by box; boxes are ordered by their first rank. Ranks of a box
-    share memory. All ranks of the group must call it."""
+    """The ranks of a group, with one tuple of ranks for each box. Ranks of a box share memory. Ranks are numbered
+    within the group, and boxes are ordered by their first rank. All ranks of the group must call this."""
     each: list[Any] = [None] * group.size()
     dist.all_gather_object(each, box(), group)
     return tuple(tuple(rank for rank, place in enumerate(each) if place == box_id) for box_id in dict.fromkeys(each))
 
 
 def channels(peers: Iterable[int]) -> dict[int, Channel]:
-    """Channels to other ranks of the world, by rank. Each of these ranks must call it too, and ask for this rank."""
+    """The channels to the ranks ``peers`` of the world, by rank. Each of these ranks must call this too, with this rank
+    among its ``peers``."""
     wanted = set(peers)
     if not wanted:
         return {}
@@ -201,7 +204,8 @@ def channels(peers: Iterable[int]) -> dict[int, Channel]:
 
 
 def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots: int) -> dict[int, SharedMemory | None]:
-    """Memory shared with each peer; None where impossible. A rank without memory left makes its peers fail too."""
+    """The memory shared with each peer, or None if memory cannot be shared. If this rank has no memory left, its peers
+    raise an error too."""
     rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
     attendance = attend()
     assert attendance is not None, "there are peers"
@@ -250,7 +254,7 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
 
 @naming("all ranks")
 def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
-    """Copy rank 0's values to every rank, in chunks of one dtype and device."""
+    """Copy rank 0's values of ``tensors`` to every rank, in chunks; each chunk has one dtype and one device."""
     pending: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         pending.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -267,7 +271,8 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
 
 @naming("all ranks of the group")
 def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Tensor:
-    """The whole tensor, gathered from its shards; ``value`` itself where it is whole. All ranks of the axes call it."""
+    """Gather a whole tensor from its parts; return ``value`` itself if it is whole. All ranks of the groups must call
+    this."""
     now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
     if flat := flat_axis(placements):
         parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
@@ -291,11 +296,11 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
 
 @naming("all ranks")
 def from_rank_0(make: Callable[[], T]) -> T:
-    """The result of ``make``, on every rank. ``make`` runs on rank 0 only.
+    """Call ``make`` on rank 0 only, and return its result on every rank.
 
     Raises:
-        MeshwrightError: ``make`` raised it on rank 0; every rank raises it.
-        RankError: ``make`` raised another error; the other ranks raise RankError, rank 0 the original error.
+        MeshwrightError: ``make`` raised a MeshwrightError on rank 0; every rank raises the same error.
+        RankError: ``make`` raised another error on rank 0; rank 0 raises this error, and the other ranks a RankError.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
@@ -318,7 +323,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 @naming("all ranks")
 def from_every_rank(value: T) -> list[T]:
-    """The values of all ranks, by rank, on every rank."""
+    """Collect the values of all ranks. Every rank gets the list, ordered by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     every: list[Any] = [None] * dist.get_world_size()

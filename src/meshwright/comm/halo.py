@@ -1,7 +1,7 @@
 """Halo exchange and its adjoint between the ranks of a group; each rank holds a part of one dim (``ops.collectives``).
 
-From the ranges each rank knows the rows that it sends to, and receives from, every other rank. A shard thinner than
-the halo has more than two neighbours.
+Each rank knows which rows every part reads. So it knows which rows it sends to, and receives from, every other rank. A
+part that is thinner than the halo has more than two neighbours.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ class Part(NamedTuple):
 
 
 def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
-    """Start to fetch the rows that this part reads and other parts own. Returns the strips and the work to wait for;
-    the strips are complete after waiting. Rows that no part owns hold ``fill``."""
+    """Start to fetch the rows that this part reads but other parts own. Returns these rows (the strips) and the work to
+    wait for. The strips are complete after the wait. Rows that no part owns hold ``fill``."""
     dim, ranges, edges, number = part
     own = owned(edges, number)
     before, after = outside(ranges[number], own)
@@ -42,8 +42,8 @@ def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -
 
 
 def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
-    """Start to add up rows at their owners; ``value`` holds this part's terms for all rows that it reads. Returns this
-    part's own rows and the work to wait for."""
+    """Start to sum rows over the parts: the owner of a row adds up all terms. ``value`` holds this part's terms for all
+    rows that it reads. Returns this part's own rows and the work to wait for."""
     dim, ranges, edges, number = part
     own, low = owned(edges, number), ranges[number][0]
     shape = list(value.shape)
@@ -59,8 +59,9 @@ def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor,
 
 
 def give_back(strips: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
-    """Start to send ``strips``, the rows before and after this part's own, to their owners. Returns the values for this
-    part's first rows, then for its last rows (zeros where it has no neighbour), and the work to wait for."""
+    """Start to send ``strips``, the values for the rows before and after this part's own rows, to the owners of these
+    rows. Returns the received values and the work to wait for. The values for this part's first rows come first, then
+    the values for its last rows. Values are zero where the part has no neighbour."""
     dim, ranges, edges, number = part
     first, last = owned(edges, number)
     before, after = outside(ranges[number], (first, last))

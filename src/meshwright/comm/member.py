@@ -1,4 +1,4 @@
-"""The state that this rank keeps for each of its process groups, and the ranks that are gone."""
+"""The state that a rank keeps for each of its process groups, such as which ranks are gone."""
 
 import functools
 from collections.abc import Callable
@@ -20,16 +20,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TOLD = 4096
-"""Upper limit on cached descriptions of collectives."""
+"""Upper limit on the descriptions of collectives that a ``Member`` caches."""
 
 
 class Member:
-    """The state that this rank keeps for one group; torch.distributed's table of groups by name cannot hold it.
+    """The state that this rank keeps for one process group; torch.distributed's own table of groups cannot hold it.
 
-    ``axis``: the mesh axis of the group (``axis dp``), else empty. ``watch``: measures the group's collectives where
-    their algorithm may change. ``begun``: the number of collectives begun. ``blocks``: memory that results reuse.
-    ``progress``: this rank's streams, shared by all groups. Only for the world: ``has_links``, whether any watched
-    group spans several boxes; ``attendance``, set by ``attend``.
+    ``axis`` is a text such as ``axis dp`` that names the group's mesh axis; it is empty if the group has no axis.
+    ``watch`` measures the group's collectives if their algorithm may change. ``begun`` is the number of collectives
+    begun so far. ``blocks`` is memory that results of collectives reuse. ``progress`` holds this rank's streams, which
+    all groups share. For the world only, ``has_links`` tells whether any watched group spans several boxes, and
+    ``attendance`` (set by ``attend``) tells which ranks are gone.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -59,7 +60,8 @@ class Member:
 
 
 _MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
-"""Each group's state. It ends with the group, or with the process if it refers to the group (as ``TorchLane`` does)."""
+"""Maps a group to its state. The state lives as long as the group. If the state refers to its group (as ``TorchLane``
+does), it lives until the process ends."""
 
 
 def member(group: dist.ProcessGroup) -> Member:
@@ -73,7 +75,7 @@ def member(group: dist.ProcessGroup) -> Member:
 
 
 def attend() -> Attendance | None:
-    """This rank's attendance, by which ranks see which other ranks are gone; None in a world of one rank."""
+    """This rank's ``Attendance``, which tells which other ranks are gone; None in a world of one rank."""
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
@@ -84,20 +86,21 @@ def attend() -> Attendance | None:
 
 
 def close_all() -> None:
-    """Close this rank's connections; it no longer communicates."""
+    """Close this rank's connections in all groups. The rank cannot communicate afterwards."""
     for group in list(_MEMBERS):
         close(group)
 
 
 def culprit() -> Trouble | None:
-    """The rank that caused a lost connection, if it is known."""
+    """The rank that caused a lost connection, and why; None if unknown."""
     world = dist.group.WORLD
     attendance = member(world).attendance if world is not None else None
     return attendance.culprit() if attendance is not None else None
 
 
 def naming(awaited: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: if torch.distributed lost a rank, raise a LostRankError with that rank and the ``awaited`` ranks."""
+    """Make a decorator that raises a LostRankError if torch.distributed has lost a rank during the call. The error
+    names the lost rank, and says that this rank waits for ``awaited``."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

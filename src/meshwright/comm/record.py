@@ -1,4 +1,4 @@
-"""Records what a rank does and when. The code that does the work takes the notes while a recorder is set."""
+"""Records what a rank does and when. While a recorder is set, the code that does the work reports to the recorder."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -8,15 +8,15 @@ from contextvars import ContextVar
 from meshwright.ir.trace import MemorySample, Span, Trace, TraceSource
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""Streams of a trace: computing, communication between ranks, and time that computing waits for communication."""
+"""The streams of a trace: computation, communication between ranks, and waits of computation for communication."""
 
 SAMPLE_EVERY_S = 0.002
 
 
 class Recorder:
-    """Spans and memory samples of one rank, since ``clear``; a note costs less than a microsecond.
+    """Collects the spans and memory samples of one rank since ``clear``. Recording a span takes under 1 µs.
 
-    ``axes`` maps the name of a process group to its axis; ``memory`` returns the bytes that the rank holds now.
+    ``axes`` maps the name of a process group to its axis. ``memory`` returns the bytes that the rank holds now.
     """
 
     def __init__(self, axes: Mapping[str, str] | None = None, memory: Callable[[], int] | None = None) -> None:
@@ -25,16 +25,17 @@ class Recorder:
         self._samples: list[tuple[float, int]] = []
 
     def clear(self) -> None:
-        """Forget all notes."""
+        """Discard all spans and samples."""
         self._spans.clear()
         self._samples.clear()
 
     def span(self, stream: str, what: object, start_s: float, end_s: float, num_bytes: int = 0) -> None:
-        """Note work that was done; ``what`` becomes text only when the trace is made."""
+        """Record work that was done. ``what`` describes the work; it becomes text only when the trace is made."""
         self._spans.append((stream, what, start_s, end_s, num_bytes))
 
     def collective(self, what: str, group: str, times: tuple[float, float, float, float], num_bytes: int) -> None:
-        """Note a collective of ``num_bytes``. ``times``: begin and end of the start call, begin and end of the wait.
+        """Record a collective of ``num_bytes``. ``times``: begin and end of the start call, begin and end of the wait
+        call.
 
         The collective is under way from the first time to the last. During both calls the rank does not compute.
         """
@@ -46,13 +47,13 @@ class Recorder:
             self._spans.append((WAIT, name, waiting, done, 0))
 
     def sample(self) -> None:
-        """Note the memory held now, unless a sample is under ``SAMPLE_EVERY_S`` old (reading it takes about 10 µs)."""
+        """Record the memory held now (in about 10 µs), unless the last sample is younger than ``SAMPLE_EVERY_S``."""
         now_s = time.perf_counter()
         if self._memory is not None and (not self._samples or now_s - self._samples[-1][0] >= SAMPLE_EVERY_S):
             self._samples.append((now_s, self._memory()))
 
     def trace(self, rank: int, source: TraceSource = "measured") -> Trace:
-        """All notes as the trace of rank ``rank``, on the rank's own clock (``time.perf_counter``)."""
+        """The trace of rank ``rank``: all spans and samples, on the rank's own clock (``time.perf_counter``)."""
         return Trace(
             source=source,
             spans=tuple(
@@ -85,18 +86,18 @@ _PLACE: ContextVar[object] = ContextVar("place", default=None)
 
 
 def place() -> object:
-    """The place in the schedule where this thread is, or None. Errors convert it to text."""
+    """The place in the schedule where this thread is, or None. Errors convert the place to text."""
     return _PLACE.get()
 
 
 def be_at(where: object) -> None:
-    """Set the place in the schedule where this thread is. Errors name collectives by it."""
+    """Set the place in the schedule where this thread is. Errors about a collective name this place."""
     _PLACE.set(where)
 
 
 @contextmanager
 def blocking(what: str, group: str, num_bytes: int) -> Iterator[None]:
-    """Note a collective that runs to its end inside the block."""
+    """Record a collective that starts and ends inside the ``with`` block."""
     begun = time.perf_counter()
     yield
     if (recorder := current()) is not None:

@@ -1,9 +1,12 @@
-"""Adapts to links that change during a run: ranks of several boxes measure their collectives, and all switch to another
-algorithm at the same step when it has become faster.
+"""Switches to faster algorithms if the links between boxes change during a run.
 
-Every ``EVERY`` steps the ranks of a group exchange the median time of each collective since the last look. The rank
-that came last has the shortest time: it waited only for the links, not for other ranks. If this time differs from the
-usual time by ``FACTOR``, up or down, at two looks in a row, all algorithms are measured again at that size.
+The ranks of a group that spans several boxes measure their collectives. If another algorithm has become faster, all
+ranks switch to it at the same step.
+
+Every ``EVERY`` steps the ranks of a group exchange the median time of each collective since the last exchange (a look).
+The rank that starts a collective last has the shortest time, because it waits only for the links, not for other ranks.
+If this time differs from the usual time by more than the factor ``FACTOR``, up or down, at two looks in a row, the
+ranks measure all possible algorithms again at that size.
 """
 
 import logging
@@ -22,16 +25,17 @@ from meshwright.schedules.collectives.hierarchy import Boxes, named_boxes
 
 EVERY, FACTOR = 10, 1.5
 LEAST_S = 2e-3
-"""Seconds; a smaller change of a collective's time is ignored."""
+"""Changes of a collective's time up to this many seconds are ignored."""
 TRIES = 3
-"""Timed runs of each algorithm, of which the fastest counts, after a first run that is slower."""
+"""The number of timed runs of each algorithm, of which the fastest counts. A slower first run does not count."""
 MOST_BYTES = 2**28
-"""Upper limit on the size of a vector that is measured again; larger vectors are measured at this size."""
+"""Upper limit on the bytes of a vector that is measured again; collectives of larger vectors are measured at this size.
+"""
 
 log = logging.getLogger("meshwright")
 
 Start = Callable[[str, Tensor, str], Work | None]
-"""Starts an operation on the whole vector (flat, float32) by an algorithm: (operation, vector, algorithm)."""
+"""A function that starts an operation on a flat float32 vector; its arguments are (operation, vector, algorithm)."""
 
 
 class Key(NamedTuple):
@@ -42,7 +46,9 @@ class Key(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """A change of algorithm from ``step`` on, with seconds: usual and now by ``before``, measured by ``after``."""
+    """A change of algorithm from ``before`` to ``after``, which holds from ``step`` on. ``usual_s`` is the usual time
+    with ``before`` in seconds, ``now_s`` its time now, and ``after_s`` the time that was measured with ``after``. If
+    ``before`` is still the fastest algorithm, ``after`` is equal to ``before``."""
 
     step: int
     key: Key
@@ -64,9 +70,10 @@ class Switch(NamedTuple):
 
 
 class Watch:
-    """The times of one group's collectives. ``boxes``: its ranks by box; a single box has no links to watch.
+    """The times of one group's collectives. ``boxes`` holds the group's ranks by box; a single box has no links to
+    watch.
 
-    ``amended``: the algorithms that the ranks have switched to, used in place of the plan's text.
+    ``amended`` maps a collective to the algorithm that the ranks have switched to, which replaces the plan's choice.
     """
 
     def __init__(self, group: dist.ProcessGroup, boxes: Boxes, start: Start) -> None:
@@ -95,7 +102,8 @@ class Watch:
             self._seconds.setdefault(key, []).append(seconds)
 
     def look(self, step: int) -> tuple[Switch, ...]:
-        """The switches from ``step`` on. All ranks of the group call it with the same step, between collectives."""
+        """Exchange and check the times since the last look. Returns the switches that hold from ``step`` on. All ranks
+        of the group must call this with the same step, between collectives."""
         medians = {key: statistics.median(each) for key, each in self._seconds.items()}
         self._seconds.clear()
         every: list[Any] = [None] * self._group.size()
@@ -122,7 +130,8 @@ class Watch:
         return Switch(step, key, before, after, usual_s, now_s, seconds[after])
 
     def _measured(self, key: Key) -> Mapping[str, float]:
-        """The slowest rank's seconds of each algorithm that may be the fastest; all ranks get the same numbers."""
+        """Measure every algorithm that may be the fastest. Returns the slowest rank's seconds for each algorithm; all
+        ranks get the same numbers."""
         names = dict.fromkeys((*candidates(key.operation, self._group.size(), self._boxes), self._names[key]))
         num_bytes = min(key.num_bytes, MOST_BYTES)
         part = -(-num_bytes // 4 // self._group.size())

@@ -1,8 +1,8 @@
 """Times of collectives that run step by step: latency α, seconds per byte β, seconds per added byte γ, by level.
 
-A message of n bytes takes α + nβ of the level that joins its two ranks, and nγ more if the receiver adds it; a rank
-sends one message and receives one at a time. The busiest rank decides: with p ranks on equal links and vectors of n
-bytes,
+A message of n bytes takes α + nβ, with α and β of the level that joins its two ranks, and nγ more if the receiver adds
+the bytes. A rank sends one message and receives one message at a time. The busiest rank determines the time of a
+collective. With p ranks on equal links and vectors of n bytes:
 
     butterfly     (α + nβ + nγ) lg p                     Thakur, Rabenseifner, Gropp 2005, section 4.4
     rabenseifner  2α lg p + (p-1)/p n (2β + γ)           the same
@@ -37,9 +37,10 @@ def gamma_s_per_byte(device: Device) -> float:
 
 
 class Round(NamedTuple):
-    """The messages that the busiest rank sends in a round: ``times`` to each rank at ``distances``, each with ``share``
-    of the vector; the receiver ``adds`` them or not. Messages across different levels travel at once. ``everyone``:
-    neighbouring ranks send across all levels up to that of the distance, and the slowest level counts."""
+    """The messages that the busiest rank sends in a round: ``times`` messages to each rank at ``distances``, each with
+    the fraction ``share`` of the vector. ``adds``: the receiver adds them. Messages across different levels travel at
+    the same time. ``everyone``: ranks send across all levels up to the level of the distance, and the slowest level
+    counts."""
 
     distances: tuple[int, ...]
     share: float
@@ -49,7 +50,7 @@ class Round(NamedTuple):
 
 
 def _doubling(p: int) -> list[int]:
-    """The powers of two below ``p``, itself a power of two."""
+    """The powers of two below ``p``, which is a power of two itself."""
     return [2**power for power in range(p.bit_length() - 1)]
 
 
@@ -109,8 +110,8 @@ def rounds_of(operation: str, algorithm: str, p: int) -> list[Round] | None:
 def steps_s(
     operation: str, algorithm: str, hops: Sequence[Hop], num_bytes: float, gamma_s_per_byte: float
 ) -> float | None:
-    """Seconds of a collective of all ranks of the last of ``hops`` (innermost first) by an algorithm of
-    ``schedules.collectives``, without other traffic on the links; None if the algorithm has no closed form."""
+    """Seconds of a collective by an algorithm of ``schedules.collectives``, without other traffic on the links.
+    ``hops`` are the levels that its ranks cross, innermost first. None if the algorithm has no closed form."""
     rounds = rounds_of(operation, algorithm, hops[-1].ranks)
     if rounds is None:
         return None
@@ -127,7 +128,8 @@ def steps_s(
 
 
 def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
-    """The fan-outs of equal boxes of neighbouring ranks, innermost first; (0,) for other boxes or several pieces."""
+    """The fan-outs of equal boxes of neighbouring ranks, innermost first; (0,) for other boxes, and if there are
+    several pieces."""
     sizes: list[int] = []
     unit: Boxes | int = leveled.boxes
     while not isinstance(unit, int):
@@ -137,8 +139,9 @@ def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
 
 
 def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) -> list[Round]:
-    """Reduce-scatter inside every level but the outermost, use the algorithm ``across`` on that, and all-gather back.
-    If each rank owns a fixed part of the vector, data for another rank lie in several pieces, one message each."""
+    """The rounds of a reduce-scatter inside every level but the outermost, of ``across`` on the outermost level, and of
+    all-gathers back. In a reduce-scatter or an all-gather each rank owns a fixed part of the vector. The data for
+    another rank then lie in several pieces, and each piece is a message."""
     whole = operation == "all_reduce"
     up, stride, outside = list[Round](), 1, math.prod(fan_outs)
     for fan in fan_outs[:-1]:
@@ -154,7 +157,7 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
 
 
 def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]:
-    """Rounds of an outer level: its ranks are ``stride`` apart, and each holds 1 / ``stride`` of the vector."""
+    """The rounds on an outer level, whose ranks are ``stride`` apart and hold 1 / ``stride`` of the vector each."""
     return [
         Round(
             tuple(distance * stride for distance in this_round.distances),

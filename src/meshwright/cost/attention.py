@@ -1,4 +1,4 @@
-"""Unfused attention, which writes its scores to memory: its products and other kernels, as in ``ops/library.py``."""
+"""The kernels of unfused attention, which writes its scores to memory, as in ``ops/library.py``."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,14 @@ from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.kernel import Attention, Kernel, Product
 
 _PASSES = {False: {"pointwise": 6, "activation": 4, "reduction": 2}, True: {"pointwise": 9, "activation": 2}}
-"""How often the kernels between the products read or write the scores, by kind, in forward (False) and backward."""
+"""How often the kernels between the products read or write the scores, by kind, in forward (False) and backward
+(True)."""
 _KERNELS = {False: 9, True: 12}
 _CAST = {False: 3, True: 6}
-"""Additional passes of 16-bit attention: its softmax is in float32."""
+"""Additional passes over the scores in 16-bit attention, because its softmax is in float32."""
 _DROPOUT = {False: 5, True: 8}
 _HELD = {False: 2, True: 4}
-"""Tensors of scores that are in memory at once, in forward (False) and backward."""
+"""The number of tensors of scores that are in memory at once, in forward (False) and backward (True)."""
 
 
 def score_kernels(kernel: Kernel) -> Iterator[Kernel]:

@@ -13,7 +13,7 @@ from meshwright.schedules.timing import run
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step. Compute and communication are the busiest rank's; the remaining time is waiting for others."""
+    """Seconds of a step. ``compute_s`` and ``communication_s`` are those of the busiest rank."""
 
     step_s: float
     compute_s: float
@@ -26,8 +26,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
-    """Predict a step of ``work`` by ``schedule`` (with its sends). Communication does not overlap compute, and links
-    are shared only by the ranks of one collective."""
+    """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
+    compute, and only the ranks of one collective share links."""
     network = Network(cluster)
     count = len(schedule.ranks)
     stride = mesh.world_size // count
@@ -57,7 +57,8 @@ def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -
 
 
 def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
-    """Seconds of pieces that run one after the other; a ``Wait`` takes none, because its collective is counted."""
+    """Seconds of pieces that run one after the other; a ``Wait`` takes no time, because its collective is counted
+    already."""
     total = 0.0
     for piece in pieces:
         if not isinstance(piece, Wait):

@@ -17,28 +17,28 @@ START_S = 28e-6
 """Seconds before a GPU collective moves its first byte: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
 
 SHORT_RING = 0.72
-"""A ring of p ranks reaches the fraction 1 - SHORT_RING / p**2 of its links' rate: least for two or three ranks."""
+"""A ring of p ranks reaches the fraction 1 - SHORT_RING / p**2 of the rate of its links."""
 
 
 LARGE_BYTES = 16 * 2**20
-"""The bytes of a message so large that its latency does not matter."""
+"""Bytes of a message that is so large that its latency does not matter."""
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The ranks of a mesh axis: ``size`` ranks at distances of ``stride``."""
+    """The ranks of a group along a mesh axis: ``size`` ranks, each ``stride`` ranks after the one before."""
 
     size: int
     stride: int = 1
 
 
 class Network:
-    """Prices communication on a cluster by α-β models. All groups of an axis communicate at once, so that the ranks of
-    one box share its links (``Level.shared_beta_s_per_byte``).
+    """Predicts the times of communication on a cluster by α-β models. All groups of an axis are assumed to communicate
+    at once, so the ranks of one box share its links (``Level.shared_beta_s_per_byte``).
 
-    Bytes are those of the whole vector: the bytes of each rank before an all-reduce, a reduce-scatter or an all-to-all,
-    and after an all-gather or a broadcast; for a halo, the bytes that the busiest rank receives. Measured times of the
-    cluster's file come first, if they are for a group with the same number of ranks at each level: the fastest
-    algorithm counts, and times between measured sizes are interpolated.
+    The bytes of a collective are those of the whole vector that each rank holds before an all-reduce, a reduce-scatter
+    or an all-to-all, or after an all-gather or a broadcast. For a halo they are the bytes that the busiest rank
+    receives. Times measured in the cluster's file replace the model if they are for a group with the same number of
+    ranks at each level. The fastest measured algorithm counts; times between measured sizes are interpolated.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -51,14 +51,14 @@ class Network:
         self._sizes = tuple(accumulate((level.fan_out for level in cluster.levels), operator.mul))
 
     def collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
-        """Seconds of a collective of a group, while all groups of its axis run theirs. Planning, estimates and the
-        simulator all use this model.
+        """Seconds of a collective of a group, while all groups of its axis run the same collective. Planning, estimates
+        and the simulator all use this model.
 
-        Measured times come first. Without them, ``algorithm`` is priced by its steps (``alpha_beta.py``). Native
-        collectives, and algorithms without a closed form, are priced as NCCL runs them: all-reduces over the faster of
-        a ring and a tree that is pipelined over its depth (Thakur et al. 2005), reduce-scatters and all-gathers over a
-        ring, broadcasts down a tree; all-to-alls pairwise; halos as simultaneous messages to and from the neighbours,
-        over the slowest level that has ranks on both sides.
+        Measured times are used if the cluster has them. Otherwise the time follows from the steps of ``algorithm``
+        (``alpha_beta.py``). Native collectives, and algorithms without a closed form, are modelled as NCCL runs them:
+        an all-reduce over a ring or a pipelined tree, whichever is faster (Thakur et al. 2005); a reduce-scatter or an
+        all-gather over a ring; a broadcast down a tree; an all-to-all pairwise. A halo is modelled as simultaneous
+        messages to and from the neighbours, over the slowest level that has ranks on both sides.
         """
         if group.size < 2:
             return 0.0
@@ -90,7 +90,7 @@ class Network:
         return None if seconds is None else self.start_s + seconds
 
     def _pairwise_s(self, num_bytes: float, group: Group) -> float:
-        """Seconds of an all-to-all: each rank sends each other rank its part, over the level that joins them."""
+        """Seconds of an all-to-all: each rank sends a part to every other rank, over the level that joins the two."""
         seconds = 0.0
         for level, before, inside, unit in self._members(group):
             sent = num_bytes * (inside - before) / group.size
@@ -106,7 +106,8 @@ class Network:
         return max(times, default=0.0)
 
     def send_s(self, num_bytes: float, stride: int) -> float:
-        """Seconds of a message to the rank at distance ``stride``, while all ranks of a unit send theirs."""
+        """Seconds of a message to the rank at distance ``stride``, while all ranks that share the links send
+        messages."""
         if (measured := self._table_s("send", num_bytes, Group(2, stride))) is not None:
             return measured
         for level, _, _, unit in self._members(Group(2, stride)):
@@ -114,15 +115,16 @@ class Network:
         return 0.0
 
     def link(self, group: Group) -> Link:
-        """Latency and seconds per byte of a group, for the search for cheap resharding: from an all-reduce of 0 bytes
-        and one of ``LARGE_BYTES``."""
+        """Latency and seconds per byte of a group, for the search for cheap resharding. They follow from an all-reduce
+        of 0 bytes and an all-reduce of ``LARGE_BYTES``."""
         least, most = (self.collective_s("all_reduce", num_bytes, group) for num_bytes in (0, LARGE_BYTES))
         sent = 2 * (group.size - 1) / group.size * LARGE_BYTES
         return Link(latency_s=least / (2 * math.ceil(math.log2(group.size))), byte_s=max(0.0, most - least) / sent)
 
     def algorithms(self, group: Group) -> str:
-        """The fastest algorithm by message size, as plans write it (``schedules/collectives/choice.py``); empty if
-        the cluster's file has no measurements for such a group."""
+        """The fastest algorithms by operation and vector size, as text for a plan
+        (``schedules/collectives/choice.py``). The text is empty if the cluster's file has no measurements for such a
+        group."""
         ranges: dict[str, list[tuple[int, str]]] = {}
         for operation in CHOSEN:
             tables = self._tables(operation, group)
@@ -131,8 +133,8 @@ class Network:
         return written(ranges) if ranges else ""
 
     def measured_s(self, operation: str, algorithm: str, num_bytes: float, group: Group) -> float | None:
-        """Seconds of one algorithm by the cluster's file. None if it was not measured, or only at smaller sizes while
-        other algorithms were measured at larger ones."""
+        """Seconds of one algorithm, from the measurements in the cluster's file. None if the algorithm was not
+        measured, or only at smaller sizes while other algorithms were measured at larger sizes."""
         tables = self._tables(operation, group)
         rows = tables.get(algorithm)
         if rows is None:
@@ -146,7 +148,7 @@ class Network:
         return min((_between(rows, num_bytes) for rows in tables.values()), default=None)
 
     def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
-        """Measured (bytes, seconds) by algorithm."""
+        """Map each measured algorithm to its points (bytes, seconds)."""
         members = self._members(group) if self._measured else []
         if not members or any(inside % before for _, before, inside, _ in members):  # units hold unequal parts of it
             return {}
@@ -154,8 +156,8 @@ class Network:
         return self._measured.get((operation, members[-1][0].name, fan_outs), {})
 
     def _members(self, group: Group) -> list[tuple[Level, int, int, int]]:
-        """For each level that the group crosses: the level; the group's members within a unit below it; its members
-        within a unit of the level; the devices of a unit below it."""
+        """Return for each level that the group crosses: the level, the group's members within one unit below the level,
+        its members within one unit of the level, and the devices of one unit below the level."""
         crossings, before, below = [], 1, 1
         for level, size in zip(self._levels, self._sizes, strict=True):
             inside = min(group.size, math.ceil(size / group.stride))
@@ -168,7 +170,8 @@ class Network:
         return crossings
 
     def _path(self, group: Group) -> tuple[float, float, float]:
-        """Latency once around the ring, latency down the tree, and seconds per byte of the slowest level."""
+        """Return the latency once around a ring, the latency down a tree, and the seconds per byte of the slowest
+        level."""
         ring, tree, beta = 0.0, 0.0, 0.0
         for level, before, inside, unit in self._members(group):
             fan = inside / before
@@ -187,8 +190,8 @@ class Network:
 
 
 def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, str]]:
-    """The fastest algorithms, each with its smallest size. A border between two measured sizes is their geometric
-    mean."""
+    """Pairs of a smallest size and the algorithm that is fastest from that size on. A border between two measured sizes
+    is their geometric mean."""
     sizes = sorted({size for rows in tables.values() for size, _ in rows})
     ranges: list[tuple[int, str]] = []
     before = 0.0
@@ -201,7 +204,7 @@ def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, 
 
 
 def _between(rows: list[tuple[float, float]], num_bytes: float) -> float:
-    """Seconds at ``num_bytes``: linear between measured (bytes, seconds); beyond the last point, at its rate."""
+    """Seconds at ``num_bytes``: linear between measured points (bytes, seconds); beyond the last point, at its rate."""
     points = sorted(rows)
     if num_bytes <= points[0][0] or len(points) == 1:
         return points[0][1] * max(1.0, num_bytes / max(1.0, points[0][0]))

@@ -11,7 +11,8 @@ FUSED = (2, 3)
 """How often bias and activation read or write the outputs, forward and backward."""
 
 NORM = (3, 5)
-"""How often batch norm does: statistics and application forward; both sums and the gradient backward."""
+"""How often batch norm reads or writes the outputs: statistics and application in forward, both sums and the gradient
+in backward."""
 
 
 class LayerCost(msgspec.Struct, frozen=True):
@@ -28,8 +29,8 @@ def layer_cost(
 ) -> LayerCost:  # fmt: skip
     """The cost of a layer on ``images``; a rank has ``1 / outputs`` of the filters or ``1 / inputs`` of their channels.
 
-    A convolution is the matrix product of positions by filters (Chellapilla et al. 2006). ``first``: the gradient of
-    the layer's input is not needed.
+    A convolution counts as the matrix product of positions by filters (Chellapilla et al. 2006). ``first``: the
+    gradient of the layer's input is not needed.
     """
     rows = images * layer.pixels_out
     columns = layer.outputs / layer.groups / outputs

@@ -3,8 +3,8 @@
     compute  | F1 | F2 |   wait | B2 | B1 | wait |
     link     | gather 2 |            | reduce 2 | reduce 1 |
 
-The reduction of a bucket starts when its last gradient is computed. Parameters are gathered one bucket ahead: the next
-gather starts when the previous one has arrived. An axis runs one collective at a time, as in the simulator.
+The reduction of a bucket starts when its last gradient is computed. Parameters are gathered one bucket ahead: a gather
+starts when the gather before it has ended. An axis runs one collective at a time, as in the simulator.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,9 @@ from meshwright.ir.program import Collective, Node, Program
 
 
 class Moment(NamedTuple):
-    """A piece of compute of ``compute_s`` seconds, after which the stage waits for other collectives (``others``: axis
-    and seconds), needs the parameters ``wanted`` whole, or has computed the gradients of ``made``."""
+    """A piece of compute, and what follows it. After ``compute_s`` seconds the stage waits for collectives of no bucket
+    (``others``: axis and seconds), needs the gathered parameters ``wanted``, or has computed the gradients of the
+    parameters ``made``."""
 
     compute_s: float
     others: tuple[tuple[str, float], ...] = ()
@@ -29,14 +30,14 @@ class Moment(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds without any buckets."""
+        """Seconds of compute and of collectives that belong to no bucket."""
         return self.compute_s + sum(seconds for _, seconds in self.others)
 
 
 class Transfer(NamedTuple):
-    """A bucket's collective on an axis: ``seconds`` in flight, then ``after_s`` of sums over other axes, which overlap
-    nothing. ``alone``: compute waits until earlier reductions have ended before it starts. Without ``hides``, compute
-    waits for it at once, as on devices whose ranks move the bytes themselves."""
+    """The collective of a bucket on ``axis``. It takes ``seconds``, then ``after_s`` for sums over other axes, which
+    overlap nothing. ``alone``: before the collective starts, compute waits until earlier reductions have ended. Without
+    ``hides``, compute waits for the collective at once, as on devices whose ranks move the bytes themselves."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -105,7 +106,8 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
 
 
 def exposed_s(actions: Iterable[Actions], gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
-    """Seconds of a step in which a stage's compute waits for these buckets. Parameters outside them are ignored."""
+    """Seconds of a step in which a stage's compute waits for ``gathers`` and ``reductions``. Other parameters are
+    ignored."""
     gathered = {name: transfer for transfer in gathers for name in transfer.parameters}
     reduced = {name: transfer for transfer in reductions for name in transfer.parameters}
     return sum(action.times * _stands_still_s(action.moments, gathered, reduced) for action in actions)

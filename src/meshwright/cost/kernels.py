@@ -16,10 +16,11 @@ SPLITS = (1, 2, 4, 8)
 """The numbers of blocks into which a product with few tiles may split its reduction (split-k)."""
 
 ATTENTION_BACKWARD = 1.15
-"""Factor by which fused attention's backward is slower per product than its forward (Dao et al. 2022)."""
+"""Factor by which fused attention's backward takes longer per FLOP than its forward (Dao et al. 2022)."""
 
 _INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "int8": ("float32",)}
-"""Dtypes to use instead if a device lacks one: old GPUs have no bfloat16, CPUs compute 16-bit products in float32."""
+"""Maps a dtype to the dtypes that replace it on a device that lacks it. Old GPUs have no bfloat16, and CPUs compute
+16-bit products in float32."""
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class Cost(msgspec.Struct, frozen=True):
 class Rates:
     """The seconds of kernels on a device.
 
-    For kinds with a measured efficiency curve (calibrated machines):
+    For kinds of kernels with a measured efficiency curve (on calibrated machines):
 
         arithmetic_s = FLOPs / (peak * efficiency(kind, FLOPs))
         memory_s     = bytes / (bandwidth * efficiency(kind, bytes))
@@ -45,17 +46,18 @@ class Rates:
                        kernel_s + arithmetic_s + memory_s           products and convolutions, where their operands'
                                                                     cost was measured
 
-    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) A flat product, with few rows for its weights, first has
-    to bring its operands in order, and a convolution on a CPU copies its images in blocks of channels; a core does not
-    do this and multiply at once, so the times add. For all other kinds
-    the rate is the data sheet's times the fractions of ``Device.kernels``. There a matrix product on a GPU or
-    accelerator is cut into tiles; each wave computes one tile on every processor:
+    (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) Some kernels first rearrange their operands: a product
+    with few rows packs its weights, and a convolution on a CPU copies its images into blocks of channels. A core does
+    not rearrange and multiply at the same time, so the times add. For kinds without a curve the rate is that of the
+    data sheet times the fractions of ``Device.kernels``. A matrix product on a GPU or accelerator is then cut into
+    tiles; each wave computes one tile on every processor:
 
         tile_s = 2 * rows * columns * (k + extra_depth) / (peak / processors * matmul_fraction * reuse(tile))
 
     ``extra_depth`` stands for filling and draining the tile's pipeline, ``reuse`` for the operands that a small tile
     loads more often: ``1 / (1 + operand_cost * (1/rows + 1/columns))``. The last wave may be nearly empty, but costs as
-    much as a full one. The best tile counts, as the libraries' heuristics intend. Memory time is a lower bound.
+    much as a full wave. The fastest tile counts, because the libraries try to choose it. No kernel takes less than its
+    memory time.
     """
 
     def __init__(self, device: Device) -> None:
@@ -95,8 +97,8 @@ class Rates:
         return self.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
-        """The cost of the calls of a kernel. Attention is priced as it is lowered: as one kernel if the device has a
-        fused one, else as several kernels that form the scores."""
+        """The cost of all calls of a kernel. Attention costs one kernel if the device has a fused attention kernel,
+        otherwise several kernels that write the scores to memory."""
         sizes = kernel.attention
         if sizes is not None and not sizes.fused(self.device.kind == "cpu", kernel.dtype):
             parts = [self.cost(launch) for launch in score_kernels(kernel)]
@@ -131,7 +133,7 @@ class Rates:
         return self._peaks[dtype, convolves]
 
     def _tiles_s(self, peak: float, product: Product) -> float:
-        """Seconds of a product in waves of the best tile."""
+        """Seconds of a product in waves of tiles, for the fastest tile and split."""
         m, n, k, batch = product
         kernels = self.kernels
         processors = kernels.processors
@@ -152,13 +154,14 @@ class Rates:
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of an activation's element if products are in ``dtype``; float8 products use 16-bit activations."""
+    """Bytes of an element of an activation if products are in ``dtype``. Activations of float8 products have 16
+    bits."""
     return {"float64": 8, "float32": 4, "tfloat32": 4}.get(dtype, 2)
 
 
 def default_kernels(device: Device) -> Kernels:
-    """The kernel constants of a device whose file has none: a GPU behaves about like an A100 at the rates of its own
-    data sheet; a CPU reaches its nominal rates."""
+    """The kernel constants of a device whose file has none: a GPU is assumed to reach the same fractions of its data
+    sheet as an A100, a CPU its nominal rates."""
     if device.kind == "cpu":
         return Kernels(
             processors=1, matmul_fraction=1.0, attention_fraction=1.0, bandwidth_fraction=1.0, kernel_s=0.0,

@@ -1,4 +1,4 @@
-"""One transformer layer, embedding and vocabulary head: the seconds and kernels of forward and backward on one rank."""
+"""The seconds and kernels of a transformer layer, the embedding and the vocabulary head on one rank."""
 
 import math
 from operator import add
@@ -15,15 +15,16 @@ LOSS_BYTES = 73.0
 """Bytes that the kernels of softmax cross-entropy in float32 read and write per logit, forward and backward."""
 
 CAST_BYTES = 5.0
-"""Bytes read and written per operand element of a float8 product with dynamic scaling (first the maximum, then the
-rounding). Megatron-LM's kernels need none: they round when they write, by the maxima of earlier steps."""
+"""Bytes that the cast of an operand to float8 reads and writes per element, with dynamic scaling: a pass for the
+maximum, then a pass for the rounding. Megatron-LM's kernels need no such passes: they round when they write, scaled by
+the maxima of earlier steps."""
 
 EXPERT_SPREAD = 1.1
-"""Tokens of the busiest expert, relative to the mean."""
+"""Tokens of the busiest expert, relative to the mean of all experts."""
 
 
 class Summed(msgspec.Struct, frozen=True):
-    """Quantities that are added and multiplied field by field."""
+    """A struct of numbers that is added and scaled field by field."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(add, astuple(self), astuple(other)))
@@ -33,8 +34,9 @@ class Summed(msgspec.Struct, frozen=True):
 
 
 class Span(Summed, frozen=True):
-    """Seconds of the device's kernels, seconds of communication for which the device waits, the number of kernels to
-    launch, and the part of ``device_s`` that computes the gradients of parameters (``weight_s``)."""
+    """The cost of a part of the model in one direction. ``device_s``: seconds of the device's kernels; ``comm_s``:
+    seconds of communication for which the device waits; ``kernels``: the number of kernels to launch; ``weight_s``: the
+    part of ``device_s`` that computes gradients of parameters."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
@@ -43,8 +45,8 @@ class Span(Summed, frozen=True):
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """Forward and backward of a part of the model. ``core`` and ``rest`` split forward into the attention core (which
-    selective recomputation repeats) and the rest."""
+    """Forward and backward of a part of the model. ``core`` is the part of forward in the attention core, which
+    selective recomputation repeats; ``rest`` is the remaining forward."""
 
     forward: Span
     backward: Span
@@ -97,9 +99,9 @@ class _Tally:
 def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = False) -> Pass:
     """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
 
-    Kernels are those of Megatron-LM: bias, activation, dropout and addition are fused as there, and softmax with its
-    scale and mask; without ``flash`` the scores go through memory. With ZeRO 3, the norm, rotation and gate run as in
-    Llama's PyTorch code: each of its operations is a kernel.
+    The kernels are those of Megatron-LM. It fuses bias, activation, dropout and addition, and it fuses softmax with its
+    scale and mask. Without ``flash`` the attention scores are written to memory. With ZeRO 3, unless ``compiled``, each
+    operation of the norm, the rotary embedding and the gate is a kernel of its own, as in Llama's PyTorch code.
     """
     core, core_back = _attention_core(setup, rates, network)
     cast = CAST_BYTES if setup.precision == "fp8" and setup.zero == 3 else 0.0
@@ -146,7 +148,8 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
 
 
 def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None:
-    """Add one all-reduce of the activations over tp; with sequence parallelism a reduce-scatter and an all-gather."""
+    """Add one all-reduce of the activations over tp, or with sequence parallelism a reduce-scatter and an
+    all-gather."""
     if setup.tp < 2:
         return
     tensor, width = Group(setup.tp), float(setup.tokens * setup.model.hidden * setup.element_bytes)
@@ -235,7 +238,7 @@ def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> N
 
 
 def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
-    """Add the router, the dispatch over ep, the experts of this rank, and the return of tokens."""
+    """Add the router, the dispatch of tokens over ep, the experts of this rank, and the return of the tokens."""
     model, element = setup.model, setup.element_bytes
     width = (model.expert_ffn or model.ffn) / setup.tp
     local = max(1, model.experts // setup.ep)
@@ -283,7 +286,7 @@ def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
 
 
 def _residual(setup: Setup, forward: _Tally, backward: _Tally, moved: float) -> None:
-    """Add bias, dropout and addition as one kernel; backward is the dropout's, then the sum of the two gradients."""
+    """Add a forward kernel that fuses bias, dropout and addition, and the backward of dropout and of the addition."""
     mask = moved / setup.element_bytes if setup.model.dropout else 0.0
     forward.memory_bound(3 * moved + mask)
     if setup.model.dropout:

@@ -87,7 +87,8 @@ def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once; with several chunks, counted in whole stages."""
+    """The number of micro-batches whose activations a rank holds at once. One of v chunks counts as 1/v of a
+    micro-batch."""
     rest, chunks = setup.pp - stage, setup.chunks
     held: dict[str, float] = {
         "gpipe": setup.microbatches,
@@ -103,8 +104,9 @@ def in_flight(setup: Setup, stage: int) -> float:
 def layer_activation_bytes(setup: Setup) -> float:
     """Bytes that one layer saves for one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
 
-    For GPT in 16 bit that is sbh (10 + 24/t + 5as/ht), with sequence parallelism sbh (34/t + 5as/ht); without the last
-    term under selective recomputation or fused attention; sbh 2 (sbh 2/t) under full recomputation.
+    For GPT in 16 bit it is sbh (10 + 24/t + 5as/ht), or sbh (34/t + 5as/ht) with sequence parallelism, in the paper's
+    letters. Selective recomputation or fused attention removes the last term. Full recomputation saves 2 sbh, or 2
+    sbh/t with sequence parallelism.
     """
     if setup.recompute == "full":
         return setup.tokens * setup.model.hidden * setup.element_bytes / setup.sequence_parts
@@ -114,8 +116,8 @@ def layer_activation_bytes(setup: Setup) -> float:
 
 
 def _alternate_bytes(setup: Setup) -> float:
-    """Bytes of a layer's input, of attention's output, and of every other product's output: the first, the third and
-    so on (queries, values, the MLP's first and last)."""
+    """Bytes that a layer saves if it keeps its input, attention's output and the output of every other matrix product:
+    queries, values, the first and the last product of the MLP."""
     model, shared = setup.model, setup.sequence_parts
     split = (2 * model.query_width + model.ffn) / setup.tp + setup.key_width
     return setup.tokens * setup.element_bytes * (2 * model.hidden / shared + split)
@@ -162,7 +164,7 @@ def _loss_bytes(setup: Setup) -> float:
 
 
 def _gradient_workspace_bytes(setup: Setup) -> float:
-    """Bytes of the gradients of a layer's widest activations: the MLP's, or the scores."""
+    """Bytes of the gradients of a layer's widest activations: those of the MLP, or the attention scores."""
     model, element = setup.model, setup.element_bytes
     mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.tp + 2 * model.hidden)
     if setup.flash:

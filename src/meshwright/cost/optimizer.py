@@ -17,9 +17,10 @@ SGD = OptimizerCost(0, 3, 1)
 MOMENTUM = OptimizerCost(1, 8, 3)
 """v = a v + g, in two passes; p -= lr v."""
 ADAMW = OptimizerCost(2, 21, 8)
-"""Decay, both moments, the corrected root, update (Loshchilov, Hutter 2019; as torch.optim runs it per parameter)."""
+"""Passes: decay, both moments, the corrected root, update (Loshchilov, Hutter 2019), as in torch.optim."""
 ADAM = OptimizerCost(2, 19, 7)
 LARS = OptimizerCost(1, 13, 6)
-"""Both norms, decayed gradient, its scaling, v = a v + s (two passes as one), w -= v; sums over ranks not counted."""
+"""Passes: both norms, decayed gradient, its scaling, v = a v + s (counted as one), w -= v. Sums over ranks are left
+out."""
 LAMB = OptimizerCost(2, 24, 11)
-"""Adam, plus both norms and the scaling of the update; the sums over ranks are not counted."""
+"""Passes: those of Adam, both norms and the scaling of the update. Sums over ranks are left out."""

@@ -1,4 +1,4 @@
-"""Lowered programs -> the ``Work`` of their step: the compute, communication and memory of every action."""
+"""The ``Work`` of a step from its lowered programs: compute, communication and memory of every action."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,23 +18,24 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 
 HEAP_FACTOR = 1.15
-"""On a CPU: bytes that glibc's heap takes from the system per live byte, because free pieces between live ones are too
-small to be reused. Measured 1.06 to 1.3 on the cases of ``benchmarks/prediction.py``."""
+"""Bytes that glibc's heap takes from the system per live byte, on a CPU. The heap fragments: free pieces between live
+blocks are too small to be reused. The cases of ``benchmarks/prediction.py`` measured 1.06 to 1.3."""
 HOST_S_PER_BYTE = 1 / 25e9
-"""Seconds per byte copied between device and pinned host memory: copies reach about 25 of PCIe 4.0 x16's 31.5 GB/s."""
+"""Seconds per byte copied between device and pinned host memory: copies reach about 25 GB/s of the 31.5 GB/s of PCIe
+4.0 x16."""
 CHUNK_BYTES = 2**26
 """Bytes of parameters that are updated together if optimizer state lies on the host (``runtime/offload.py``)."""
 CHECK_KERNELS = 3
-"""Kernels that check whether the loss is finite."""
+"""Number of kernels that check whether the loss is finite."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank of a stage holds for the whole step. If a step runs as one function, gradients and gathered
-    parameters come and go with the activations, and are counted with them."""
+    parameters do not live that long: they are counted with the activations."""
 
     parameters_bytes: int
     gathered_bytes: int
-    """Whole copies, from the first micro-batch to the last, of parameters stored in parts or in another dtype."""
+    """Whole copies of parameters that are stored in parts or in another dtype. They live until the last micro-batch."""
     prologue_bytes: int
     """Other values that are computed once for all micro-batches: masks, positions, counts of labels."""
     gradients_bytes: int
@@ -62,11 +63,12 @@ def step_work(
     clips: bool = False,
     threads: int = 1,
 ) -> Work:
-    """The work of one training step of ``plan``, lowered to ``programs``, on ``cluster``, whose devices have
-    ``threads`` threads.
+    """The work of one training step of ``plan``, which was lowered to ``programs``, on ``cluster``. ``threads`` is the
+    number of threads of each rank.
 
-    On a CPU every rank moves the bytes of its collectives itself, so that they overlap nothing: they block at their
-    wait. On other devices they overlap the kernels between their start and their wait.
+    On a CPU every rank moves the bytes of its collectives itself. Collectives then do not overlap compute: the rank
+    blocks where it waits for a collective. On other devices a collective overlaps the kernels between its start and its
+    wait.
     """
     stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads) for program in programs]
     return Work(tuple(stage.work() for stage in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
@@ -88,7 +90,8 @@ class NodeCosts:
         self._known = lru_cache(maxsize=None)(self.rates.cost)
 
     def of(self, nodes: Iterable[Node]) -> Cost:
-        """The cost of nodes that run one after the other, without their collectives. A view costs ``kernel_s`` only."""
+        """The cost of nodes that run one after the other, without their collectives. A node without kernels (a view)
+        costs only ``kernel_s``."""
         seconds, flops, num_bytes = 0.0, 0.0, 0
         for node in nodes:
             if not node.kernels and node.starts is None and not node.waits:
@@ -140,7 +143,7 @@ class _Stage:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _pieces(self, nodes: Sequence[Node], what: str) -> tuple[Piece, ...]:
-        """The pieces of some nodes: kernels between two collectives are joined into one piece."""
+        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece."""
         pieces: list[Piece] = []
         pending: list[Node] = []
 
@@ -262,7 +265,8 @@ class _Stage:
         )
 
     def _optimizer_bytes(self) -> int:
-        """Bytes of optimizer state on the device: all, or if it lies on the host, the current chunk and the next."""
+        """Bytes of optimizer state on the device: the whole state, or two chunks of it if the state lies on the
+        host."""
         trained = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
         every = sum(trained) * self.optimizer.states
         if not self._offloads:
@@ -274,7 +278,8 @@ class _Stage:
         return self.plan.offload == "optimizer" and not self.blocking
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes that a micro-batch keeps from forward to backward, and the most that one action needs in addition."""
+        """Bytes that a micro-batch keeps from forward to backward, and the most bytes that one action needs in
+        addition."""
         forward, backward = self._nodes(FORWARD), self._nodes(BACKWARD)
         if self.program.together:
             live: dict[str, int] = {}
@@ -291,7 +296,8 @@ class _Stage:
         return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
 
     def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
-        """The peak of live bytes over the nodes. ``live`` has the live storages; the nodes' changes are made in it."""
+        """The peak of live bytes over the nodes. ``live`` maps each live storage to its bytes and is updated in
+        place."""
         total = peak = sum(live.values())
         for node in nodes:
             for value in node.outputs:
@@ -304,8 +310,9 @@ class _Stage:
         return peak
 
     def _scratch_bytes(self, node: Node) -> int:
-        """Bytes of scores of unfused attention. oneDNN convolutions copy their larger input in blocks of channels; the
-        weights' gradient copies both inputs."""
+        """Bytes of temporary memory that a node needs while it runs. Unfused attention holds its scores. On a CPU,
+        oneDNN's convolutions copy their larger input into blocks of channels; the gradient of the weights copies both
+        inputs."""
         kinds = {kernel.kind for kernel in node.kernels if kernel.kind.startswith("convolution")}
         if not kinds or not self.blocking:
             return sum(scratch_bytes(kernel, self.blocking) for kernel in node.kernels)

@@ -41,10 +41,10 @@ def factors(ledger: Ledger) -> Factors:
 def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
     """The cluster with the constants that would have predicted the ledger's run correctly.
 
-    Computing: the device's efficiency curves and fractions are divided by the factor (no efficiency gets above 1, so
-    that a device faster than its peaks is corrected in part); its times per kernel are multiplied by it. Communication:
-    alpha and beta of the levels that the run's ranks cross, and the measured collectives of those levels, are
-    multiplied. All other constants stay.
+    The factor of computing divides the device's efficiency curves and fractions, and multiplies its times per kernel.
+    No efficiency rises above 1, so a device that is faster than its peaks is corrected only in part. The factor of
+    communication multiplies alpha and beta of the levels that the run's ranks cross, and the measured times of
+    collectives on these levels. All other constants stay.
 
     Raises:
         ClusterError: the ledger is of another cluster; a factor is out of bounds (``factors``); the device has neither
@@ -71,7 +71,7 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
 
 
 def _corrected(value: Any, ratios: Factors, levels: tuple[str, ...], key: str = "") -> Any:
-    """The value with its constants corrected: every device's (the cluster's, its members', under any condition) by
+    """The value with its constants corrected: those of every device in it, under every condition, by
     ``ratios.compute``; alpha, beta and the collectives of ``levels`` by ``ratios.communication``."""
     replace = msgspec.structs.replace
     if key == "efficiency":

@@ -1,4 +1,4 @@
-"""The setup, which every estimate takes: a model, its layout over devices, and the way its step runs."""
+"""The setup that every estimate takes: a model, its layout over devices, and the way its step runs."""
 
 import math
 from collections.abc import Iterator
@@ -24,23 +24,24 @@ DTYPES: dict[str, str] = {
     "fp16": "float16",
     "fp8": "float8",
 }
-"""The dtype of matrix products by precision (``Device.peak_flops_per_s``)."""
+"""Maps a precision to the dtype of its matrix products, which is a key of ``Device.peak_flops_per_s``."""
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How one training step runs. Ranks: ``dp * cp * tp * pp``, tp innermost, then cp, then dp and pp (``inner`` names
-    the inner of these two).
+    """How one training step runs. It has ``dp * cp * tp * pp`` ranks. The innermost axis is tp, then come cp, ``inner``
+    (dp or pp), and the other of dp and pp.
 
-    ``global_batch`` and ``micro_batch`` count sequences: of the whole step, and of one micro-batch on one replica.
+    ``global_batch`` is the number of sequences of a step, ``micro_batch`` that of one micro-batch on one replica.
     ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective``
-    repeats the attention core only (with ``zero`` 3, as fully sharded frameworks do, everything but attention and every
-    other product); ``full`` repeats whole layers. ``flash``: attention is one fused kernel that keeps no scores.
-    ``compiled``: the model's own operations are fused (torch.compile). ``overlap``: the communication that overlaps
-    independent compute: ``dp`` (gradients, and parameters with ZeRO), or ``all`` (also collectives inside layers and
-    messages between stages); ZeRO 3 always overlaps as with ``dp``.
+    recomputes only the attention core, ``full`` recomputes whole layers. With ``zero`` 3, ``selective`` recomputes
+    everything except attention and every other matrix product, as fully sharded frameworks do. ``flash``: attention is
+    one fused kernel that keeps no scores. ``compiled``: the model's own operations are fused (torch.compile).
+    ``overlap`` names the communication that overlaps independent compute: ``none``, ``dp`` (gradients, and parameters
+    with ZeRO) or ``all`` (also collectives inside layers and messages between stages). With ZeRO 3 and one stage, the
+    communication of ``dp`` always overlaps.
 
     Raises:
-        LayoutError: a size is impossible, or sizes do not divide.
+        LayoutError: a size is impossible, or is not divisible as the layout needs.
     """
 
     model: Transformer
@@ -130,18 +131,19 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def sequence_parts(self) -> int:
-        """The number of parts into which tp cuts the sequence between the tensor-parallel parts of a layer."""
+        """The number of parts into which sequence parallelism cuts the sequence outside the tensor-parallel
+        operators."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def local_tokens(self) -> float:
-        """Tokens of a rank between the tensor-parallel parts of a layer, where tp may cut the sequence."""
+        """Tokens of a rank outside the tensor-parallel operators, where sequence parallelism may cut the sequence."""
         return self.tokens / self.sequence_parts
 
     @property
     def resharded(self) -> bool:
         """Whether parameters are gathered for each use and released after it. A pipeline that shards parameters gathers
-        them once a step, because otherwise it would gather them for every micro-batch."""
+        them only once a step, because it would otherwise gather them for every micro-batch."""
         return self.zero == 3 and self.pp == 1
 
     @property
@@ -152,12 +154,13 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def alternate(self) -> bool:
-        """Whether attention's output and every other product's are kept, and the rest is recomputed."""
+        """Whether a layer keeps the outputs of attention and of every other product, and recomputes the rest."""
         return self.zero == 3 and self.recompute == "selective"
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each pipeline rank; the remainder goes to the middle ranks, away from embedding and head."""
+        """The number of layers of each pipeline rank. If the numbers cannot be equal, ranks in the middle have one
+        layer more, because the first and the last rank also hold embedding and head."""
         base, extra = divmod(self.model.layers, self.pp)
         first = (self.pp - extra) // 2
         return tuple(base + (first <= stage < first + extra) for stage in range(self.pp))
@@ -183,4 +186,4 @@ SPELLED = (
     ("schedule", ScheduleName), ("recompute", Recompute), ("precision", Precision), ("overlap", Overlap),
     ("inner", Inner),
 )  # fmt: skip
-"""The fields whose value is one of a few words, with their types."""
+"""Fields that accept only a few words, each with the ``Literal`` that lists them."""

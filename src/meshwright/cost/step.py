@@ -1,4 +1,4 @@
-"""The seconds of a step in closed form, from a layer's passes, the pipeline's schedule, and the update after them."""
+"""The seconds of a step in closed form, from the passes of a layer, the pipeline's schedule and the optimizer."""
 
 import msgspec
 
@@ -9,22 +9,23 @@ from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 
 OPTIMIZER_BYTES = 33.0
-"""Bytes that Adam in mixed precision reads and writes per parameter, with unscaling, clipping and the 16-bit copy."""
+"""Bytes that Adam in mixed precision moves per parameter, including unscaling, clipping and the 16-bit copy."""
 
 HOST_BLEND = 4.4
-"""The order of the norm that joins host time and device time. The host launches kernels while the device runs earlier
-ones: a pass takes about the larger of the two times, and more if they are close."""
+"""The order p of the p-norm that combines host time and device time. The host launches kernels while the device runs
+earlier kernels. A pass therefore takes about the larger of the two times, and more if the two are close."""
 
 HIDDEN = 0.6
-"""The fraction of an overlapped collective that costs no time: the rest takes processors and memory from kernels."""
+"""The fraction of an overlapped collective's time that is hidden. The rest slows down the kernels beside it."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step and of its parts, which add up to ``step_s``.
 
-    ``compute_s``: kernels of the slowest stage; ``tensor_comm_s``: its waiting for collectives inside layers;
+    ``compute_s``: kernels of the slowest stage; ``tensor_comm_s``: waiting of that stage for collectives inside layers;
     ``host_s``: time added by launching kernels; ``bubble_s``: waiting for other stages; ``pipeline_comm_s``: messages
-    between stages; ``data_comm_s``: exposed collectives of gradients and parameters over dp; ``optimizer_s``: update.
+    between stages; ``data_comm_s``: exposed collectives of gradients and parameters over dp; ``optimizer_s``: the
+    optimizer's update.
     """
 
     step_s: float
@@ -36,13 +37,13 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     data_comm_s: float
     optimizer_s: float
     model_flops_per_s: float
-    """FLOP/s of all devices together, by the model's own FLOPs (recomputation is not counted)."""
+    """FLOP/s of all devices together. Only the model's own FLOPs count, not those of recomputation."""
 
 
 def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
     """Estimate the step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices.
 
-    Every micro-batch passes every stage forward and backward; the slowest stage sets the pace:
+    Each of the m micro-batches passes every stage forward and backward, and the slowest stage sets the pace:
 
         step = m * slowest + bubble of the other stages / chunks + data-parallel communication + optimizer
     """
@@ -73,8 +74,8 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
 
 
 class Busy(Summed, frozen=True):
-    """Seconds of a stage in one direction: kernels, collectives inside layers, waiting for the host; ``weight_s`` is
-    the part of their sum that computes the gradients of parameters."""
+    """Seconds of a stage in one direction: kernels (``device_s``), collectives inside layers (``comm_s``) and waiting
+    for the host (``host_s``). ``weight_s`` is the part of their sum that computes gradients of parameters."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
@@ -100,8 +101,9 @@ class Stage(Summed, frozen=True):
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """The times that make up a step: one micro-batch on every stage (each chunk is a stage of its own, on rank
-    ``s % p``), a message to the next stage plus the one back, and the seconds after the last backward."""
+    """The times that make up a step. ``stages``: one micro-batch on every stage, where each chunk is a stage of its own
+    (stage s is on rank ``s % p``); ``send_s``: a message to the next stage and the message back; ``after_s``: the time
+    after the last backward."""
 
     stages: tuple[Stage, ...]
     send_s: float
@@ -119,7 +121,7 @@ def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
 
 
 def stage_parameters(setup: Setup, stage: int) -> float:
-    """Parameters that one rank of a stage holds, before ZeRO divides them."""
+    """The number of parameters that one rank of a stage holds, before ZeRO divides them."""
     model = setup.model
     layers = setup.stage_layers[stage] * (1 + model.cross / model.layers)
     experts = model.expert_layers / model.layers * setup.stage_layers[stage]
@@ -135,9 +137,9 @@ def stage_parameters(setup: Setup, stage: int) -> float:
 
 
 def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[Stage]:
-    """One micro-batch on each stage, with ``chunks`` stages per rank. Host and device times are joined layer by layer:
-    the head may be bound by the device and layers by the host, and the host does not run ahead from one to the other
-    (losses are read, stages wait)."""
+    """The times of one micro-batch on each stage, with ``chunks`` stages per rank. Host and device times are combined
+    layer by layer, not for the whole stage: the device may limit the head while the host limits the layers. The host
+    does not launch far ahead, because losses are read and stages wait."""
     model = setup.model
     share = model.expert_layers / model.layers
     layer = Stage()
@@ -154,14 +156,14 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
 
 
 def _bubble_s(setup: Setup, stage: Stage) -> float:
-    """Seconds for which a rank idles because of another stage (Qi et al. 2023, table 1): a whole micro-batch, less the
-    gradients of parameters (two or three times) with which zero-bubble schedules fill the gap."""
+    """Seconds for which a rank idles because of another stage (Qi et al. 2023, table 1): the time of one micro-batch on
+    that stage. Zero-bubble schedules fill part of it with two or three times the gradients of parameters."""
     filled = {"zb-h1": 2, "zb-h2": 3, "zb-v": 3}.get(setup.schedule, 0)
     return max(0.0, stage.total_s - filled * stage.backward.weight_s)
 
 
 def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: Stage) -> tuple[float, float]:
-    """Seconds after the last backward: communication over dp and of tied weights, and the optimizer."""
+    """Seconds after the last backward, as a pair: communication over dp and of tied weights; the optimizer's update."""
     parameters = stage_parameters(setup, slowest)
     data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
     return data_s, _optimizer_s(setup, rates, parameters)
@@ -189,7 +191,8 @@ def _timed(span: Span, rates: Rates, exposed: float = 1.0) -> Busy:
 
 
 def _send_s(setup: Setup, network: Network) -> float:
-    """Seconds to send activations on and gradients back; with tp each rank sends its part (scatter-gather)."""
+    """Seconds to send activations to the next stage and gradients back. With tp each rank sends only its part
+    (scatter-gather); without sequence parallelism the receivers then gather the parts."""
     if setup.pp < 2:
         return 0.0
     moved = setup.tokens * setup.model.hidden * setup.element_bytes / setup.tp

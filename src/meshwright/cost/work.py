@@ -1,4 +1,4 @@
-"""The work of a step on every stage, with its costs: the simulator plays it, an emulated device waits for its times."""
+"""The work of a step on every stage, with its costs, for the simulator and for emulated devices."""
 
 import msgspec
 
@@ -16,8 +16,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comp
 
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
     """A collective of ``bytes`` (as ``cost.collective.Network`` counts them) along a mesh axis. It starts when every
-    rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` does.
-    ``members``: the coordinates on ``pp`` that take part, ascending; empty: the whole axis."""
+    rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` waits for it.
+    ``members``: the coordinates on ``pp`` that take part, ascending; if empty, the whole axis takes part."""
 
     what: str
     collective: CollectiveKind
@@ -39,11 +39,12 @@ Piece = Compute | Communicate | Wait
 class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One stage on one rank: the pieces of each kind of action, the bytes that cross stage borders, and memory.
 
-    ``pieces`` is by kind of action (``F``, ``B``, ``I``, ``W``, and once a step ``REDUCE_GRAD``); ``before`` and
-    ``after`` surround the schedule (prologue; joined gradients, clipping, optimizer). Bytes are of one rank:
-    ``sent_up_bytes`` per micro-batch to the next stage, ``saved_bytes`` alive from a micro-batch's forward until its
-    last backward action, ``held_bytes`` the whole step (parameters, gradients, optimizer state, buckets, inputs),
-    ``workspace_bytes`` at most during one action.
+    ``pieces`` maps a kind of action (``F``, ``B``, ``I``, ``W``, and once a step ``REDUCE_GRAD``) to its pieces.
+    ``before`` runs before the schedule (prologue), and ``after`` behind it (sums of gradients over stages, clipping,
+    optimizer). Bytes are those of one rank. Per micro-batch, ``sent_up_bytes`` go to the next stage and
+    ``sent_down_bytes`` to the previous stage. ``saved_bytes`` live from a micro-batch's forward until its last backward
+    action. ``held_bytes`` live for the whole step (parameters, gradients, optimizer state, buckets, inputs).
+    ``workspace_bytes`` is the most that one action needs in addition.
     """
 
     pieces: dict[str, tuple[Piece, ...]]

@@ -1,1 +1,1 @@
-"""Emulated devices and networks, for tests and benchmarks of what this machine does not have. Training does without."""
+"""Emulated devices and networks, for tests and benchmarks of hardware that this machine lacks."""

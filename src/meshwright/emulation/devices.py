@@ -1,4 +1,4 @@
-"""Emulated devices: the executor with real ranks and channels, whose programs wait for their predicted time."""
+"""Emulated devices: the executor runs on real ranks and channels, but functions wait instead of computing."""
 
 import ctypes
 import os
@@ -26,7 +26,8 @@ from meshwright.runtime.executor import Executor, Route
 
 CPU = torch.device("cpu")
 EARLY_S = 150e-6
-"""Seconds before its deadline at which a sleeping rank is woken; until the deadline it yields its core to others."""
+"""Seconds before its deadline at which a sleeping rank is woken; until the deadline it yields its core to other
+processes."""
 _SET_TIMER_SLACK = 29  # prctl's number
 
 
@@ -36,10 +37,10 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
 
     Schedule, executor and channels are those of training. The devices are emulated: functions wait until their
     predicted time is over, and leave the cores to other processes meanwhile. The links are emulated: a message is one
-    number, the time at which the receiver may see it. All ranks read that time from the one clock of the machine.
+    number, the time at which the receiver may see it. All ranks read the same clock, that of the machine.
 
-    Returns one trace for each step, with the source ``emulated``: of all ranks on rank 0, of this rank elsewhere. Raise
-    a LayoutError if the world has another number of ranks than the schedule.
+    Return one trace for each step, with the source ``emulated``. On rank 0 it covers all ranks, on other ranks their
+    own. Raise a LayoutError if the world has another number of ranks than the schedule.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != len(schedule.ranks):
@@ -95,7 +96,7 @@ class _Device:
             sum_over(torch.zeros(()), self._group)
 
     def do(self, doings: Iterable[Doing], stage: int, *, named: bool = False) -> None:
-        """Wait for a stage's ``doings`` in order; ``named``: record a span for each piece of compute."""
+        """Spend the time of a stage's ``doings`` in order; ``named``: record a span for each piece of compute."""
         note = current()
         for doing in doings:
             begun = time.perf_counter()

@@ -59,8 +59,8 @@ def why_not() -> str:
 
 
 class EmulatedNetwork:
-    """Boxes and the links between them, which exist while the context is entered; one box for each of
-    ``rates_bits_per_s``. Entering raises a LaunchError if this machine does not permit it; nothing is left behind."""
+    """A context in which boxes and the links between them exist: one box for each of ``rates_bits_per_s``. Entering the
+    context raises a LaunchError, and leaves nothing behind, if this machine does not permit emulation."""
 
     def __init__(self, rates_bits_per_s: Sequence[float]) -> None:
         self.rates_bits_per_s = tuple(rates_bits_per_s)
@@ -98,8 +98,9 @@ def limit(link: str, rate_bits_per_s: float) -> str:
 def run_in_boxes(
     function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path
 ) -> T:
-    """``run_ranks`` in emulated boxes, rank i in box ``boxes[i]``, with torch.distributed started, gloo over the links.
-    Raises as ``run_ranks``; a LaunchError also if boxes and rates differ, or networks cannot be emulated (``why_not``).
+    """Call ``run_ranks`` in emulated boxes, with rank i in box ``boxes[i]`` and torch.distributed (gloo) over the
+    links. Raise the errors of ``run_ranks``, and a LaunchError if boxes and rates do not match or this machine cannot
+    emulate networks (``why_not``).
     """
     if set(boxes) != set(range(len(rates_bits_per_s))):
         raise LaunchError(

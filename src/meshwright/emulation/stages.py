@@ -1,4 +1,4 @@
-"""Work as an emulated device does it: durations instead of FLOPs and bytes, and the peers that it waits for."""
+"""The work of an emulated device: durations instead of FLOPs and bytes, and the peers that it waits for."""
 
 from typing import Literal
 
@@ -12,8 +12,9 @@ from meshwright.simulate.network import Fabric
 
 
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``seconds`` of ``compute``, or of a collective: ``communicate`` blocks; ``meet`` first waits for all stages, then
-    blocks; ``start`` goes on until an ``until`` with the same name waits for it."""
+    """A piece of emulated work, which takes ``seconds``. ``role`` is ``compute`` or names a part of a collective:
+    ``communicate`` blocks; ``meet`` first waits for all stages, then blocks; ``start`` begins a collective that does
+    not block, and ``until`` with the same name waits for its end."""
 
     what: str
     role: Literal["compute", "communicate", "meet", "start", "until"]
@@ -21,8 +22,9 @@ class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The work of one stage by kind of action (as in ``cost.work.StageWork``), ``before`` and ``after`` the schedule. A
-    message takes ``sent_up_s`` to the next stage and ``sent_down_s`` to the previous stage."""
+    """The work of one stage. ``actions`` maps a kind of action to its work (as in ``cost.work.StageWork``); ``before``
+    and ``after`` are the work before and after the schedule. A message takes ``sent_up_s`` to the next stage and
+    ``sent_down_s`` to the previous stage."""
 
     actions: dict[str, tuple[Doing, ...]]
     before: tuple[Doing, ...] = ()
@@ -32,8 +34,8 @@ class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def emulated_stages(work: Work, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedStage, ...]:
-    """The durations of one rank of every stage (stage s is on pipeline rank s % pp). Its peers on the other axes are
-    assumed to arrive when it does: their collectives take closed-form times, as in the simulator without stragglers.
+    """The durations of one rank of every stage (stage s is on pipeline rank s % pp). The rank's peers on the other axes
+    are assumed to arrive when it does, so collectives take closed-form times, as in the simulator without stragglers.
 
     Raises:
         ScheduleError: a collective along ``pp`` does not block; only blocking collectives are emulated there.

@@ -1,4 +1,4 @@
-"""Changes to a plan during a run: when a link becomes slower, collectives over it switch to another algorithm."""
+"""Changes to a plan during a run: when a link becomes slower, its collectives switch to another algorithm."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,8 +10,9 @@ NOT_RUN = ("prediction", "alternatives", "notes")
 
 
 class Amendment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """From ``step`` on, collectives of this operation and size over ``axis`` among ``ranks`` use ``algorithm``.
-    ``num_bytes`` is the size of the whole vector."""
+    """A change of algorithm: from ``step`` on, one collective of the plan uses ``algorithm``.
+
+    ``operation``, ``num_bytes`` (the size of the whole vector), ``axis`` and ``ranks`` identify this collective."""
 
     step: int
     axis: str
@@ -33,5 +34,5 @@ def amended(before: Iterable[Amendment], new: Iterable[Amendment]) -> tuple[Amen
 
 
 def base_of(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a plan that decide what runs, without amendments. ``plan`` is as read from its file."""
+    """The fields of a plan that decide what runs, without amendments. ``plan`` is the plan file as a dict."""
     return {key: value for key, value in plan.items() if key not in (*NOT_RUN, "amendments")}

@@ -22,8 +22,10 @@ NETWORK = "network"
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """``count`` equal units of a level whose units differ. ``levels`` are the levels inside each unit, innermost first;
-    ``device`` is their device (None: the cluster's)."""
+    """``count`` equal units of a level whose units are not all equal.
+
+    ``levels`` are the levels inside each of these units, innermost first. ``device`` is the device in these units; if
+    it is None, they have the cluster's device."""
 
     count: int = 1
     device: Device | None = None
@@ -31,15 +33,15 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One level of the topology: it joins ``fan_out`` units of the level below (devices, for the innermost level).
+    """One level of the topology. It joins ``fan_out`` units of the level below; the innermost level joins devices.
 
     ``alpha_s`` and ``beta_s_per_byte`` describe one message between two units, over one link in one direction.
-    Each unit has ``links`` equal links into the level, which its devices share: of four links, each of eight devices
-    gets half a link. ``rings`` is for devices of an innermost level without a switch: the fraction of the rate that a
-    collective over 2, 3, ... devices reaches. The last entry holds for all larger numbers; empty means the full rate.
-    ``contention`` (at least 1) multiplies β when all units send at once, for example through an oversubscribed switch.
-    ``origin`` says where alpha and beta come from. ``members`` lists units that differ. A level with members is
-    the innermost level, because its members describe everything below it."""
+    Each unit has ``links`` equal links into the level. The devices of the unit share these links. ``rings`` is for an
+    innermost level without a switch. Its entries are the fractions of the full rate that collectives over 2, 3, ...
+    devices reach. The last entry holds for all larger numbers of devices. Without entries, all collectives reach the
+    full rate. ``contention`` (at least 1) multiplies ``beta_s_per_byte`` if all units send at once, for example through
+    an oversubscribed switch. ``origin`` says where alpha and beta come from. ``members`` describes the units if they
+    are not all equal. Such a level must be the innermost, because its members describe everything below it."""
 
     name: str
     fan_out: int
@@ -53,18 +55,20 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     members: tuple[Member, ...] = ()
 
     def ring_fraction(self, devices: int) -> float:
-        """The fraction of the rate that a collective over ``devices`` devices (2 or more) reaches."""
+        """The fraction of the full rate that a collective over ``devices`` devices (2 or more) reaches."""
         return self.rings[min(devices - 2, len(self.rings) - 1)] if self.rings else 1.0
 
     def shared_beta_s_per_byte(self, senders: int) -> float:
-        """Seconds per byte for each sending device when ``senders`` devices of every unit send over the level."""
+        """The seconds per byte of each sender, if ``senders`` devices of every unit send over the level at once."""
         return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
 
 
 class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The measured time of a collective over ``ranks`` ranks joined by ``level``. ``algorithm`` is the implementation's
-    name. ``bytes`` is the size of the whole vector on one rank, as in the α-β tables, not the traffic on a link. If
-    several levels join the ranks, ``fan_outs`` counts them at each, innermost first: (2, 4) is 2 in each of 4 boxes."""
+    """The measured time of a collective over ``ranks`` ranks joined by ``level``.
+
+    ``algorithm`` is the name of the algorithm or library. ``bytes`` is the size of the whole vector on one rank, not
+    the traffic on a link. If several levels join the ranks, ``fan_outs`` has the number of units joined at each level,
+    innermost first: (2, 4) means 2 ranks in each of 4 boxes."""
 
     operation: Operation
     algorithm: str
@@ -76,10 +80,12 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When and where a cluster file was measured. It is valid for this ``machine`` and version of ``torch``. ``time_s``
-    is in seconds since 1970. ``spread`` is the fraction by which the elapsed time of calls exceeds their processor
-    time: 0 on a machine without other load. ``drift`` is the standard deviation of the time of the same call during
-    the calibration, as a fraction of its mean: predictions may be off by as much."""
+    """When and where the values of a cluster file were measured.
+
+    The file is valid for this ``machine`` and this version of ``torch``. ``time_s`` is the time of the measurement, in
+    seconds since 1970. ``spread`` is the fraction by which the elapsed time of calls exceeds their processor time. It
+    is 0 on a machine without other load. ``drift`` is the standard deviation of the time of the same call during the
+    calibration, as a fraction of its mean. Predictions may be wrong by this fraction."""
 
     machine: str
     torch: str
@@ -89,10 +95,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Devices and the nested levels that join them, innermost first. Ranks are numbered through inner levels first.
+    """Devices and the nested levels that join them, innermost first.
 
-    ``num_devices`` must equal the product of the fan-outs. ``open_ended`` says that the outermost level may grow: the
-    cluster is then a kind of machine (a catalog name), not an installation.
+    Devices of one innermost unit have consecutive ranks. ``num_devices`` must equal the number of devices that the
+    levels join. If ``open_ended`` is true, the outermost level may join any number of units. Such a cluster describes
+    a kind of machine, not one installation.
 
     Raises:
         ClusterError: a number is impossible, or names or sizes contradict each other.
@@ -129,7 +136,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @staticmethod
     def load(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> "Cluster":
-        """Load a cluster by file, catalog name, or DEVICE-BOX-FABRIC (see ``meshwright.catalog.load_cluster``)."""
+        """Load a cluster: a file, a catalog name, or DEVICE-BOX-FABRIC (see ``meshwright.catalog.load_cluster``)."""
         # The only import of a higher layer: the catalog knows the names, and itself imports this module.
         from meshwright.catalog import load_cluster
 
@@ -142,13 +149,13 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def constants(self) -> str:
-        """Where the constants of the device and of each level come from: ``device catalog, box measured``."""
+        """Where the constants of the device and of each level come from, as text: ``device catalog, box measured``."""
         parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]
         return ", ".join(dict.fromkeys(f"{name} {origin}" for name, origin in parts))
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all devices are alike, and all units of each level."""
+        """Whether all devices are equal, and all units of each level are equal."""
         return not any(level.members for level in self.levels)
 
     def device_of(self, rank: int) -> Device:
@@ -159,7 +166,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return device
 
     def level_of(self, *ranks: int) -> Level:
-        """The innermost level that joins all these ranks (two or more, not all equal)."""
+        """The innermost level that joins all these ranks (two or more different ranks)."""
         paths = [self._path(rank) for rank in ranks]
         steps: tuple[_Step, ...]
         for steps in zip(*paths, strict=False):
@@ -176,7 +183,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return tuple(_units(self.levels, level, 0))
 
     def ranks_per(self, level: str) -> int:
-        """The number of ranks in one unit of the level (8 for ``box``, if boxes hold 8 devices)."""
+        """The number of ranks in one unit of the level. For the level ``box``, this is the number of ranks in a box."""
         sizes = sorted({len(unit) for unit in self.units(level)})
         if len(sizes) > 1:
             held = " or ".join(map(str, sizes))
@@ -184,11 +191,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return sizes[0]
 
     def resized(self, num_devices: int) -> "Cluster":
-        """The same kind of cluster with ``num_devices`` devices: part of one unit, or whole units of the inner levels.
+        """The same kind of cluster with ``num_devices`` devices, in whole units of each level or in part of one unit.
 
         Raises:
-            ClusterError: ``num_devices`` exceeds a cluster that is not ``open_ended``, units would be cut, or the
-                cluster has unlike members.
+            ClusterError: ``num_devices`` is too large for a cluster that is not ``open_ended``, or does not fill whole
+                units, or the units of a level differ.
         """
         if num_devices == self.num_devices:
             return self
@@ -240,8 +247,9 @@ def _descend(levels: tuple[Level, ...], rank: int) -> Iterator[_Step]:
 
 
 def _parts(levels: tuple[Level, ...]) -> list[tuple[int, tuple[Level, ...], Device | None]]:
-    """The units that the outermost level joins, by groups of equal units: the number of units, the levels inside each,
-    and their device (None: the cluster's)."""
+    """The units that the outermost level joins, in groups of equal units.
+
+    Each entry has the number of units, the levels inside each unit, and their device (None: the cluster's device)."""
     level = levels[-1]
     unlike = [(member.count, member.levels, member.device) for member in level.members]
     return unlike or [(level.fan_out, levels[:-1], None)]

@@ -1,4 +1,4 @@
-"""A convolutional network described by its layers, so that it can be predicted without capturing a model."""
+"""A convolutional network described by its layers, so that its step time can be predicted without a captured model."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,14 +9,14 @@ from meshwright.errors import LayoutError, Problem, refuse
 
 
 class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A convolution or dense layer, including its bias, batch norm and activation.
+    """A convolution or dense layer, together with its bias, batch norm and activation.
 
-    ``inputs`` and ``outputs`` count channels (features of a dense layer). ``kernel`` is the height and width of the
-    filters, ``groups`` the number of channel groups. ``pixels_in`` and ``pixels_out`` are height times width of one
-    image before and after the layer; 1 for a dense layer.
+    ``inputs`` and ``outputs`` are numbers of channels, or of features for a dense layer. ``kernel`` is the height and
+    width of the filters. ``groups`` is the number of channel groups. ``pixels_in`` and ``pixels_out`` are the numbers
+    of pixels (height times width) of one image before and after the layer. They are 1 for a dense layer.
 
     Raises:
-        LayoutError: a size is impossible or sizes do not divide.
+        LayoutError: a size is less than 1, or the groups do not divide the channels.
     """
 
     name: str
@@ -48,12 +48,12 @@ class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def weights(self) -> int:
-        """Parameters of the filters."""
+        """The number of parameters of the filters."""
         return self.outputs * self.depth
 
     @property
     def parameters(self) -> int:
-        """Parameters of the filters, bias and batch norm."""
+        """The number of parameters of the filters, bias and batch norm."""
         return self.weights + self.outputs * (int(self.bias) + 2 * int(self.norm))
 
     @property
@@ -63,17 +63,17 @@ class NetLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ConvNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Layers in the order in which they run. Poolings and additions are left out: no parameters and few FLOPs."""
+    """Layers in running order. Poolings and additions are left out: they have no parameters and few FLOPs."""
 
     name: str
     image: tuple[int, int]
-    """Channels of an image, and its height (and width) in pixels."""
+    """The number of channels of an image, and its height in pixels, which is also its width."""
     layers: tuple[NetLayer, ...]
     source: str = ""
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole network."""
+        """The number of parameters of the whole network."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
@@ -82,12 +82,13 @@ class ConvNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return sum(layer.forward_flops for layer in self.layers)
 
     def step_flops(self, images: int) -> float:
-        """FLOPs of all layers in a training step: three times the forward pass, less the gradient of the images, which
-        is not computed."""
+        """FLOPs of all layers in a training step on ``images`` images.
+
+        This is three times the forward pass, minus the gradient of the images, which is not computed."""
         return images * (3.0 * self.forward_flops - self.layers[0].forward_flops)
 
     def share(self, kind: Literal["convolution", "dense"]) -> tuple[float, float]:
-        """The fractions of the forward FLOPs and of the parameters in layers of this kind."""
+        """The fraction of the forward FLOPs, and the fraction of the parameters, in layers of this kind."""
         chosen = [layer for layer in self.layers if layer.kind == kind]
         flops = sum(layer.forward_flops for layer in chosen) / self.forward_flops
         return flops, sum(layer.parameters for layer in chosen) / self.parameters

@@ -1,4 +1,4 @@
-"""The device that one rank computes on: its peaks, its memory, and the fraction of a peak that operators reach."""
+"""The device that one rank computes on: its peak rates, its memory, and the fraction of a peak that operators reach."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,23 +12,25 @@ from meshwright.ir.files import did_you_mean
 from meshwright.ir.kind import KINDS
 
 PEAK_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
-"""The keys that ``Device.peak_flops_per_s`` may have; ``tfloat32`` is float32 rounded by the matrix unit."""
+"""The keys that ``Device.peak_flops_per_s`` may have. ``tfloat32`` is NVIDIA's TF32, a rounded float32."""
 
 Curve = tuple[tuple[float, float], ...]
-"""Points (size, fraction of the peak), with rising sizes."""
+"""An efficiency curve: points (size, fraction of the peak), with rising sizes."""
 Origin = Literal["measured", "catalog", "default", "given"]
-"""Where constants come from: measured on this machine; data sheets and published figures; a stand-in without
-measurement; given by the user in a file that does not say."""
+"""Where constants come from: ``measured`` on this machine; ``catalog``: data sheets and published figures;
+``default``: an assumed value; ``given``: a file of the user that does not state the source."""
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How far a device's kernels fall short of its data sheet. The defaults were fitted on A100 (docs/predictor.md).
+    """Constants for estimates of the times of a device's kernels from its data sheet.
 
-    ``processors`` each compute one tile of a matrix product at a time. The main loops of matrix products and of fused
-    attention reach ``matmul_fraction`` and ``attention_fraction`` of the peak; kernels bound by memory reach
-    ``bandwidth_fraction`` of the bandwidth. Filling and draining a tile costs as much as ``extra_depth`` of reduction
-    length; ``operand_cost`` is the cost of loading a small tile's operands, in rows. ``kernel_s`` is the device's time
-    from one kernel to the next, ``launch_s`` the host's time to issue one (hidden while the device is busy)."""
+    The defaults were fitted on A100 (docs/predictor.md). The device has ``processors`` processors, and each computes
+    one tile of a matrix product at a time. The main loops of matrix products reach ``matmul_fraction`` of the peak, and
+    those of fused attention reach ``attention_fraction``. Kernels bound by memory reach ``bandwidth_fraction`` of the
+    bandwidth. The start and end of a tile take as long as ``extra_depth`` more terms of each sum. The loads of its
+    operands lengthen an r x c tile by the factor ``1 + operand_cost * (1/r + 1/c)``. ``kernel_s`` is the device's time
+    from one kernel to the next. ``launch_s`` is the host's time to launch a kernel; it is hidden while the device is
+    busy."""
 
     processors: int
     matmul_fraction: float = 0.905
@@ -42,7 +44,8 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The measured speed of a device while ``ranks`` devices of its box work, each with ``threads`` threads.
-    ``efficiency`` maps a kind of operator to its curve, as in ``Device``. The fractions are of the peak of these
+
+    ``efficiency`` maps a kind of operator to its curve, as in ``Device``. Its fractions refer to the peak of all
     ``threads`` threads together. ``kernel_s`` is the time from one kernel to the next, in seconds."""
 
     threads: int = 1
@@ -54,12 +57,12 @@ class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One device, which holds one rank: a GPU, a chip, or a core of a CPU.
 
-    ``peak_flops_per_s`` is the dense peak by dtype name (``PEAK_DTYPES``). ``efficiency`` maps a kind of operator to
-    ``[size, fraction of the peak]`` points with rising sizes: FLOPs if arithmetic bounds the kind, bytes if memory
-    does (``ir/kind.py``). ``conditions`` are measurements with more threads, or with all devices of the box at
-    work. ``kernels`` are further constants of the closed-form estimates. ``usd_per_hour`` is the rent of one device
-    (None: unknown); ``price_source`` says who asks this price, and when, because prices change. ``origin`` says where
-    peaks, bandwidth and efficiency come from."""
+    ``peak_flops_per_s`` maps a dtype name (``PEAK_DTYPES``) to the peak for dense matrices. ``efficiency`` maps a kind
+    of operator to points ``[size, fraction of the peak]`` with rising sizes. The size is in FLOPs for kinds bound by
+    arithmetic and in bytes for kinds bound by memory (``ir/kind.py``). ``conditions`` are measurements with more
+    threads, or with all devices of the box at work. ``kernels`` has further constants for estimates of kernel times.
+    ``usd_per_hour`` is the rent of one device (None: unknown). ``price_source`` says who asked this price, and when.
+    ``origin`` says where peaks, bandwidth and efficiency come from."""
 
     name: str
     kind: Literal["cpu", "gpu", "accelerator"]
@@ -75,7 +78,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     origin: Origin = "given"
 
     def peak(self, dtype: str) -> float:
-        """The peak FLOP/s in ``dtype``; a ClusterError if the device has no peak for it."""
+        """The peak FLOP/s in ``dtype``; raises a ClusterError if the device has no peak for this dtype."""
         if dtype not in self.peak_flops_per_s:
             raise ClusterError(
                 f"there is no peak for {dtype!r}",
@@ -85,9 +88,11 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.peak_flops_per_s[dtype]
 
     def under(self, *, ranks: int = 1, threads: int = 1) -> "Device":
-        """The device under the measured condition nearest to ``ranks`` working devices of its box, with ``threads``
-        threads each; the device itself, if no other condition is nearer. Peaks and memory bandwidth are then those of
-        all its threads. Curves that were not measured under this condition stay as they are."""
+        """The device with its speed while ``ranks`` devices of its box work, each with ``threads`` threads.
+
+        The speed is that of the nearest measured condition, which may be this device alone with one thread. Peaks and
+        memory bandwidth are those of all threads of the condition together. Efficiency curves that were not measured
+        under the condition stay as they are."""
         alone = Condition(efficiency=self.efficiency, kernel_s=self.kernels.kernel_s if self.kernels else 0.0)
         nearest = min(
             (alone, *self.conditions),
@@ -107,8 +112,10 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
     def efficiency_at(self, kind: str, size: float) -> float:
-        """The fraction of the peak that an operator of this kind and size reaches: linear in log(size) between the
-        points of the curve, constant beyond them, and 1 if the device has no curve for the kind."""
+        """The fraction of the peak that an operator of this kind and size reaches.
+
+        It is linear in log(size) between the points of the curve and constant beyond the first and last point. It is 1
+        if the device has no curve for the kind."""
         curve = self.efficiency.get(kind, ((1.0, 1.0),))
         if size <= curve[0][0]:
             return curve[0][1]
@@ -132,7 +139,7 @@ _RANGES = {
 
 
 def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Iterator[Problem]:
-    """Problems of values that no machine has, each at its key (below ``where``), with a hint at the unit."""
+    """Problems of impossible values. Each problem names the key (below ``where``) and has a hint about the unit."""
     for quantity, value in quantities.items():
         low, high, hint = _RANGES[quantity]
         if not low <= value <= high:
@@ -140,7 +147,7 @@ def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Itera
 
 
 def device_problems(device: Device, where: str) -> Iterator[Problem]:
-    """Problems of impossible values in the device, each at its key (below ``where``)."""
+    """Problems of impossible values in the device. Each problem names the key (below ``where``)."""
     names = ("memory_bytes", "memory_bandwidth_bytes_per_s", "usd_per_hour")
     quantities = {name: getattr(device, name) for name in names}
     yield from quantity_problems({name: value for name, value in quantities.items() if value is not None}, where)

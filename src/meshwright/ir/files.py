@@ -23,7 +23,7 @@ _LINE_LENGTH = 120
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
-    """The value as JSON for people to read and diff: a value that fits on one line is on one line, others are indented.
+    """The value as JSON that people can read and diff. Each nested value is on one line if it fits, else indented.
 
     A type with ``to_text`` and ``from_text`` (such as ``schedule.ActionList``) is written as one string.
     """
@@ -31,11 +31,11 @@ def encode_json(value: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
-    """Decode JSON (or TOML) bytes into a struct; unknown keys, wrong types and other versions are errors.
+    """Decode JSON (or TOML) bytes into a struct. Unknown keys, wrong types and other format versions are errors.
 
     Raises:
-        FileFormatError: names ``where`` (usually a file) and the key.
-        MeshwrightError: the struct itself refused the value; ``where`` is put before the place that the error names.
+        FileFormatError: the bytes have one of these errors. The message names ``where`` (usually a file) and the key.
+        MeshwrightError: the struct's own checks refused a value. The message begins with ``where``.
     """
     try:
         raw: Any = msgspec.toml.decode(data) if toml else msgspec.json.decode(data)
@@ -67,14 +67,14 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     """Read a struct from a ``.json`` or ``.toml`` file.
 
     Raises:
-        FileFormatError: the file is missing, not JSON/TOML, or a key is wrong.
-        MeshwrightError: the struct itself refused the value (see ``decode``).
+        FileFormatError: the file is missing or is not JSON/TOML, or a key is wrong.
+        MeshwrightError: the struct's own checks refused a value (see ``decode``).
     """
     return decode(read_bytes(path), kind, where=str(path), toml=Path(path).suffix == ".toml")
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of the file; a FileFormatError if it cannot be read."""
+    """The bytes of the file; raises a FileFormatError if the file cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -91,7 +91,7 @@ def save(value: msgspec.Struct, path: str | os.PathLike[str]) -> None:
 
 
 def write_if_changed(path: Path, data: bytes) -> None:
-    """Write ``data`` atomically, unless the file already holds it: then a full disk does not matter."""
+    """Write ``data`` atomically. Write nothing if the file already holds ``data``: then a full disk causes no error."""
     if not path.is_file() or path.read_bytes() != data:
         write_atomically(path, data)
 
@@ -132,7 +132,7 @@ def _lay_out(value: Any, indent: int) -> str:
 
 
 class _RefusedError(ValueError):
-    """Carries a struct's own error through msgspec, which adds the path to any ValueError."""
+    """Carries a struct's own error through msgspec, which adds the path of the value to every ValueError."""
 
     def __init__(self, error: MeshwrightError) -> None:
         self.error = error

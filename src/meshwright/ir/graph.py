@@ -18,8 +18,10 @@ ITEM_BYTES = {
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A value of the step. ``storage`` names the tensor that owns its memory (itself, unless it is a view).
-    ``dims`` names the factor classes of each dim, outermost first."""
+    """A tensor of the training step.
+
+    ``storage`` is the name of the tensor that owns the memory: this tensor, unless it is a view. ``dims`` has for each
+    dim the names of its factor classes (``FactorClass``), outermost first."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,12 +42,15 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One call of the step. ``name`` is ``module.path:op#k``. ``arguments`` are the call's arguments, with ``t0``,
-    ``t1``, ... for ``inputs``. ``positions`` are the indices of ``outputs`` among the results of a call that returns
-    several. ``classes`` maps the letters of its rule to factor classes; ``letters`` maps the letters of the operator's
-    pattern to those of its rule. ``reason`` says why ``rule`` is None. ``repeat`` is the repeated block that holds the
-    operator (``layers.*``). A forward operator and its backward operators have the same ``sequence`` number.
-    ``prologue`` operators depend on no parameter and no random number."""
+    """One call of an ATen operator (or of the user's own operator) in the training step.
+
+    ``name`` is ``module.path:op#k`` for call number k of ``op`` in the module. ``arguments`` is the text of the
+    arguments, in which ``t0``, ``t1``, ... stand for the tensors ``inputs``. If the call returns several results,
+    ``positions`` has the indices of ``outputs`` among them. ``classes`` maps each letter of ``rule`` to its factor
+    class. Capture may refine the letters of the operator's original pattern: ``letters`` maps each original letter to
+    its letters in ``rule``. ``reason`` says why ``rule`` is None. ``repeat`` is the repeated block that holds the
+    operator (``layers.*``). A forward operator and its backward operators have the same ``sequence`` number. If
+    ``prologue`` is true, the operator depends on no parameter and no random number."""
 
     name: str
     target: str
@@ -68,7 +73,9 @@ class Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class FactorClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Factors that are the same along the edges. ``role`` is ``batch`` for factors that the batch dim reaches."""
+    """Factors of several operators that stand for the same size, because the operators share tensors.
+
+    ``role`` is ``batch`` if the factors belong to the batch dim of the step."""
 
     name: str
     size: int
@@ -83,9 +90,11 @@ class ParameterGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One captured training step of the global batch, or an evaluation, which has no gradients. ``buffer_updates`` maps
-    a buffer to the tensor with its new value. ``tied`` maps further names of shared parameters and buffers to the name
-    that stands for them. ``precision`` is the precision of the capture (None: the model's own dtypes)."""
+    """One captured training step of the global batch, or a captured evaluation, which has no gradients.
+
+    ``buffer_updates`` maps a buffer to the tensor with its new value. A parameter or buffer that several modules share
+    has one name in the graph; ``tied`` maps its other names to this name. ``precision`` is the precision of the
+    captured step (None: the model's own dtypes)."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -114,11 +123,11 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return sum(self.tensors[name].num_elements for name in self.parameters)
 
     def producers(self) -> dict[str, Operator]:
-        """The operator that makes each tensor, by tensor name."""
+        """A dict that maps the name of a tensor to the operator that makes it."""
         return {output: operator for operator in self.operators for output in operator.outputs}
 
     def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
-        """The operators that read each tensor, by tensor name, with the index of the input."""
+        """A dict that maps the name of a tensor to the operators that read it, each with the index of its input."""
         result: dict[str, list[tuple[Operator, int]]] = {}
         for operator in self.operators:
             for position, name in enumerate(operator.inputs):
@@ -127,9 +136,11 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def fingerprint(graph: Graph) -> str:
-    """A digest of the model and its step, equal for every batch size of 2 or more: parameters, operators, patterns, and
-    the sizes of all factors except batch. It ignores dtypes, but includes casts, because casts are operators: a model
-    with a cast (to float32 before its loss) has another fingerprint when it runs in that dtype."""
+    """A digest of parameters, buffers, operators, patterns, and the sizes of all factors except the batch.
+
+    The digest is equal for every batch size of 2 or more. It ignores dtypes, but it includes casts, because casts are
+    operators. For example, a model that casts to float32 before its loss has no cast when it runs in float32, and then
+    has another fingerprint."""
     digest = hashlib.sha256()
     for name in (*graph.parameters, *graph.buffers):
         tensor = graph.tensors[name]

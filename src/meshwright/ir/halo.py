@@ -1,4 +1,4 @@
-"""Halos: the rows of a divided dim that an operator needs from outside its own part, and the parts that own them.
+"""Halos: the rows of a split dim that a rank's operator reads outside the rank's part, and the parts that own them.
 
 rows        0 1 2 3 | 4 5 6 7 | 8 9 10 11      three parts of a dim, edges 0 4 8 12; windows of 3 rows, padding 1
 part 1            3 [ 4 5 6 7 ] 8              reads (3, 9): row 3 comes from part 0, row 8 from part 2
@@ -13,8 +13,10 @@ Rows = tuple[int, int]
 
 
 def window_ranges(edges: Sequence[int], *, stride: int, window: int, padding: int) -> tuple[Rows, ...]:
-    """The rows that each part of the windows reads. They may lie before the first row or after the last. Window ``o``
-    begins at row ``o * stride - padding`` and is ``window`` rows long. ``edges`` are the bounds of the parts."""
+    """The rows that each part of the windows reads. They may include padding before the first row or after the last.
+
+    Window ``o`` (for a convolution, the rows that output row ``o`` reads) begins at row ``o * stride - padding`` and is
+    ``window`` rows long. ``edges`` are the bounds of the parts, in numbers of windows."""
     result = []
     for first, end in pairwise(edges):
         low = first * stride - padding
@@ -23,7 +25,7 @@ def window_ranges(edges: Sequence[int], *, stride: int, window: int, padding: in
 
 
 def overlap(first: Rows, second: Rows) -> Rows:
-    """The rows that are in both ranges (if none, the second bound is not above the first)."""
+    """The rows that are in both ranges. If there are none, the second bound is not above the first."""
     return max(first[0], second[0]), min(first[1], second[1])
 
 
@@ -39,13 +41,13 @@ def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
 
 
 def fetched(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
-    """The rows that a part gets from other parts: (other part, rows), in order of rows."""
+    """The rows that a part gets from other parts, as pairs (other part, rows) in order of rows."""
     overlaps = [(other, overlap(ranges[part], owned(edges, other))) for other in range(len(ranges)) if other != part]
     return [(other, each) for other, each in overlaps if each[0] < each[1]]
 
 
 def given(ranges: Sequence[Rows], edges: Sequence[int], part: int) -> list[tuple[int, Rows]]:
-    """The rows that a part gives to other parts: (other part, rows)."""
+    """The rows that a part gives to other parts, as pairs (other part, rows)."""
     overlaps = [(other, overlap(ranges[other], owned(edges, part))) for other in range(len(ranges)) if other != part]
     return [(other, each) for other, each in overlaps if each[0] < each[1]]
 

@@ -1,4 +1,4 @@
-"""Kernels as data: kind, dtype, FLOPs and bytes of a rank's kernels, with sizes of matrix products and attention."""
+"""Kernels as data: their kind, dtype, FLOPs and bytes, and the sizes of matrix products and attention."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,18 +9,18 @@ import msgspec
 from meshwright.ir.graph import ITEM_BYTES
 
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
-"""Targets of matrix products, without overload names."""
+"""The ATen operators that are matrix products, without overload names."""
 
 
 class Operand(NamedTuple):
-    """A tensor of one rank."""
+    """The shape and dtype of a tensor on one rank."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """The number of bytes of the tensor's elements."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -34,9 +34,11 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The sizes of attention on one rank. ``batch`` is samples times heads; ``queries`` and ``keys`` are numbers of
-    positions; ``width`` is the head size of queries and keys, ``values`` the head size of values. ``held`` is the
-    number of keys on the rank at a time: fewer than ``keys`` in a ring."""
+    """The sizes of attention on one rank.
+
+    ``batch`` is samples times heads. ``queries`` and ``keys`` are numbers of positions. ``width`` is the head size of
+    queries and keys. ``values`` is the head size of values. ``held`` is the number of keys that the rank holds at a
+    time. In ring attention, it is less than ``keys``."""
 
     batch: int
     queries: int
@@ -54,8 +56,10 @@ class Attention(NamedTuple):
 
 
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``calls`` kernels of one kind (``ir.kind``). ``flops`` and ``bytes`` (read and written) are totals of all calls.
-    ``product`` has the sizes of a matrix product, or of a convolution as one; ``attention`` those of attention."""
+    """``calls`` launches of a kernel of one kind (``ir.kind``).
+
+    ``flops`` and ``bytes`` (read and written) are totals of all calls. ``product`` has the sizes of a matrix product,
+    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention."""
 
     kind: str
     dtype: str = ""
@@ -67,14 +71,16 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool) -> bool:
-    """Whether attention runs as one kernel that does not store the scores. Lowering and costs both ask this function.
-    ``equal_widths``: queries and values have the same width."""
+    """Whether attention runs as one kernel that does not store the scores.
+
+    ``equal_widths`` says whether queries and values have the same head size."""
     return on_cpu and not dropout and equal_widths and dtype in ("float32", "float64", "bfloat16")
 
 
 def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operand, flops: float) -> Product | None:
-    """The sizes of a matrix product, or of a convolution as a matrix product of positions by filters (Chellapilla et
-    al. 2006), from one rank's tensors; None for other calls."""
+    """The sizes of a matrix product, from one rank's tensors; None if the call is no product and no convolution.
+
+    A convolution counts as a matrix product of positions by filters (Chellapilla et al. 2006)."""
     if target.startswith(tuple(f"{name}." for name in PRODUCTS)):
         (*batch, m, k), (*_, n) = inputs[-2].shape, inputs[-1].shape
         return Product(m, n, k, prod(batch))
@@ -90,7 +96,9 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operan
 
 
 def attention_of(backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool) -> Attention:
-    """The sizes of attention, or of its backward pass, from one rank's inputs in the order of ``ops/library.py``."""
+    """The sizes of attention or of its backward pass.
+
+    ``inputs`` are the inputs on one rank, in the order of ``ops/library.py``."""
     query, key, value = (operand.shape for operand in inputs[backward : backward + 3])
     batch, each = prod(query[:2]), query[2] * (query[3] + value[3]) * (5 if backward else 2)
     # In a ring, the queries see the keys of all ranks, but the rank's own inputs have only its own keys.

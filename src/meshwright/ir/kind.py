@@ -1,25 +1,25 @@
-"""Kinds of operators: operators of one kind run alike on a device, and share one of its efficiency curves."""
+"""Kinds of operators. Operators of one kind have the same efficiency curve on a device."""
 
 from meshwright.ir.graph import Operator
 
 COMPUTE = (
     "matmul", "convolution", "convolution_input", "convolution_weight", "attention", "attention_backward",
 )  # fmt: skip
-"""Kinds bound by arithmetic: the size of a call is its FLOPs, its efficiency a fraction of ``peak_flops_per_s``."""
+"""Kinds bound by arithmetic. The size of a call is its FLOPs. Its efficiency is a fraction of ``peak_flops_per_s``."""
 MEMORY = (
     "pointwise", "activation", "activation_backward", "softmax", "norm", "norm_backward", "batch_norm",
     "batch_norm_backward", "reduction", "gather", "scatter", "copy", "random", "update",
     "operands", "convolution_operands",
 )  # fmt: skip
-"""Kinds bound by memory: the size of a call is the bytes of its inputs and outputs, its efficiency a fraction of the
-bandwidth. ``activation``: functions with many instructions per element. ``copy``: changes the order of elements.
-``update``: a pass of an optimizer over parameters. ``operands`` and ``convolution_operands``: the work of a matrix
-product or a convolution on its operands and its result besides multiplying, which counts for flat products (few rows
-for their weights) and for convolutions with small kernels."""
+"""Kinds bound by memory. The size of a call is the bytes of its inputs and outputs. Its efficiency is a fraction of the
+memory bandwidth. An ``activation`` computes a function with many instructions per element. A ``copy`` moves elements
+without computing. An ``update`` is a pass of an optimizer over parameters. ``operands`` and ``convolution_operands``
+stand for the memory work of a matrix product or convolution on its operands and result. This work takes noticeable time
+if a product has few rows, or if a convolution has a small kernel."""
 OPERANDS = {"matmul": "operands"} | dict.fromkeys(
     ("convolution", "convolution_input", "convolution_weight"), "convolution_operands"
 )
-"""Maps kinds bound by arithmetic to the kind of their work on operands."""
+"""Maps a kind of matrix product or convolution to the kind of its memory work on operands."""
 KINDS = (*COMPUTE, *MEMORY)
 
 _EXPERTS = (
@@ -75,13 +75,13 @@ def kind_of(operator: Operator) -> str:
 
 
 def kind_of_target(target: str) -> str:
-    """The kind of a call of ``target`` (``aten.mm.default``, ``aten.add_.Tensor``); not for convolution gradients."""
+    """The kind of a call of ``target`` (``aten.mm.default``). For gradients of convolutions, use ``kind_of``."""
     namespace, name = target.split(".")[:2]
     return _KIND_OF.get(f"{namespace}.{name.removesuffix('_')}", "pointwise")
 
 
 def _keeps_samples(operator: Operator) -> bool:
-    """Whether a convolution's gradient is that of its input, which has the same samples as the output's gradient."""
+    """Whether a convolution's backward operator makes the gradient of the input, not the gradient of the weight."""
     if operator.rule is None:
         return True
     pattern = operator.rule.parsed

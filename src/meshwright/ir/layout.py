@@ -11,65 +11,68 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.precision import Precision
 
 TIME = "time"
-"""The axis of micro-batches: like a mesh axis it divides the batch, but in time, so nothing communicates over it."""
+"""The axis of micro-batches. It splits the batch as a mesh axis does, but in time: no ranks communicate over it."""
 DATA_AXES = ("dp", "dp_shard")
-"""The axes that cut the batch of every step before the ranks get it, outermost first."""
+"""The axes over which the batch of a step is split before the ranks receive it, outermost first."""
 
 SPATIAL_AXES = ("sz", "sy", "sx")
-"""The axes that cut the depth, height and width of images."""
+"""The axes over which the depth, height and width of images are split."""
 MIXED = "m"
-"""The first letter of the names of the axes of ``mixed``, over which each operator may split any of its factors."""
+"""The first letter of the axes ``m1``, ``m2``, ... of ``mixed``, over which operators split any of their factors."""
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The sizes and options that a user chooses; the planner decides the rest. One size may be -1: all ranks left."""
+    """The sizes and options that a user chooses. A size of -1 takes all ranks that the other sizes leave."""
 
     dp: int = 1
     """Data-parallel size: divides the batch."""
     cp: int = 1
     """Context-parallel size: divides the sequence."""
     context: Literal["gather", "ring"] = "gather"
-    """How attention gets the keys and values of other cp ranks: all at once, or from one rank after the other."""
+    """How attention gets the keys and values of other cp ranks: all at once (``gather``) or rank by rank (``ring``)."""
     ep: int = 1
     """Expert-parallel size: the number of dp ranks that divide the experts among them. It must divide dp."""
     tp: int = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
     sequence_parallel: bool = False
-    """Whether tp divides the sequence between its blocks: reduce-scatters and all-gathers replace all-reduces."""
+    """Whether tp ranks split the sequence outside of tensor-parallel blocks, as in Megatron: reduce-scatters and
+    all-gathers replace all-reduces."""
     zero: Literal[0, 1, 2, 3] = 0
-    """The state that the ranks of the batch divide among them (ZeRO): 1 optimizer state, 2 also gradients, 3 also
-    parameters, which are then gathered for every use."""
+    """The ZeRO stage: data-parallel ranks store parts of the optimizer state (1), also of gradients (2), also of
+    parameters (3), which are then gathered for every use."""
     zero_ranks: int = 0
-    """The number of neighbouring dp ranks that divide the state of ``zero``; each such group holds a copy. 0: all."""
+    """The number of neighbouring dp ranks that together hold one copy of the state of ``zero``; 0: all dp ranks."""
     offload: Literal["none", "optimizer"] = "none"
-    """The state that is kept on the host between uses. If the planner searches: the state that it may keep there."""
+    """The state that is kept in host memory between uses. If the planner searches, the state that it may keep there."""
     precision: Precision | None = None
     """The precision of matrix products and convolutions; parameters, gradients and optimizer state stay in float32.
     Default: the model's own dtypes."""
     spatial: tuple[int, ...] = ()
-    """The numbers of parts of images: ``(height, width)``, or height alone; of volumes ``(depth, height, width)``.
-    Convolutions exchange the rows at the borders."""
+    """The numbers of parts into which images are split: ``(height, width)`` or ``(height,)``; for volumes
+    ``(depth, height, width)``. Convolutions exchange the rows at the borders of the parts."""
     mixed: tuple[int, ...] = ()
-    """Ranks over which each operator splits the factor that costs least: samples, rows of images, channels, filters or
-    features. Several sizes make several axes, ``m1``, ``m2``, ..., which one operator can split differently."""
+    """The number of ranks over which each operator splits the factor that costs least: samples, rows of images,
+    channels, filters or features. Several sizes make several axes ``m1``, ``m2``, ...; an operator may split another
+    factor over each axis."""
     pp: int = 1
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
-    """Number of parts of the batch that run one after the other; their gradients are accumulated."""
+    """The number of equal parts of the batch that run one after the other. Their gradients are accumulated."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     """The order of the micro-batches in a pipeline."""
     chunks: int = 1
-    """Number of stages on every pipeline rank; more than one needs schedule ``interleaved``."""
+    """The number of stages on every pipeline rank. More than 1 needs the schedule ``interleaved``."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """The operators that backward computes again instead of keeping results: attention, or whole repeated blocks."""
+    """The operators that backward computes again: attention (``selective``), or whole repeated blocks (``full``)."""
     batch_statistics: Literal["global", "microbatch", "rank"] = "global"
-    """The samples of batch norm's statistics: the whole batch (not with micro-batches); the micro-batch; or the samples
-    of a rank in a micro-batch, as in DistributedDataParallel: ranks exchange nothing, and running statistics are
-    the mean over ranks."""
+    """The samples over which batch norm takes its statistics: the whole batch (not with micro-batches), the
+    micro-batch, or one rank's samples of the micro-batch, as in DistributedDataParallel. With ``rank``, ranks exchange
+    no statistics in forward and backward, and the running statistics are the mean over ranks."""
     stage_sizes: tuple[dict[str, int], ...] = ()
-    """Sizes of dp and tp by pipeline rank, if they differ; products must be equal: ``({"dp": 2}, {"tp": 2})``."""
+    """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"tp": 2})``. Products must be equal."""
     pin: dict[str, str] = {}
-    """Splits set by the user, ``"factor@axis"`` by module glob: ``{"conv*": "batch@tp"}``, ``{"head": "none@tp"}``."""
+    """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
+    instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
@@ -83,7 +86,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
-        """The sizes whose product is the number of ranks; at most one is open, -1."""
+        """The sizes whose product is the number of ranks. At most one of them is open (-1)."""
         return (self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed)
 
     @property
@@ -93,17 +96,17 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def spatial_axes(self) -> dict[str, int]:
-        """The axes of space, by name: ``sz``, ``sy`` and ``sx`` cut depth, height and width."""
+        """Maps the axes of ``spatial`` to their sizes: ``sz``, ``sy`` and ``sx`` split depth, height and width."""
         names = {0: (), 1: ("sy",), 2: ("sy", "sx"), 3: ("sz", "sy", "sx")}[len(self.spatial)]
         return dict(zip(names, self.spatial, strict=True))
 
     @property
     def mixed_axes(self) -> dict[str, int]:
-        """The axes of ``mixed``, by name."""
+        """Maps the axes ``m1``, ``m2``, ... of ``mixed`` to their sizes."""
         return {f"m{index}": size for index, size in enumerate(self.mixed, start=1)}
 
     def resolved(self, world_size: int) -> "Layout":
-        """The layout with -1 replaced by the number of ranks left.
+        """The layout with -1 replaced by the number of ranks that the other sizes leave.
 
         Raises:
             LayoutError: the product of the sizes is not ``world_size``, or sizes or options exclude each other.
@@ -196,8 +199,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(self, stage_sizes=(), **own)
 
     def mesh(self) -> Mesh:
-        """The mesh of the layout's axes: pp outermost, tp innermost. The ranks that divide the batch are dp x ep with
-        expert parallelism, and dp x dp_shard if only some of them share one copy of what ZeRO divides."""
+        """The mesh of the layout's axes: pp is outermost, tp is innermost.
+
+        With expert parallelism, the data-parallel ranks lie along two axes, ``dp`` and ``ep``. If ``zero_ranks`` is
+        less than dp, they lie along ``dp`` and ``dp_shard``, and the ranks along ``dp_shard`` hold one copy of the
+        state that ZeRO divides."""
         stages = {"pp": self.pp} if self.pp > 1 else {}
         shares = self.zero_ranks if self.zero_ranks < self.dp else 0
         inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items(),
@@ -207,7 +213,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def zero_axis(self) -> str:
-        """The mesh axis over which ``zero`` divides; empty if it divides nothing."""
+        """The mesh axis over which ZeRO divides state; empty if it divides none."""
         if not self.zero:
             return ""
         return next((name for name in ("dp_shard", "dp", "ep") if self.mesh().sizes.get(name, 1) > 1), "")

@@ -22,7 +22,7 @@ PARTS: dict[PartName, str] = {
     "exposed communication": "exposed_s",
     "bubble": "bubble_s",
 }
-"""The parts that add up to a step, and their fields in ``RankTimes``."""
+"""Maps each part of a step's time to its field in ``RankTimes``. The parts add up to the time of the step."""
 AGREE = 0.05
 """If the largest difference is less than this fraction of the step, the ledger says that all parts agree."""
 TOLD = 0.01
@@ -52,7 +52,9 @@ class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Deviation(msgspec.Struct, frozen=True, kw_only=True):
-    """A deviating part of a rank's step. ``share`` is measured minus predicted time, over the measured step."""
+    """A part of a rank's step that deviates from its prediction.
+
+    ``share`` is the measured minus the predicted time of the part, as a fraction of the measured step time."""
 
     part: PartName
     rank: int
@@ -68,7 +70,7 @@ class Deviation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the table: a part of a rank's step (seconds), the whole step, or the rank's peak memory (bytes)."""
+    """A line of the table: the seconds of a part of a rank's step or of the whole step, or the rank's peak memory."""
 
     rank: int
     what: str
@@ -78,7 +80,7 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured; None if nothing was measured."""
+        """The predicted value divided by the measured value; None if the measured value is 0."""
         return self.predicted / self.measured if self.measured else None
 
     def texts(self) -> tuple[str, str, str]:
@@ -90,9 +92,9 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Predicted and measured steps of every rank of a run, side by side.
 
-    ``plan`` is ``Plan.digest``. ``levels`` are the levels of the cluster over which its ranks communicate, innermost
-    first. ``constants`` says where the cluster's constants come from. Measured times are medians over ``num_steps``
-    steps, by rank and part."""
+    ``plan`` is the ``Plan.digest`` of the plan that ran. ``levels`` names the levels of the cluster over which the
+    ranks communicate, innermost first. ``constants`` says where the cluster's constants come from. Measured times are
+    medians over ``num_steps`` steps, taken separately for each rank and part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -109,22 +111,22 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def predicted_step_s(self) -> float:
-        """The predicted step time: the longest of all ranks."""
+        """The predicted step time: the largest over all ranks."""
         return max(entry.predicted.step_s for entry in self.ranks)
 
     @property
     def measured_step_s(self) -> float:
-        """The measured step time: the longest of all ranks."""
+        """The measured step time: the largest over all ranks."""
         return max(entry.measured.step_s for entry in self.ranks)
 
     @property
     def step_ratio(self) -> float:
-        """Predicted over measured step, as in the log line's ``pred/meas``."""
+        """The predicted step time divided by the measured step time, as ``pred/meas`` in the log."""
         return self.predicted_step_s / self.measured_step_s
 
     @property
     def worst(self) -> Deviation:
-        """The part and rank with the largest difference in seconds. Computing wins ties: other parts follow from it."""
+        """The part and rank with the largest difference in seconds. If differences are equal, computing comes first."""
         every = ((abs(entry.difference_s(part)), part, entry) for part in PARTS for entry in self.ranks)
         _, part, entry = max(every, key=lambda candidate: candidate[0])
         return Deviation(
@@ -137,7 +139,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def compute_factor(self) -> float:
-        """Measured over predicted computing time of all ranks; 1 if either is too short to estimate it."""
+        """The measured divided by the predicted computing time of all ranks; 1 if one of the two times is too short."""
         predicted_s = sum(entry.predicted.compute_s for entry in self.ranks)
         measured_s = sum(entry.measured.compute_s for entry in self.ranks)
         if self._too_little(predicted_s / len(self.ranks), measured_s / len(self.ranks)):
@@ -146,11 +148,12 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def communication_factor(self) -> float:
-        """Measured over predicted communication time; 1 if either is too short to estimate it.
+        """The measured divided by the predicted communication time; 1 if one of the two times is too short.
 
-        In each stage, the rank that waited least came last to its collectives: it waited for communication only, not
-        for other ranks. Communication that was predicted to hide behind computing is assumed to have hidden for as long
-        as this computing really took: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
+        Exposed time is taken from the rank of each stage that waited least. This rank came last to its collectives, so
+        it waited for communication only, not for other ranks. Hidden communication is not measured. It is assumed to
+        have taken as long as the computing that hid it, which took ``compute_factor`` times as long as predicted:
+        ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
         """
         exposed_s = measured_s = hidden_s = 0.0
         for entries in self._by_stage().values():
@@ -163,7 +166,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def explanation(self) -> str:
-        """Sentences that name the constant that would explain the largest deviation, and that compare peak memory."""
+        """Sentences that name the constant that would explain the largest deviation, and compare peak memory."""
         worst = self.worst
         if abs(worst.share) < AGREE:
             sentences = f"Prediction and measurement agree: no part is off by more than {AGREE:.0%} of the step."
@@ -296,11 +299,11 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster") -> Ledger:
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
 
-    Every trace holds all ranks of the plan's mesh. Memory in measured traces must be that of the model alone, as in
-    predicted traces (see ``Trace.above``).
+    Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
+    predicted traces do (see ``Trace.above``).
 
     Raises:
-        TraceError: no step was measured, or a trace is of another plan, of another source, or of other ranks.
+        TraceError: no step was measured, or a trace belongs to another plan, has a wrong source or lacks ranks.
     """
     if not measured:
         raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
@@ -368,7 +371,7 @@ def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
 
 
 def _median(steps: Sequence[RankTimes]) -> RankTimes:
-    """The median of each field separately, over the steps of one rank."""
+    """The median over the steps of one rank, taken separately for each field."""
     fields = [field for field in RankTimes.__struct_fields__ if field not in ("rank", "peak_bytes")]
     medians = {field: statistics.median(getattr(step, field) for step in steps) for field in fields}
     peak_bytes = round(statistics.median(step.peak_bytes for step in steps))
@@ -376,6 +379,6 @@ def _median(steps: Sequence[RankTimes]) -> RankTimes:
 
 
 def _computing(entries: Collection[RankEntry]) -> float:
-    """Measured over predicted computing time of these ranks; 0 if nothing was predicted."""
+    """The measured divided by the predicted computing time of these ranks; 0 if the predicted time is 0."""
     predicted_s = sum(entry.predicted.compute_s for entry in entries)
     return sum(entry.measured.compute_s for entry in entries) / predicted_s if predicted_s else 0.0

@@ -8,24 +8,25 @@ import msgspec
 from meshwright.errors import LayoutError, Problem, refuse
 
 JOIN = "+"
-"""Joins the names of neighbouring axes that communicate as one axis: ``dp+tp``."""
+"""The sign between the names of neighbouring axes that communicate as one joined axis: ``dp+tp``."""
 
 
 def members(axis: str) -> tuple[str, ...]:
-    """The single axes of a joined axis; for a single axis, the axis itself."""
+    """The names of the axes in a joined axis: ``dp+tp`` gives ``dp`` and ``tp``. A single axis gives its own name."""
     return tuple(axis.split(JOIN))
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named axis of ``size`` coordinates."""
+    """A named axis with coordinates 0 to ``size`` - 1."""
 
     name: str
     size: int
 
 
 class AxisGroup(msgspec.Struct, frozen=True):
-    """The ranks that differ from this rank only on one axis (or on joined axes). ``index`` is this rank's position in
-    the group, ``algorithm`` the algorithm of the group's collectives."""
+    """The ranks whose coordinates differ from this rank's coordinates only on one axis (or on joined axes).
+
+    ``index`` is this rank's position in the group. ``algorithm`` is the algorithm of the group's collectives."""
 
     name: str
     size: int
@@ -34,12 +35,12 @@ class AxisGroup(msgspec.Struct, frozen=True):
 
 
 def sizes_of(groups: Mapping[str, AxisGroup]) -> tuple[dict[str, int], dict[str, int]]:
-    """The size of each axis, and this rank's index on each axis."""
+    """Two dicts: from each axis to its size, and from each axis to this rank's index on it."""
     return {axis: group.size for axis, group in groups.items()}, {axis: group.index for axis, group in groups.items()}
 
 
 class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ranks 0 to ``world_size`` - 1 laid out along axes, outermost first: the last axis joins neighbouring ranks.
+    """Ranks 0 to ``world_size`` - 1 laid out along axes, outermost first. Ranks along the last axis are consecutive.
 
         Mesh.of(pp=2, dp=2, tp=2)         tp 0  tp 1
                              pp 0  dp 0      0     1
@@ -47,8 +48,8 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                              pp 1  dp 0      4     5
                                    dp 1      6     7
 
-    With expert parallelism, ``Layout.mesh`` lays the data-parallel ranks out along two axes: ``ep``, which divides the
-    experts, and outside of it ``dp``, of size dp / ep.
+    With expert parallelism, ``Layout.mesh`` lays the data-parallel ranks out along two axes. The inner axis ``ep``
+    divides the experts. The outer axis ``dp`` then has only the size ``layout.dp / layout.ep``.
 
     Raises:
         LayoutError: a size is below 1, or a name is empty or used twice.
@@ -80,7 +81,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis, outermost first."""
+        """Maps the name of each axis to its size, outermost first."""
         return {axis.name: axis.size for axis in self.axes}
 
     @property
@@ -93,7 +94,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return set(members(axis)) <= set(self.names)
 
     def size(self, *names: str) -> int:
-        """The product of the sizes of these axes."""
+        """The product of the sizes of these axes, which may be joined axes."""
         single = [member for name in names for member in members(name)]
         self._known(single)
         return math.prod(axis.size for axis in self.axes if axis.name in single)
@@ -108,7 +109,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: coordinates[name] for name in self.names}
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates (one for every axis)."""
+        """The rank at these coordinates. Every axis needs a coordinate."""
         self._known(coordinates)
         rank = 0
         for axis in self.axes:
@@ -122,7 +123,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rank
 
     def ranks_at(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks with these coordinates and any others: ``ranks_at({"pp": 1})`` returns the ranks of stage 1."""
+        """All ranks with these coordinates on these axes: ``ranks_at({"pp": 1})`` returns the ranks of stage 1."""
         ranks = [self.rank_of(dict.fromkeys(self.names, 0) | dict(coordinates))]
         for axis, stride in zip(self.axes, self._strides(), strict=True):
             if axis.name not in coordinates:
@@ -130,14 +131,14 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(ranks)
 
     def group_ranks(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """``rank`` and the ranks that differ from it only on ``axis`` (or only on these axes), in rising order."""
+        """The ranks with the coordinates of ``rank`` on all axes except ``axis``, in rising order."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
         self._known(varying)
         here = self.coordinates(rank)
         return self.ranks_at({name: here[name] for name in self.names if name not in varying})
 
     def groups(self, axis: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ``axis`` (or of these axes), in order of their first ranks; each rank is in exactly one."""
+        """All groups of ranks along ``axis`` (one or more axes), in order of their first ranks."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
         self._known(varying)
         return tuple(self.group_ranks(varying, first) for first in self.ranks_at(dict.fromkeys(varying, 0)))

@@ -1,4 +1,4 @@
-"""Batch norm with statistics of each rank's own samples: a split of samples becomes a split of the factor ``own``."""
+"""Batch norm with statistics of each rank's own samples: its strategy splits the factor ``own`` (``ir/rule.py``)."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -10,11 +10,11 @@ from meshwright.ir.placement import parts_of
 from meshwright.ir.rule import OWN
 
 Chosen = Mapping[str, str]
-"""A strategy: the factor that is split, by axis."""
+"""A strategy: maps an axis to the factor that is split over it."""
 
 
 def owned(operator: Operator, strategy: Chosen) -> dict[str, str]:
-    """The strategy with ``own`` in place of the operator's samples, on all axes but time."""
+    """The strategy with the factor ``own`` in place of the operator's sample factor, on all axes except ``time``."""
     joint = operator.rule.joint if operator.rule is not None else {}
     own = joint.get(OWN, ())
     return {axis: OWN if axis != TIME and choice in own else choice for axis, choice in strategy.items()}
@@ -23,8 +23,10 @@ def owned(operator: Operator, strategy: Chosen) -> dict[str, str]:
 def owned_problems(
     graph: Graph, operator: Operator, strategies: Mapping[str, Chosen], sizes: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Problems of batch norms over ``own``: a rank has too few values for statistics, or the backward operator, which
-    reads the statistics of the forward operator, splits ``own`` over other axes."""
+    """Problems of a batch norm that splits ``own``.
+
+    A rank may have too few values for statistics. Or the backward operator, which reads the statistics of the forward
+    operator, splits ``own`` over other axes than the forward operator."""
     if operator.backward or operator.rule is None or OWN not in operator.rule.joint:
         return
     axes = _axes(strategies[operator.name])
@@ -40,7 +42,9 @@ def owned_problems(
 
 
 def _least(graph: Graph, operator: Operator, strategy: Chosen, sizes: Mapping[str, int]) -> int:
-    """The values per channel on the rank with the fewest, including ranks that cut the same samples by space."""
+    """The least number of values per channel in the statistics of a rank.
+
+    Ranks that split the images of the same samples have common statistics, so their values are counted together."""
     assert operator.rule is not None
     (letter,) = operator.rule.joint[OWN]
     samples = operator.rule.sizes[letter] // parts_of(operator.rule, strategy, letter, sizes)

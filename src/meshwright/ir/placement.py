@@ -12,11 +12,14 @@ from meshwright.ir.mesh import members
 from meshwright.ir.rule import ONE_AXIS, Dim, Factor, Operand, Rule
 
 LINEAR = "^"
-"""The mark of a choice that passes a Partial through, repeated like the carets of the linear operands."""
+"""The caret. If a strategy's choice for an axis consists of carets, the operator passes a Partial through unreduced.
+The choice has as many carets as the pattern has before these operands."""
 
 
 class Shard(msgspec.Struct, frozen=True, tag="shard"):
-    """The dim consists of ``outer`` equal blocks. The axis cuts each block in whole units of ``unit`` indices. Parts
+    """Every rank of the axis holds a part of dim ``dim``.
+
+    The dim consists of ``outer`` equal blocks. The axis cuts each block in whole units of ``unit`` indices. Parts
     differ by at most one unit: of n units over k ranks, the first n mod k ranks get one unit more. ``unit`` is 1 if all
     parts are equal.
 
@@ -35,9 +38,11 @@ class Shard(msgspec.Struct, frozen=True, tag="shard"):
 
 
 class Flat(msgspec.Struct, frozen=True, tag="flat"):
-    """Equal parts of what the other axes leave of the tensor: rows of its first dim if the axis divides that dim, else
-    its elements in order, padded with zeros to a multiple. Flat is for storage, not for computing: it can cut any
-    tensor, and the parts of many tensors can be gathered together. A tensor is Flat over at most one axis."""
+    """Every rank of the axis holds an equal part of the tensor, or of the part of it that the other axes leave.
+
+    The parts are rows of the first dim if the size of the axis divides this dim. Else they are elements in order,
+    padded with zeros. Flat is for storage, not for computing. It can cut any tensor, and one collective can gather the
+    parts of many tensors. A tensor is Flat over at most one axis."""
 
     def __str__(self) -> str:
         return "flat"
@@ -51,7 +56,7 @@ class Replicate(msgspec.Struct, frozen=True, tag="replicate"):
 
 
 class Partial(msgspec.Struct, frozen=True, tag="partial"):
-    """Every rank of the axis holds a term; the tensor is the ``op`` (sum, max, min) of all terms."""
+    """Every rank of the axis holds a term. The tensor is the ``op`` (sum, max or min) of all terms."""
 
     op: str = "sum"
 
@@ -61,34 +66,35 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
 
 Placement = Shard | Flat | Replicate | Partial
 Placements = dict[str, Placement]
-"""The placement on each mesh axis; an axis without an entry is Replicate."""
+"""Maps each mesh axis to a placement. An axis without an entry is Replicate."""
 
 REPLICATE = Replicate()
 
 
 def is_split(placement: Placement | None) -> TypeGuard[Shard | Flat]:
-    """Whether every rank of the axis holds a part of the tensor."""
+    """Whether the placement is Shard or Flat: every rank of the axis holds a part of the tensor."""
     return isinstance(placement, Shard | Flat)
 
 
 def flat_axis(placements: Placements) -> str:
-    """The axis over which a tensor is Flat; empty if there is none."""
+    """The axis over which a tensor is Flat; empty if there is no such axis."""
     return next((axis for axis, placement in placements.items() if isinstance(placement, Flat)), "")
 
 
 def unflattened(placements: Placements) -> Placements:
-    """The placements without any Flat."""
+    """The placements on all axes that are not Flat."""
     return {axis: placement for axis, placement in placements.items() if not isinstance(placement, Flat)}
 
 
 def is_linear(choice: str) -> bool:
-    """Whether a strategy's choice for an axis is a Partial passed through (``"^"``, ``"^^"``)."""
+    """Whether a strategy's choice for an axis (``"^"``, ``"^^"``) means that the operator passes a Partial through."""
     return choice.startswith(LINEAR)
 
 
 def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str, parts: int = 1) -> Shard | None:
-    """The Shard of a tensor of these dims when a factor is split into ``parts`` parts over all axes. The factor is the
-    first of ``names`` that the dims have; None if they have none of them."""
+    """The Shard that a tensor with these dims has if all axes together split a factor into ``parts`` parts.
+
+    The factor is the first of ``names`` that the dims contain. The result is None if they contain none of them."""
     for name in names:
         for index, dim in enumerate(dims):
             outer = 1
@@ -106,8 +112,9 @@ def _size(factor: Factor, sizes: dict[str, int]) -> int:
 
 
 def input_placements(rule: Rule, strategy: Mapping[str, str], operand: int, sizes: Mapping[str, int]) -> Placements:
-    """The placements that the operator needs for its input ``operand`` (a number) under ``strategy`` (axis -> factor or
-    carets), on axes of these ``sizes``."""
+    """The placements that an operator needs for its input number ``operand`` under ``strategy``.
+
+    ``strategy`` maps an axis to a factor or to carets. ``sizes`` maps an axis to its size."""
     pattern = rule.parsed.inputs[operand]
     result: Placements = {}
     for axis, choice in strategy.items():
@@ -122,8 +129,9 @@ def input_placements(rule: Rule, strategy: Mapping[str, str], operand: int, size
 
 
 def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, sizes: Mapping[str, int]) -> Placements:
-    """The placements that the operator gives to its output ``output`` (a number) under ``strategy`` (axis -> factor or
-    carets), on axes of these ``sizes``."""
+    """The placements that an operator gives to its output number ``output`` under ``strategy``.
+
+    ``strategy`` maps an axis to a factor or to carets. ``sizes`` maps an axis to its size."""
     pattern = rule.parsed.outputs[output]
     result: Placements = {}
     for axis, choice in strategy.items():
@@ -154,7 +162,7 @@ def _shard(
 
 
 def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mapping[str, int]) -> int:
-    """The number of parts into which all axes together cut a letter."""
+    """The number of parts into which all axes of a strategy together cut the letter (factor) ``letter``."""
     parts, joint = 1, rule.joint
     for axis, choice in strategy.items():
         if choice == letter or (joint and letter in joint.get(choice, ())):
@@ -163,9 +171,10 @@ def parts_of(rule: Rule, strategy: Mapping[str, str], letter: str, sizes: Mappin
 
 
 def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """The first letter that cannot be cut into the parts that ``strategy`` asks for, and the number of parts; None if
-    all can. Parts may differ by one unit if the rule allows it, but no part may be empty, and micro-batches are equal.
-    A factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only."""
+    """The first factor that cannot be cut as ``strategy`` asks, and the number of its parts; None if all can be cut.
+
+    Parts may differ by one unit if the rule allows it. But no part may be empty, and micro-batches must be equal. A
+    factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only."""
     for choice in strategy.values():
         if choice in rule.decompositions and rule.decomposition(choice) in ONE_AXIS:
             axes = [axis for axis, other in strategy.items() if other == choice]
@@ -182,8 +191,10 @@ def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) ->
 
 
 def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """The first unit of each part, and the end of the last part, when ``units`` are cut over ``parts[0]`` ranks, each
-    part over ``parts[1]`` ranks, and so on. If a cut is uneven, its first parts are one unit larger.
+    """The first unit of each part, followed by the end of the last part, when a dim of ``units`` units is cut.
+
+    The dim is cut over ``parts[0]`` ranks, then each part is cut over ``parts[1]`` ranks, and so on. If a cut is
+    uneven, its first parts are one unit larger.
 
     >>> bounds(7, (2, 2))
     (0, 2, 4, 6, 7)
@@ -195,9 +206,10 @@ def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 class AxisCut(NamedTuple):
-    """How one axis cuts the part of a dim that other axes leave. This consists of ``blocks`` blocks, and each block is
-    cut into parts, one for each index on the axis. Part ``i`` has ``units[i]`` units, and a unit is ``unit`` indices of
-    the dim. If all parts are equal, each has one unit."""
+    """How one axis cuts a dim, of which other axes may have left only a part.
+
+    This part of the dim consists of ``blocks`` blocks. Each block is cut into parts, one for each index on the axis.
+    Part ``i`` has ``units[i]`` units. A unit is ``unit`` indices of the dim. If parts are equal, each is one unit."""
 
     blocks: int
     units: tuple[int, ...]
@@ -214,11 +226,11 @@ class AxisCut(NamedTuple):
         return sum(self.units) * self.unit
 
     def length(self, index: int) -> int:
-        """The number of indices of a block in part ``index``."""
+        """The number of indices that part ``index`` has in each block."""
         return self.units[index] * self.unit
 
     def span(self, index: int) -> tuple[int, int]:
-        """The first index of part ``index`` in a block, and the index after its last."""
+        """The first index of part ``index`` within a block, and the index after its last index."""
         begin = sum(self.units[:index])
         return begin * self.unit, (begin + self.units[index]) * self.unit
 
@@ -227,8 +239,9 @@ def axis_cut(
     shape: Sequence[int], axis: str, others: Placements, shard: Shard, axis_sizes: Mapping[str, int],
     at: Mapping[str, int],
 ) -> AxisCut:  # fmt: skip
-    """How ``axis`` (or joined axes) cuts a tensor of the global ``shape`` on the rank at coordinates ``at``, given the
-    cuts of ``others``. Other axes that cut the same factor are outside of ``axis``."""
+    """How ``axis`` (or joined axes) cuts a tensor of global shape ``shape`` on the rank at coordinates ``at``.
+
+    ``others`` has the placements on the other axes. Other axes that cut the same factor come before ``axis``."""
     blocks, units = shard.outer, shape[shard.dim] // shard.outer // shard.unit
     beside = {name: placement for name, placement in others.items() if name not in members(axis)}
     local = _local_length(shape, shard.dim, beside, axis_sizes, at)
@@ -248,7 +261,7 @@ def axis_cut(
 def _cuts(
     shape: Sequence[int], dim: int, placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> Iterator[tuple[Shard, int, int]]:
-    """The cuts of a dim, outer axes first, each with the units of its factor on this rank before and after the cut."""
+    """The Shards of a dim, outer axes first, each with the units of its factor on this rank before and after it."""
     units: dict[int, int] = {}
     for axis, parts in axis_sizes.items():
         shard = placements.get(axis)
@@ -264,8 +277,9 @@ def local_shape(
     axis_sizes: Mapping[str, int],
     at: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the part on the rank at coordinates ``at`` (default: the first rank, whose part is the largest).
-    Flat parts are padded to equal size."""
+    """The shape of the part of a tensor on the rank at coordinates ``at``.
+
+    By default, this is the first rank, whose part is the largest. Flat parts are padded to equal size."""
     result = list(shape)
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
@@ -288,7 +302,9 @@ def _local_length(
 
 
 def nested(first: Shard, parts: int, second: Shard, length: int) -> bool:
-    """Whether ``second`` cuts the same factor of a dim as ``first``, or blocks that lie whole in parts of ``first``."""
+    """Whether two Shards of a dim (of ``length`` indices) can be combined.
+
+    They can if they cut the same factor, or if the parts of ``first`` contain only whole blocks of ``second``."""
     if first.outer == second.outer:
         return first.unit == second.unit
     block = length // first.outer
@@ -297,7 +313,7 @@ def nested(first: Shard, parts: int, second: Shard, length: int) -> bool:
 
 
 def flat_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The shape of one of ``parts`` Flat parts, with as many dims as the whole: rows, or a column of elements."""
+    """The shape of one of ``parts`` Flat parts of a tensor: some of its rows, or a column of its elements."""
     if not shape:
         return shape
     if shape[0] % parts == 0:

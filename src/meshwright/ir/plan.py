@@ -1,4 +1,4 @@
-"""The plan: mesh, strategy of every operator, storage, buckets. People read, diff, edit and rerun its file."""
+"""The plan: its mesh, the strategies of operators, the stored placements of parameters, and the buckets."""
 
 import hashlib
 import re
@@ -18,13 +18,16 @@ from meshwright.ir.stages import cut
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
 Strategy = dict[str, str]
-"""Maps a mesh axis to the factor that is split over it, or to carets if a Partial passes through."""
+"""Maps a mesh axis to the factor that is split over it, or to carets if the operator passes a Partial through."""
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Gradients (by parameter) that one collective reduces over ``axis`` (or joined axes), or parameters stored Flat
-    over ``axis`` that one collective gathers. Gradients of parameters stored Flat are reduce-scattered. The sums are
-    then summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank."""
+    """Tensors that one collective over ``axis`` (or joined axes) carries together.
+
+    The tensors are either the gradients of ``parameters``, which the collective reduces, or the ``parameters``, which
+    are stored Flat and which it gathers. Gradients of Flat parameters are reduce-scattered, other gradients are
+    all-reduced. Reduced gradients are then summed over the axes ``across``. ``num_bytes`` is the size of the whole
+    bucket on one rank."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -34,7 +37,7 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def label(self) -> str:
-        """The name of the collective: its first and last parameter."""
+        """The label of the collective: the names of its first and last parameter."""
         names = self.parameters
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -55,7 +58,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A layout that the planner considered and did not choose, and why."""
+    """A layout that the planner considered and did not choose, and the reason."""
 
     layout: str
     step_s: float
@@ -64,15 +67,19 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A stage of the graph and how it is split. ``strategies`` are by operator name, or by the name of a repeated
-    block's operator with ``*`` for the index; operators without an entry run replicated. ``first`` is the stage's
-    first forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``axes`` are its submesh's sizes, if stages differ.
+    """A stage of the graph, and how its operators and parameters are split.
 
-    ``storage`` has the placements of parameters (and of their optimizer state) between steps. ``gradients`` has the
-    placements of gradients that are reduced in every micro-batch and summed up like their stored parameters; all other
-    gradients are reduced once a step. ``released`` parameters are whole only during use: they are gathered for each use
-    in forward and again for backward. Other parameters are whole from their first use to their last."""
+    ``strategies`` maps the name of an operator to its strategy. For operators of repeated blocks, the name may have
+    ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
+    forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
+    (``blocks.*``), whose results backward computes again. ``axes`` has the sizes of the stage's submesh, if the
+    submeshes of stages differ.
+
+    ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
+    ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
+    All other gradients are reduced once a step. ``released`` names parameters that are freed after each use, so that
+    they are gathered for every use in forward and again for backward. Other Flat parameters are gathered at their first
+    use and freed after their last."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
@@ -83,16 +90,18 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     axes: dict[str, int] = {}
 
     def strategy(self, operator: str) -> Strategy:
-        """The strategy of an operator (empty: replicated)."""
+        """The strategy of an operator; empty if the operator runs replicated."""
         strategy = self.strategies.get(operator)
         return strategy if strategy is not None else self.strategies.get(starred(operator), {})
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that was decided about a training step. ``algorithms`` of collectives, and the ``links`` by which the
-    cheapest resharding is found, are by axis, or by neighbouring axes that may communicate as one (``dp+tp``).
-    ``interiors`` are operators (names; in repeated blocks starred names) that compute their interior while the rows of
-    neighbours travel, and then their borders. ``amendments`` are the changes during the run."""
+    """Everything that was decided about a training step.
+
+    ``algorithms`` maps an axis, or joined axes (``dp+tp``), to the algorithm of its collectives. ``links`` maps an
+    axis, or joined axes, to the link with which the cheapest resharding is computed. ``interiors`` names operators that
+    first compute the interior of their output, while the rows of neighbours travel, and then its borders. In repeated
+    blocks, the names have ``*`` for the block's index. ``amendments`` are changes to the plan during a run."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -127,7 +136,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def firsts(self) -> tuple[str, ...]:
-        """The first forward operator of every stage but the first: the graph is cut before each of them."""
+        """The first forward operator of every stage except the first stage. The graph is cut before each of them."""
         return tuple(stage.first for stage in self.stages[1:])
 
     def submesh(self, stage: int) -> Mesh:
@@ -136,7 +145,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return Mesh.of(**(axes | self.stages[stage].axes))
 
     def sizes(self, stage: int) -> dict[str, int]:
-        """The sizes of all axes that may split a stage's factors: those of its submesh, and time."""
+        """The size of each axis that may split a stage's factors: the axes of its submesh, and ``time``."""
         return self.submesh(stage).sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})
 
     @property
@@ -145,11 +154,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return any(stage.axes for stage in self.stages)
 
     def storage(self, parameter: str) -> dict[str, Placement]:
-        """The stored placements of a parameter, from the stage that holds it."""
+        """The placements in which the stage that holds a parameter stores it."""
         return next((stage.storage[parameter] for stage in self.stages if parameter in stage.storage), {})
 
     def strategies(self, graph: Graph) -> dict[str, Strategy]:
-        """The strategy of every operator, from the stage that holds it.
+        """Maps every operator to its strategy in the stage that holds it.
 
         Raises:
             PlanError: the graph cannot be cut before the stages' first operators.
@@ -158,19 +167,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return {op.name: self.stages[held.get(op.name, 0)].strategy(op.name) for op in graph.operators}
 
     def computes_interior_first(self, operator: str) -> bool:
-        """Whether an operator computes its interior while its halos travel."""
+        """Whether an operator computes the interior of its output while its halos travel."""
         return operator in self.interiors or starred(operator) in self.interiors
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that identify what runs: all fields but prediction, alternatives and notes."""
+        """A hash of the plan, as 16 hexadecimal digits. It ignores the fields prediction, alternatives and notes."""
         said = msgspec.to_builtins(self, str_keys=True)
         for key in (*NOT_RUN, *(() if self.amendments else ("amendments",))):
             said.pop(key, None)
         return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()[:16]
 
     def explain(self) -> str:
-        """The plan as text for people: a table of modules, splits and reasons, then stages, collectives and costs."""
+        """The plan as text: a table of modules, splits and reasons, followed by stages, collectives and costs."""
         head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
         ranks = "1 rank" if self.mesh.world_size == 1 else f"{self.mesh.world_size} ranks"
         lines = [f"{self.model} on {self.cluster}: {head}, {ranks}, global batch {self.batch_size}"]
@@ -215,12 +224,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def starred(name: str) -> str:
-    """A name with its block indices replaced: ``h.3.mlp:mm#0`` -> ``h.*.mlp:mm#0``."""
+    """The name with ``*`` in place of block indices: ``h.3.mlp:mm#0`` becomes ``h.*.mlp:mm#0``."""
     return _INDEX.sub("*", name)
 
 
 def _communicated(plan: Plan) -> list[str]:
-    """Lines for ``explain`` about the buckets, by kind of collective and axis."""
+    """Lines for ``explain`` about the buckets: one line for each kind of collective and axis."""
     kinds: dict[tuple[str, str, str], list[Bucket]] = {}
     for bucket in plan.buckets:
         flat = isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)

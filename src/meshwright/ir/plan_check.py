@@ -32,7 +32,7 @@ def check_fits(plan: Plan, graph: Graph, where: str = "plan") -> None:
 
     Raises:
         PlanError: the plan was made for another model, names an unknown axis or factor, splits a factor that cannot
-            be split, or passes on or reduces a tensor that is no partial sum.
+            be split, or treats a tensor that is no partial sum as a partial sum.
     """
     refuse(PlanError, _problems(plan, graph), where)
 
@@ -98,8 +98,10 @@ def _strategy_problems(operator: Operator, strategy: Strategy, sizes: Mapping[st
 def _caret_problems(
     operator: Operator, strategy: Strategy, placements: Mapping[str, Placements], reduced: Collection[str]
 ) -> Iterator[Problem]:
-    """Problems of linear choices (``^``) whose operands are no partial sums. ``placements`` are those of tensors that
-    earlier operators make. Tensors in ``reduced`` come from another stage, which has already reduced them."""
+    """Problems of an operator whose strategy has carets (``^``) although its operands are no partial sums.
+
+    ``placements`` maps each tensor that earlier operators make to its placements. Tensors in ``reduced`` come from
+    another stage, which has already reduced them."""
     place, rule = f"strategies[{operator.name!r}]", operator.rule
     for axis, choice in strategy.items():
         if not is_linear(choice):
@@ -117,7 +119,7 @@ def _caret_problems(
 
 
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
-    """The problem of a factor that cannot be cut into this number of parts, and the remedy."""
+    """The text of the problem that a factor cannot be cut into ``parts`` parts, and the text of the remedy."""
     if letter in rule.joint:
         problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
         return problem, "leave it out on all axes but one"
@@ -169,8 +171,9 @@ def _factor(placement: Placement) -> tuple[int, int] | None:
 
 
 def _gather_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
-    """Problems of gathers and released parameters that are not stored Flat, and of gradients whose placements differ
-    from those of their stored parameters."""
+    """Problems of gathers, released parameters and gradients of a plan.
+
+    Gathered and released parameters must be stored Flat. Gradients must be placed like the stored parameters."""
     seen: set[str] = set()
     for index, bucket in enumerate(plan.gathers):
         place = f"gathers[{index}]"
@@ -193,8 +196,10 @@ def _gather_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
 
 
 def _bucket_problems(plan: Plan, graph: Graph, placements: dict[str, Placements]) -> Iterator[Problem]:
-    """Problems of gradients in buckets: each gradient must be Partial over the bucket's axes, and otherwise have the
-    placements of its stored parameter."""
+    """Problems of gradients in buckets.
+
+    Each gradient must be Partial over the bucket's axes. On other axes, it must have the placements of its stored
+    parameter."""
     gradients = {entry.parameter: entry.gradient for entry in graph.gradients}
     terms = cut(graph, plan.firsts).terms
     seen: set[str] = set()

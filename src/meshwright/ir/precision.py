@@ -9,5 +9,5 @@ LOSS_SCALE = "loss_scale"
 
 
 def is_scaled(precision: str | None) -> bool:
-    """Whether backward needs a scaled loss: float16 numbers end at 6e-8; bfloat16 has the range of float32."""
+    """Whether the loss must be scaled: float16 gradients below 6e-8 become 0. Bfloat16 has the range of float32."""
     return precision == "float16"

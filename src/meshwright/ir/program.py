@@ -1,16 +1,16 @@
 """The program of one rank for one stage of a step, as data: phases of nodes with local shapes, collectives and frees.
 
-    prologue   once a step       operators that depend on no parameter; whole versions of split parameters
+    prologue   once a step       operators that depend on no parameter; gathers of parameters stored in parts
     forward    each micro-batch
     backward   each micro-batch  in one piece, or in two: ``input`` (gradients that are sent) and ``weight``
     reduce     once a step       starts the reduction of gradients
     finish     once a step       waits for the reduction; makes loss and metrics
 
-A step of one stage and one micro-batch has ``prologue``, ``forward`` and ``backward``, which run as one function unless
-something is computed or gathered again.
+A step with one stage and one micro-batch has only ``prologue``, ``forward`` and ``backward``. These phases run as one
+function unless backward computes activations again or gathers parameters again.
 
-The executor reads programs too: only they say which values flow between phases, stages and micro-batches. The executor
-calls one function for each phase; the phase's nodes describe that function.
+The executor calls one function for each phase. The nodes of the phase describe this function. The executor reads from
+the program which values pass between phases, stages and micro-batches.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,9 @@ CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_a
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor on this rank. ``storage`` names the value that owns its memory: itself, unless it is a view, or was
+    """A tensor on this rank.
+
+    ``storage`` is the name of the value that owns the memory. It is this value, unless this value is a view or was
     written into the memory of another value."""
 
     name: str
@@ -39,7 +41,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """The number of bytes of the tensor's elements."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -49,9 +51,11 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A collective over ``size`` ranks of an axis. ``bytes`` is the size of the whole vector on one rank: before an
-    all-reduce, reduce-scatter or all-to-all, after an all-gather. For a halo, it is the most that a rank receives.
-    ``label`` names the tensors."""
+    """A collective over the ``size`` ranks of an axis.
+
+    ``bytes`` is the size of the tensor on one rank: before an all-reduce, reduce-scatter or all-to-all, and after an
+    all-gather. For a halo exchange, it is the largest number of bytes that a rank receives. ``label`` names the tensors
+    that the collective carries."""
 
     kind: CollectiveKind
     axis: str
@@ -62,9 +66,12 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One call. ``operator`` is the operator of the graph that it comes from (or ``gathers``, ``gradients``,
-    ``outputs``, ``sends``, ``buffers``). ``starts`` is a collective that runs until the node whose ``waits`` names this
-    node. Collectives ``inside`` of a kernel end with the kernel. ``frees`` are storages that this node reads last."""
+    """One call in a program.
+
+    ``operator`` is the operator of the graph for which the call is made. Calls for no operator have ``gathers``,
+    ``gradients``, ``outputs``, ``sends`` or ``buffers`` instead. ``starts`` is a collective that this node starts. It
+    runs until the node whose ``waits`` is the name of this node. The collectives ``inside`` are parts of the call and
+    end with it. ``frees`` names the storages whose last reader is this node."""
 
     name: str
     target: str
@@ -80,17 +87,17 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of its kernels."""
+        """The floating-point operations of the node's kernels."""
         return sum(kernel.flops for kernel in self.kernels)
 
     @property
     def bytes(self) -> int:
-        """Bytes that its kernels read and write."""
+        """The bytes that the node's kernels read and write."""
         return sum(kernel.bytes for kernel in self.kernels)
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nodes in running order, the values that they take from outside, and their results that are read later."""
+    """One phase of a program: its nodes in running order, its input values, and the names of its output values."""
 
     name: str
     inputs: tuple[Value, ...] = ()
@@ -99,9 +106,11 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that exists before the step: the parameter, buffer or input ``name``, which is ``value`` on this rank
-    (empty if the stage does not read it). ``bytes`` is its memory; for an input, that of the whole batch, of which the
-    value may be a part."""
+    """A tensor that exists before the step: the parameter, buffer or input ``name``.
+
+    ``value`` is the name of the tensor's value on this rank. It is empty if the stage does not read the tensor.
+    ``bytes`` is the memory of the tensor. For an input, it is the memory of the whole batch, even if the rank reads
+    only a part."""
 
     name: str
     value: str
@@ -109,8 +118,9 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor of the graph that crosses to the next or previous stage in every micro-batch. ``value`` is this rank's
-    part; ``whole`` is the shape of all parts together."""
+    """A tensor of the graph that is sent to the next or previous stage in every micro-batch.
+
+    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together."""
 
     tensor: str
     value: Value
@@ -118,8 +128,10 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The memory that sums a parameter's gradient over micro-batches. It is separate memory, or lies in a bucket: then
-    the bucket is the storage of ``value``, and ``offset`` is the first element of the gradient."""
+    """The memory in which the gradient of a parameter is summed over micro-batches.
+
+    It is separate memory, or a part of a bucket. If it is in a bucket, the storage of ``value`` is the bucket, and
+    ``offset`` is the index of the gradient's first element in the bucket."""
 
     parameter: str
     value: Value
@@ -127,8 +139,9 @@ class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch's part of ``source``, a value of the whole step. Dim ``dim`` consists of ``blocks`` equal blocks,
-    and every block is cut."""
+    """A micro-batch's part of the value ``source``, which holds all micro-batches of the step.
+
+    Dim ``dim`` consists of ``blocks`` equal blocks. Every block is cut into one part for each micro-batch."""
 
     source: str
     dim: int
@@ -136,8 +149,10 @@ class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the values of all micro-batches become one value of the step: ``join`` is ``sum``, ``max``, ``min`` or
-    ``last``, and ``joined`` names the result."""
+    """How the values that all micro-batches compute become one value of the step.
+
+    ``value`` is the name of a micro-batch's value. ``join`` is ``sum``, ``max``, ``min`` or ``last`` (the value of the
+    last micro-batch). ``joined`` is the name of the result."""
 
     value: str
     join: str
@@ -145,14 +160,17 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The program of one stage on one rank. ``together``: all its phases run as one function. ``transfers`` maps a kind
-    of action to the tensors that it sends or receives.
+    """The program of one stage on one rank.
 
-    ``buckets`` are memory in which gradients are summed up together. ``slices`` maps the name of a part to its slice.
-    ``scalars`` (loss and metrics, if this stage makes them), ``gradients`` and ``buffers_after`` (buffers that are
-    updated once a step) name the values that a step returns. ``buffer_updates`` names the values that every micro-batch
-    leaves in a buffer for the next. ``input_placements`` says how this rank gets the batch; ``random_key`` is the value
-    that seeds the micro-batch's random numbers."""
+    If ``together`` is true, all phases run as one function. ``transfers`` maps a kind of action to the tensors that the
+    action sends or receives. ``buckets`` are the memories in which several gradients are summed together. ``slices``
+    maps the name of a micro-batch's value to its slice of a whole value. ``input_placements`` maps each input to the
+    placements in which the ranks receive it. ``random_key`` is the name of the value that seeds a micro-batch's random
+    numbers.
+
+    Three dicts name the values that a step returns: ``scalars`` (the loss and metrics that this stage makes),
+    ``gradients``, and ``buffers_after`` (new values of buffers that are updated once a step). ``buffer_updates`` maps a
+    buffer to the new value that each micro-batch leaves in it for the next micro-batch."""
 
     stage: int = 0
     num_stages: int = 1
@@ -192,30 +210,35 @@ class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Rows of neighbours that an operator fetches for one of its inputs. ``position`` is the number of the input;
-    ``rows`` says which rows of which dims they are, and over which mesh axes they come. Operators that read the same
-    rows of a tensor share one fetch."""
+    """Rows that an operator fetches from neighbouring ranks for one of its inputs.
+
+    ``position`` is the index of the input. ``rows`` says which rows of which dims come over which mesh axes.
+    Operators that read the same rows of a tensor share one fetch."""
 
     position: int
     rows: tuple[object, ...]
 
 
 class OperatorProgram(msgspec.Struct, frozen=True, eq=False):
-    """One operator on one rank, whose inputs already have the placements that it needs. ``nodes`` are in running order;
-    ``fetches`` are the halos of its inputs, by the name of the node that starts the exchange. Equality is identity."""
+    """The program of one operator on one rank, if its inputs already have the placements that it needs.
+
+    ``nodes`` are in running order. ``fetches`` maps the name of a node that starts a halo exchange to the rows that are
+    fetched. Two objects are equal only if they are the same object."""
 
     nodes: tuple[Node, ...]
     fetches: dict[str, Fetch]
 
 
 class Lower(Protocol):
-    """Makes programs without starting processes."""
+    """The interface of a lowering: makes programs without starting processes."""
 
     def __call__(self, plan: Plan) -> tuple[Program, ...]:
-        """The programs of all stages of a plan, each on its busiest rank."""
+        """The programs of all stages of a plan, each for the busiest rank of its stage."""
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
-        """The program of an operator under a strategy over axes of these sizes, on the first rank of each axis. Equal
-        operators share one program, with the names of the first operator."""
+        """The program of an operator under a strategy, on the first rank of each axis.
+
+        ``sizes`` maps an axis to its size. Equal operators share one program. Names in it are those of the operator
+        that was lowered first."""

@@ -10,18 +10,20 @@ _BLOCK = re.compile(r"^(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 
 
 class Recomputation(msgspec.Struct, frozen=True):
-    """What backward computes again. ``names`` are operators or blocks (``blocks.*``); ``modules`` are by operator."""
+    """The operators whose results backward computes again.
+
+    ``names`` are names of operators or of blocks (``blocks.*``). ``modules`` maps an operator to its module."""
 
     names: tuple[str, ...]
     modules: dict[str, str]
 
     def block(self, operator: str) -> str:
-        """The block that holds an operator (``blocks.3``); empty if there is none."""
+        """The block that holds an operator (``blocks.3``); empty if no block holds it."""
         match = _BLOCK.match(self.modules.get(operator, ""))
         return match[0] if match else ""
 
     def holds(self, operator: str) -> bool:
-        """Whether the operator's results are computed again."""
+        """Whether backward computes the operator's results again."""
         block = self.block(operator)
         return self._is_named(operator) or (bool(block) and starred(block + ".").rstrip(".") in self.names)
 

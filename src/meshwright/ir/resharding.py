@@ -1,7 +1,8 @@
-"""Resharding: the cheapest moves from one placement of a tensor to another, given each axis' latency and bandwidth.
+"""Resharding: the fastest moves from one placement of a tensor to another, given the links of the mesh axes.
 
-A sequence of moves is a path between placements. Dijkstra's algorithm finds the path of least time. A move over ``p``
-ranks, with ``n`` bytes on each rank, takes (Thakur, Rabenseifner, Gropp 2005; Chan et al. 2007)
+A move is one collective, or a slice without communication. A sequence of moves is a path between placements, and
+Dijkstra's algorithm finds the path of least time. The table gives the time of a move over ``p`` ranks, with ``n`` bytes
+on each rank (Thakur, Rabenseifner, Gropp 2005; Chan et al. 2007):
 
     all_reduce       2 log2(p) latencies and 2 (p - 1)/p n / bandwidth
     reduce_scatter     log2(p) latencies and   (p - 1)/p n / bandwidth      n: before the move
@@ -9,7 +10,7 @@ ranks, with ``n`` bytes on each rank, takes (Thakur, Rabenseifner, Gropp 2005; C
     all_to_all         (p - 1) latencies and   (p - 1)/p n / bandwidth
     slice              nothing
 
-Neighbouring axes with equal placements may move as one (``dp+tp``), over a group of all their ranks.
+Neighbouring axes with equal placements may move as one joined axis (``dp+tp``), in a group of all their ranks.
 """
 
 import heapq
@@ -39,17 +40,18 @@ _ORDER = {"all_reduce": 0, "reduce_scatter": 0, "all_to_all": 1, "all_gather": 2
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link between the ranks of an axis: the seconds of an empty message, and the seconds per byte."""
+    """The link between the ranks of an axis: the seconds for an empty message, and the seconds per byte."""
 
     latency_s: float = 1e-5
     byte_s: float = 1e-9
 
 
 class Move(msgspec.Struct, frozen=True):
-    """A collective over ``axis`` (or joined axes), or a ``slice`` of data that the rank already holds. ``placement`` is
-    the Partial that an all-reduce sums, the Shard (or Flat) that a gather or all-to-all starts from, or the Shard (or
-    Flat) that a slice or reduce-scatter makes. ``target`` is the Shard that an all-to-all makes. ``before`` and
-    ``after`` are the placements before and after the move."""
+    """A collective over ``axis`` (or joined axes), or a ``slice`` of data that the rank already holds.
+
+    For an all-reduce, all-gather or all-to-all, ``placement`` is the old placement on the axis. For a slice or
+    reduce-scatter, it is the new placement. ``target`` is the new placement of an all-to-all. ``before`` and ``after``
+    are the placements on all axes before and after the move."""
 
     kind: Kind
     axis: str
@@ -60,15 +62,20 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Mover(msgspec.Struct, frozen=True):
-    """Finds moves on a mesh. ``sizes`` are those of its axes with more than one rank, outermost first. ``links`` are
-    those of axes and of joined axes that may move as one. An axis without an entry has the default link."""
+    """Finds moves on a mesh.
+
+    ``sizes`` maps each axis with more than one rank to its size, outermost first. ``links`` maps axes, and joined axes
+    that may move as one, to their links. An axis without an entry has the default link."""
 
     sizes: Mapping[str, int]
     links: Mapping[str, Link] = {}
 
     def moves(self, have: Placements, want: Placements, shape: tuple[int, ...], item_bytes: int) -> tuple[Move, ...]:
-        """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``. Between equal times,
-        the fewest moves win, then reductions before gathers before slices, then outer axes (for gathers, inner)."""
+        """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``.
+
+        Of paths with equal times, the path with the fewest moves wins. Of paths with equally many moves, the order of
+        the kinds of moves decides: reductions, then all-to-alls, gathers and slices. Then the order of the axes
+        decides: inner axes first for gathers, else outer axes first."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
         names = [axis for axis, _ in sizes]
         links = tuple((name, link) for name, link in self.links.items() if set(names).issuperset(members(name)))
@@ -106,9 +113,11 @@ def _cheapest(
 
 
 def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
-    """The Shards that a search tries for each group of axes. An axis may have the Shards of its placements in ``start``
-    and ``end``. If several axes are Partial in ``start`` (a sum over levels), each of them may also have a Shard of
-    one dim, preferably a dim that no axis cuts in ``start``. Axes that move as one get equal Shards."""
+    """The Shards that a search tries for each axis and for each group of joined axes.
+
+    The search tries the Shards that the axis has in ``start`` and ``end``. If several axes are Partial in ``start``, it
+    also tries a Shard of one dim for each of these axes, preferably of a dim that no axis cuts in ``start``. Joined
+    axes get equal Shards."""
     terms = [isinstance(placement, Partial) for placement in start]
     taken = {placement.dim for placement in start if isinstance(placement, Shard)}
     dims = sorted((dim for dim, size in enumerate(tensor.shape) if size > 1), key=taken.__contains__)
@@ -123,7 +132,7 @@ def _cuts(tensor: "_Tensor", start: _State, end: _State) -> list[list[Shard]]:
 def _path(
     tensor: "_Tensor", start: _State, end: _State, cuts: list[list[Shard]], moved: int
 ) -> list[tuple[_State, "_Step"]] | None:
-    """The cheapest steps over axes in the bit set ``moved``, each with the state before it; None if no path exists."""
+    """The fastest steps over axes in the bit set ``moved``, each with the state before it; None if no path exists."""
     flat = end.index(Flat()) if Flat() in end else None
     first: tuple[float, int, tuple[_Order, ...]] = (0.0, 0, ())
     best = {start: first}
@@ -155,11 +164,11 @@ def _steps(reached: dict[_State, tuple[_State, "_Step"]], start: _State, state: 
 
 
 _Order = tuple[int, int, str]
-"""The order of preference among steps of equal time and number."""
+"""The order of preference among paths with equal time and equally many steps: the smaller tuple wins."""
 
 
 class _Group(NamedTuple):
-    """An axis, or axes that move as one: ``axes`` as indices, ``bits`` as a bit set."""
+    """An axis, or several axes that move as one. ``axes`` are their indices, ``bits`` the bit set of the indices."""
 
     number: int
     name: str
@@ -168,7 +177,7 @@ class _Group(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A move without the state before it. ``even``: all ranks hold equally large parts of the tensor after it."""
+    """A move without the state before it. ``even`` says whether all ranks hold equally large parts after the move."""
 
     kind: Kind
     group: _Group
@@ -180,7 +189,7 @@ class _Step(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """The ways for a group to leave a state: by ``step``, whatever the end of the path is, and if ``open``, by cuts."""
+    """A group's steps from a state: ``step`` makes the group Replicate; if ``open`` is true, steps may also cut it."""
 
     group: _Group
     step: _Step | None
@@ -195,7 +204,7 @@ def _tensor(
 
 
 class _Tensor:
-    """All steps of a tensor on a mesh, with their times. Searches share the steps that earlier searches computed."""
+    """The steps of a tensor on a mesh, with their times. Searches reuse the steps that earlier searches computed."""
 
     def __init__(self, sizes: dict[str, int], links: dict[str, Link], shape: tuple[int, ...], item_bytes: int) -> None:
         self.sizes, self.links, self.shape, self.item_bytes = sizes, links, shape, item_bytes
@@ -213,9 +222,10 @@ class _Tensor:
     def steps(
         self, state: _State, end: _State, flat: int | None, cuts: list[list[Shard]], moved: int
     ) -> Iterator[_Step]:
-        """The steps from ``state`` on the way to ``end``, for groups whose axes are all in the bit set ``moved``, and
-        gathers of Flat. ``flat`` is the axis that is Flat in ``end``. A step makes uneven parts only if ``end`` has
-        them."""
+        """The steps from ``state`` that a search for ``end`` tries.
+
+        These are steps of groups whose axes are all in the bit set ``moved``, and gathers of Flat. ``flat`` is the axis
+        that is Flat in ``end``. A step may make uneven parts only if ``end`` has the same Shards."""
         if state not in self._starts:
             self._starts[state] = list(self._starts_of(state))
         for group, whole, is_open in self._starts[state]:
@@ -232,8 +242,10 @@ class _Tensor:
                     yield step
 
     def has_shortcut(self, start: _State, differ: int) -> bool:
-        """Whether one gather over joined axes, although it gathers more, may be faster than separate gathers over the
-        joined axes that are in the bit set ``differ``."""
+        """Whether one gather over joined axes may be faster than separate gathers over single axes.
+
+        The separate gathers are those over the joined axes in the bit set ``differ``. The one gather moves more data,
+        because it also gathers over the other joined axes."""
         for group in self.groups:
             differing = [axis for axis in group.axes if differ >> axis & 1]
             others = [axis for axis in group.axes if axis not in differing]
@@ -247,12 +259,14 @@ class _Tensor:
         return False
 
     def _gather(self, name: str, axes: tuple[int, ...]) -> tuple[float, float]:
-        """The seconds of an all-gather's latencies, and its seconds per byte of the result."""
+        """The seconds of latency in an all-gather, and its seconds for each byte of the result."""
         parts, link = self._parts(*axes), self.links.get(name) or Link()
         return ceil(log2(parts)) * link.latency_s, (parts - 1) / parts * link.byte_s
 
     def _starts_of(self, state: _State) -> Iterator[_Start]:
-        """The ways to leave a state. Flat cuts what other axes leave; until Flat is gathered, they may only reduce."""
+        """The steps by which each group can leave a state.
+
+        Flat cuts the part that the other axes leave. So until Flat is gathered, the other axes may only all-reduce."""
         flat = state.index(Flat()) if Flat() in state else None
         if flat is not None:
             yield _Start(self.groups[flat], self._step("all_gather", self.groups[flat], state, None), False)
@@ -269,7 +283,7 @@ class _Tensor:
                 yield _Start(group, self._step("all_gather", group, state, None), True)
 
     def _cut(self, state: _State, group: _Group, cut: Shard | Flat) -> _Step | None:
-        """The step that gives a group the placement ``cut``; None if no move does."""
+        """The step that gives a group the placement ``cut``; None if no single move can do this."""
         key = (state, group.number, cut)
         if key not in self._cuts:
             self._cuts[key] = self._cut_of(state, group, cut)
@@ -305,7 +319,7 @@ class _Tensor:
         return _Step(kind, group, placement, after, self._seconds(kind, group, state, after), order, True)
 
     def move(self, before: _State, step: _Step) -> Move:
-        """The public form of a step from the state ``before``."""
+        """The ``Move`` that corresponds to a step from the state ``before``."""
         cut = step.after[step.group.axes[0]]
         target = cut if step.kind == "all_to_all" and isinstance(cut, Shard) else None
         assert isinstance(step.placement, Shard | Flat | Partial)
@@ -315,8 +329,10 @@ class _Tensor:
         return {axis: placement for axis, placement in zip(self.names, state, strict=True) if placement is not None}
 
     def _fits(self, group: _Group, cut: Shard, state: _State) -> bool:
-        """Whether the axes can cut this way, given the cuts of other axes: on one dim, an inner factor must begin where
-        the parts of an outer factor begin, and outer axes must cut a factor before inner axes."""
+        """Whether the axes of a group can have the Shard ``cut``, given the Shards of the other axes on the same dim.
+
+        The parts of an outer factor must contain whole blocks of an inner factor. If several axes cut one factor, outer
+        axes must cut it before inner axes."""
         return all(
             self._nests(axis, cut, other, placement)
             for axis in group.axes

@@ -1,4 +1,4 @@
-"""The result of a benchmark: the measurements, their settings, and the claims that they support."""
+"""The result of a benchmark: the measurements, their settings, and the findings that follow from them."""
 
 import statistics
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ Scalar = str | int | float | bool
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of a result. A required value may be missing: `meshwright bench lint` then refuses it by rule and key."""
+    """A part of a result file. The part may lack a required value; `meshwright bench lint` reports it then."""
 
 
 class Machine(_Part, frozen=True, kw_only=True):
-    """The machine of the measurements."""
+    """The machine on which the measurements were made."""
 
     cpu: str = ""
     """The processor's name."""
     cores: Count = 0
     """The number of cores that the processes could use."""
     accelerators: tuple[str, ...] = ()
-    """The names of the GPUs that ranks ran on; empty: ranks ran on the cores."""
+    """The names of the GPUs on which ranks ran; empty: ranks ran on the cores."""
     system: str = ""
     """The operating system."""
 
@@ -36,7 +36,7 @@ class Machine(_Part, frozen=True, kw_only=True):
 
 
 class Settings(_Part, frozen=True, kw_only=True):
-    """The settings that decide speed and accuracy, apart from the program itself."""
+    """The settings of a measurement that change its speed or accuracy."""
 
     dtype: str = ""
     """The precision of the computation."""
@@ -45,28 +45,28 @@ class Settings(_Part, frozen=True, kw_only=True):
     threads: Count = 0
     """The number of threads of each rank."""
     sizes: dict[str, Scalar] = {}
-    """Sizes of model, batch and problem, by name."""
+    """Maps the names of sizes (of the model, batch or problem) to their values."""
 
 
 class Series(_Part, frozen=True, omit_defaults=True, kw_only=True):
     """Repeated measurements of one program."""
 
     seconds: tuple[Seconds, ...] = ()
-    """Seconds per step of each repetition; if ranks work together, those of the slowest rank."""
+    """Seconds per step, for each repetition. If ranks work together, these are the seconds of the slowest rank."""
     steps: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """The number of steps in a repetition; ``seconds`` has their mean."""
+    """The number of steps in a repetition. ``seconds`` has their mean time."""
     statistic: str = "median"
-    """How ``value_s`` follows from ``seconds``."""
+    """The statistic that gives ``value_s`` from ``seconds``, such as the median."""
     value_s: float = 0.0
-    """The one value of the series, in seconds."""
+    """The value of the series, in seconds."""
     settings: str = ""
     """The name of its settings in ``settings`` of the file."""
     run: str = ""
-    """The run that measured it: one tree of processes, on one machine, in one stretch of time."""
+    """The run that measured the series: a process and its child processes, on one machine, without a break."""
     machine: str = ""
-    """The machine, if it differs from that of the file."""
+    """The machine of the series, if it is not the machine of the file."""
     losses: tuple[float, ...] = ()
-    """The first losses, which show that two programs compute the same."""
+    """The losses of the first steps. They show that two programs compute the same."""
 
     @classmethod
     def of(cls, seconds: "tuple[float, ...] | list[float]", **others: Any) -> "Series":
@@ -78,26 +78,26 @@ class _Finding(_Part, frozen=True, kw_only=True, tag_field="kind"):
     target: str
     """The question or claim, in words."""
     verdict: Verdict
-    """``pass`` or ``fail``; ``undecided`` if the limit lies within the interval; ``reported`` if nothing is judged."""
+    """``pass``, ``fail``, ``undecided`` (the limit lies within the interval) or ``reported`` (nothing is judged)."""
     measured: str
-    """The answer that was measured, in words."""
+    """The measured answer, in words."""
     notes: dict[str, Any] = {}
-    """Further figures."""
+    """Further measured values, by name."""
 
 
 class Comparison(_Finding, frozen=True, kw_only=True, tag="comparison"):
-    """The time of one program over the time of another program that does the same."""
+    """The time of one program divided by the time of another program that computes the same."""
 
     series: dict[str, Series] = {}
-    """The measurements, by program."""
+    """Maps each program to its measurements."""
     ours: str = ""
     """The program whose time is the numerator."""
     baseline: str = ""
-    """The program whose time is the denominator: the fastest, if there are several peers."""
+    """The program whose time is the denominator. It is the fastest program if ours is compared with several."""
     ratio: float = 0.0
-    """``value_s`` of ours over that of the baseline."""
+    """The ``value_s`` of ours divided by the ``value_s`` of the baseline."""
     interval: Interval | None = None
-    """The interval with 95 % of the ratios of resampled repetitions."""
+    """The interval that holds 95 % of the ratios when repetitions are resampled."""
     limit: float | None = None
     """The largest ratio that passes."""
 
@@ -106,7 +106,7 @@ class ScalingPoint(_Part, frozen=True, kw_only=True):
     """The measurement at one number of ranks."""
 
     series: Series
-    """Seconds per step; its settings say the number of ranks."""
+    """The measured seconds per step. The settings of the series have the number of ranks."""
     batch: Count = 0
     """Samples in the global batch."""
     parameters: Count = 0
@@ -114,24 +114,24 @@ class ScalingPoint(_Part, frozen=True, kw_only=True):
     work: float = 0.0
     """The work of a step, in ``work_unit``."""
     speedup: float = 0.0
-    """Work per second, over that of the first point."""
+    """The work per second, divided by the work per second of the first point."""
     interval: Interval | None = None
-    """The interval with 95 % of the speed-ups of resampled repetitions."""
+    """The interval that holds 95 % of the speed-ups when repetitions are resampled."""
     efficiency: float = 0.0
-    """The speed-up over the growth of the number of ranks since the first point."""
+    """The speed-up, divided by the factor by which the number of ranks has grown since the first point."""
 
 
 class Scaling(_Finding, frozen=True, kw_only=True, tag="scaling"):
-    """The growth of speed with the number of ranks."""
+    """The speed-up of a program as the number of ranks grows."""
 
     scaling: str = ""
-    """``strong`` (model and batch stay), ``batch`` (the batch grows with the ranks), ``model`` (the model grows)."""
+    """``strong`` (model and batch stay equal) or, if it grows with the ranks, ``batch`` or ``model``."""
     base: str = ""
     """The program of the first point: the same program on one rank, or the best serial program."""
     work_unit: str = ""
     """The unit of work: ``tok``, ``samples`` or ``FLOP``."""
     points: tuple[ScalingPoint, ...] = ()
-    """The measurements, by rising number of ranks."""
+    """The measurements, in order of rising numbers of ranks."""
     limit: float | None = None
     """The smallest speed-up of the last point that passes."""
 
@@ -144,11 +144,11 @@ class Peak(_Part, frozen=True, kw_only=True):
     dtype: str = ""
     """The precision of the peak."""
     found: str = ""
-    """The source of the peak: the program that measured it, or the data sheet, or the clock and width."""
+    """The source of the peak: the program that measured it, a data sheet, or the clock rate times the vector width."""
 
 
 class Utilization(_Finding, frozen=True, kw_only=True, tag="utilization"):
-    """The fraction of a peak that is reached."""
+    """The fraction of the peak speed that a program reaches."""
 
     series: Series
     """Seconds per step."""
@@ -157,9 +157,9 @@ class Utilization(_Finding, frozen=True, kw_only=True, tag="utilization"):
     peak: Peak = Peak()
     """The peak that counts as 100 %."""
     fraction: float = 0.0
-    """FLOP/s over the peak."""
+    """The reached FLOP/s, divided by the peak."""
     interval: Interval | None = None
-    """The interval with 95 % of the fractions of resampled repetitions."""
+    """The interval that holds 95 % of the fractions when repetitions are resampled."""
 
 
 class Accuracy(_Finding, frozen=True, kw_only=True, tag="accuracy"):
@@ -174,7 +174,7 @@ class Accuracy(_Finding, frozen=True, kw_only=True, tag="accuracy"):
 
 
 class Check(_Finding, frozen=True, kw_only=True, tag="check"):
-    """A check with the same outcome in every run: counts, errors, bytes; no times."""
+    """A check that has the same outcome in every run, because it does not depend on times."""
 
     passed: Count = 0
     """The number of cases that were right."""
@@ -183,7 +183,7 @@ class Check(_Finding, frozen=True, kw_only=True, tag="check"):
 
 
 class Duration(_Finding, frozen=True, kw_only=True, tag="duration"):
-    """A time that is not compared with the time of another program."""
+    """A measured time that is compared only with a limit."""
 
     series: Series
     """The measured seconds."""
@@ -192,14 +192,14 @@ class Duration(_Finding, frozen=True, kw_only=True, tag="duration"):
 
 
 class PredictedTime(_Finding, frozen=True, kw_only=True, tag="prediction"):
-    """A measured time, and the time that was predicted before the run."""
+    """A measured time, and the time that was predicted for it before the run."""
 
     series: Series
     """The measured seconds."""
     predicted_s: float = 0.0
     """The predicted seconds."""
     error: float = 0.0
-    """``predicted_s`` over ``value_s`` of the series, minus one; negative: the run took longer than predicted."""
+    """``predicted_s`` divided by ``value_s`` of the series, minus 1; negative: the run took longer than predicted."""
     limit: float | None = None
     """The largest error, positive or negative, that passes."""
 
@@ -216,7 +216,7 @@ class BatchPoint(_Part, frozen=True, kw_only=True):
     lr: float = 0.0
     """The highest learning rate."""
     steps: tuple[Count, ...] = ()
-    """The steps until the goal was reached, for each seed; 0: the goal was not reached."""
+    """The number of steps until the goal was reached, for each seed; 0: the goal was not reached."""
     losses: tuple[float, ...] = ()
     """The last evaluated loss of each seed; 0: the run ended before the first evaluation."""
     steps_to_target: Count = 0
@@ -228,24 +228,25 @@ class BatchPoint(_Part, frozen=True, kw_only=True):
 
 
 class BatchSizes(_Finding, frozen=True, kw_only=True, tag="batch-size"):
-    """The steps and time until a goal is reached, by batch size."""
+    """The steps and time until training reaches a goal, at several batch sizes."""
 
     metric: str = ""
     """The metric that should become low: ``held-out loss``."""
     goal: float = 0.0
     """The goal is reached when the metric is at most this value."""
     points: tuple[BatchPoint, ...] = ()
-    """The measurements, by rising batch size."""
+    """The measurements, in order of rising batch sizes."""
     knees: dict[str, float] = {}
-    """The batch size, by rule, at which the fitted steps S_min + E_min / batch are twice their minimum: E_min / S_min
-    (McCandlish et al. 2018, arXiv:1812.06162). A rule is missing if its value is not between 0 and infinity."""
+    """Maps a rule to its critical batch size: E_min / S_min, at which the fitted steps S_min + E_min / batch are twice
+    their minimum (McCandlish et al. 2018, arXiv:1812.06162). A rule is missing if this value is not finite and
+    positive."""
 
 
 Finding = BatchSizes | Comparison | Scaling | Utilization | Accuracy | Check | Duration | PredictedTime
 
 
 class Result(_Part, frozen=True, kw_only=True):
-    """A result file: all findings of a benchmark, with its machine and settings."""
+    """A result file: all findings of a benchmark, with the machine and the settings."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -255,38 +256,38 @@ class Result(_Part, frozen=True, kw_only=True):
     command: str = ""
     """The command that makes the file again."""
     script: str = ""
-    """The Python file that measures, from the root of the repository; empty: Meshwright's own command line does."""
+    """The Python file that measures, as a path in the repository; empty: the command line of Meshwright measures."""
     commit: str = ""
-    """The commit that was measured; with a ``+`` if files differed from it."""
+    """The commit that was measured, with ``+`` appended if files differed from the commit."""
     date: str = ""
     """The day of the measurements, such as 2026-01-31."""
     machine: Machine = Machine()
     """The machine of the measurements."""
     versions: dict[str, str] = {}
-    """The versions of Python and of the libraries that decide the figures."""
+    """The versions of Python and of the libraries on which the measured values depend."""
     timed: str = ""
-    """What lies between the start and the end of a measurement, and how it is repeated."""
+    """A description of the work that is timed, and of how the measurement is repeated."""
     settings: dict[str, Settings] = {}
-    """The settings of series and accuracies, by name."""
+    """Maps a name to the settings that series and accuracies refer to by this name."""
     findings: tuple[Finding, ...] = ()
     """The findings of the benchmark."""
 
     def keyed(self) -> Iterator[tuple[str, Finding]]:
-        """All findings with their keys, as in ``findings[0]``."""
+        """All findings with their keys, such as ``findings[0]``."""
         return ((f"findings[{index}]", finding) for index, finding in enumerate(self.findings))
 
     def every_series(self) -> Iterator[tuple[str, Series]]:
-        """All series with their keys, as in ``findings[0].series.eager``."""
+        """All series with their keys, such as ``findings[0].series.eager``."""
         for key, finding in self.keyed():
             yield from series_of(finding, key)
 
     def settings_of(self, series: Series) -> Settings:
-        """The settings of a series; empty settings if the file does not have them."""
+        """The settings of a series; default settings if the file does not contain them."""
         return self.settings.get(series.settings, Settings())
 
 
 def series_of(finding: Finding, key: str) -> Iterator[tuple[str, Series]]:
-    """The series of a finding, with their keys below ``key``."""
+    """The series of a finding, each with its key in the file. ``key`` is the key of the finding."""
     if isinstance(finding, Comparison):
         yield from ((f"{key}.series.{name}", series) for name, series in finding.series.items())
     elif isinstance(finding, Scaling | BatchSizes):

@@ -1,4 +1,4 @@
-"""How an operator may be split: einops-like patterns whose letters are factors."""
+"""Rules: patterns like those of einops that say how an operator may be split. A letter of a pattern is a factor."""
 
 import re
 from collections.abc import Iterator
@@ -11,22 +11,24 @@ from meshwright.errors import RuleError
 ONE_AXIS = ("ring", "all_to_all")
 """Decompositions that work over one mesh axis only."""
 OWN = "own"
-"""The factor that splits batch norm's samples into parts with separate statistics. Its decomposition begins with the
-same word."""
+"""The name of the factor that splits batch norm's samples into parts with separate statistics. Its decomposition begins
+with the same word."""
 HALO = "halo"
-"""The decomposition that exchanges rows with neighbours."""
+"""The decomposition in which ranks exchange rows with their neighbours."""
 PARTS = "parts"
-"""The decomposition that communicates nothing, but needs parts that are contiguous rows."""
+"""The decomposition in which ranks exchange nothing, but every part must be contiguous rows."""
 DECOMPOSITIONS = ("sum", "gather", *ONE_AXIS, HALO, PARTS)
-"""The ways to combine the parts of a factor."""
+"""The ways in which the results of ranks are combined if a factor is split by a decomposition."""
 
 _TOKEN = re.compile(r"[()]|[!~]?[A-Za-z_][A-Za-z0-9_]*|\d+|(\S.*)")
-"""A bracket, a letter with its mark, a size, or the rest of the text if it cannot be read."""
+"""Matches a bracket, a letter with its mark, a size, or the rest of the text if it cannot be read."""
 
 
 class Factor(msgspec.Struct, frozen=True):
-    """One letter inside a dim of a pattern. ``name`` is empty for a literal size (which cannot be split). ``fixed`` is
-    the mark ``!``, ``stencil`` the mark ``~``."""
+    """One letter or literal size inside a dim of a pattern.
+
+    ``name`` is the letter. It is empty for a literal size, which cannot be split. ``fixed`` says whether the letter has
+    the mark ``!``. ``stencil`` says whether it has the mark ``~``."""
 
     name: str
     size: int | None = None
@@ -43,7 +45,7 @@ Dim = tuple[Factor, ...]
 
 
 class Operand(msgspec.Struct, frozen=True):
-    """One tensor of a pattern: its dims, and its number of ``^`` (0: the operator is not linear in it)."""
+    """One tensor of a pattern. ``linear`` is its number of carets (0: the operator is not linear in this tensor)."""
 
     dims: tuple[Dim, ...]
     linear: int = 0
@@ -56,7 +58,7 @@ class Operand(msgspec.Struct, frozen=True):
         )
 
     def find(self, name: str) -> tuple[int, int] | None:
-        """The place of factor ``name``: (dim, position inside that dim), or None."""
+        """The place of factor ``name``: (dim, position inside that dim); None if the tensor lacks the factor."""
         for index, dim in enumerate(self.dims):
             for position, factor in enumerate(dim):
                 if factor.name == name:
@@ -65,7 +67,7 @@ class Operand(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern: input operands and output operands."""
+    """A parsed pattern, with the operands for inputs and for outputs."""
 
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
@@ -74,15 +76,15 @@ class Pattern(msgspec.Struct, frozen=True):
         return ", ".join(map(str, self.inputs)) + " -> " + ", ".join(map(str, self.outputs))
 
     def factor_names(self) -> tuple[str, ...]:
-        """Every letter, in order of appearance."""
+        """All letters of the pattern, in order of appearance."""
         return tuple(dict.fromkeys(factor.name for factor in self._factors() if factor.name))
 
     def fixed_names(self) -> frozenset[str]:
-        """The letters that carry ``!`` anywhere: they cannot be split."""
+        """The letters with the mark ``!`` in any operand: the pattern alone cannot split them."""
         return frozenset(factor.name for factor in self._factors() if factor.fixed)
 
     def stencil_names(self) -> frozenset[str]:
-        """The letters that carry ``~`` anywhere: splitting them needs a halo."""
+        """The letters with the mark ``~`` in any operand: splitting them needs a halo."""
         return frozenset(factor.name for factor in self._factors() if factor.stencil)
 
     def _factors(self) -> Iterator[Factor]:
@@ -92,22 +94,28 @@ class Pattern(msgspec.Struct, frozen=True):
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one operator may be split.
 
-    ``pattern`` reads ``"b s k, k f -> b s f"``: one operand per tensor, separated by commas. A letter is a factor,
-    ``(b s)`` a dim made of several factors (outermost first), a number a literal size, ``.`` a scalar. A factor that is
-    missing on the right is reduced: splitting it leaves the outputs Partial(``reduction``). ``!f`` cannot be split.
-    ``~y`` is a stencil, which reads neighbours: a decomposition that exchanges halos splits it. ``^`` before operands:
-    the operator is linear in all operands with this number of carets together, so a Partial may pass through unreduced.
+    ``pattern`` is text such as ``"b s k, k f -> b s f"``, with one operand for each tensor, separated by commas. A
+    letter is a factor. ``(b s)`` is a dim made of several factors, outermost first. A number is a literal size. ``.``
+    is a scalar. If a factor occurs only on the left, splitting it leaves the outputs Partial(``reduction``). A factor
+    ``!f`` cannot be split by the pattern alone. For a factor ``~y``, the operator reads neighbouring indices, so a
+    split needs a decomposition that exchanges halos. Carets mark operands: the operator is linear in all operands with
+    the same number of carets together, so they may be Partial, and then the outputs are Partial.
 
-    ``sizes`` are the global sizes of the letters. ``decompositions`` maps the factors that only a decomposition can
-    split to the way in which their parts are combined: ``{"v": "gather"}``. Outputs without the factor are whole after
-    ``sum``, ``gather``, ``ring`` and ``all_to_all``; the last two work over one mesh axis only. ``halo`` exchanges rows
-    with neighbours, ``parts`` exchanges nothing; both need parts that are contiguous rows. ``joint`` names factors that
-    stand for several letters. They split each operand by the first of these letters that it has: ``{"te": ("t", "e")}``
-    divides tokens and experts over the same ranks, ``{"yy": ("y", "y1")}`` the rows that a stride of 2 reads and the
-    rows that it makes. Only a decomposition can combine their parts. ``equal`` names factors whose parts must be equal;
-    parts of other factors may differ by one unit. The factor ``own`` splits batch norm's samples, but only on request,
-    because it changes the result: ``{"own": "own 1 2"}`` takes statistics of each part, so that outputs number 1 and 2
-    are each rank's own, and other outputs without the factor are terms of a sum."""
+    ``sizes`` maps each letter to its global size. ``decompositions`` maps each factor that only a decomposition can
+    split to the way in which the ranks' results are combined: ``{"v": "gather"}``. After ``sum``, ``gather``, ``ring``
+    and ``all_to_all``, the outputs without the factor are whole. ``ring`` and ``all_to_all`` work over one mesh axis
+    only. With ``halo``, ranks exchange rows with neighbours; with ``parts``, they exchange nothing. Both need parts
+    that are contiguous rows.
+
+    ``joint`` maps a factor that stands for several letters to these letters. The factor splits each operand by the
+    first of the letters that the operand has. ``{"te": ("t", "e")}`` splits tokens and experts over the same ranks.
+    ``{"yy": ("y", "y1")}`` splits the input rows and the output rows of an operator with a stride of 2. Only a
+    decomposition can split such a factor. ``equal`` names factors whose parts must be equal. Parts of other factors may
+    differ by one unit.
+
+    The factor ``own`` splits batch norm's samples so that each part has its own statistics. This changes the result, so
+    only a user's request splits it. ``{"own": "own 1 2"}`` says that outputs number 1 and 2 (the statistics) are
+    different on each rank. Other outputs without the factor are terms of a sum."""
 
     pattern: str
     sizes: dict[str, int]
@@ -118,11 +126,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def parsed(self) -> Pattern:
-        """The pattern as operands (cached by text)."""
+        """The parsed pattern. Equal texts are parsed once."""
         return parse_pattern(self.pattern)
 
     def members(self, name: str) -> tuple[str, ...]:
-        """The letters that factor ``name`` splits: itself, or the letters that it joins."""
+        """The letters that factor ``name`` splits: the letters in ``joint``, or only ``name`` itself."""
         return self.joint.get(name, (name,))
 
     def splittable(self, name: str) -> bool:
@@ -130,7 +138,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return name in self.sizes and (name in self.decompositions or name not in _marked(self.pattern))
 
     def decomposition(self, name: str) -> str:
-        """How the parts of factor ``name`` are combined; empty if the pattern alone splits it."""
+        """The decomposition that splits factor ``name``; empty if the pattern alone can split the factor."""
         return self.decompositions.get(name, "").partition(" ")[0]
 
     def sums(self, name: str) -> bool:
@@ -138,18 +146,18 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
     def owns(self, name: str, output: int) -> bool:
-        """Whether splitting ``name`` gives each rank its own output number ``output``."""
+        """Whether every rank has its own output number ``output`` (such as its own statistics) if ``name`` is split."""
         return self.decomposition(name) == OWN and str(output) in self.decompositions[name].split()[1:]
 
     def reduced(self, name: str, output: int) -> bool:
-        """Whether splitting ``name`` leaves output number ``output`` Partial."""
+        """Whether splitting factor ``name`` leaves output number ``output`` Partial."""
         whole = _written(self.pattern)[output].isdisjoint(self.members(name))
         return whole and self.sums(name) and not self.owns(name, output)
 
 
 @lru_cache(maxsize=8192)
 def parse_pattern(text: str) -> Pattern:
-    """Parse ``"^b k, ^^k f -> b f"``.
+    """Parse the text of a pattern, such as ``"^b k, ^^k f -> b f"``.
 
     Raises:
         RuleError: the text has no arrow, an empty operand, unbalanced brackets, an unknown mark, or a letter twice in
@@ -171,7 +179,7 @@ def _marked(text: str) -> frozenset[str]:
 
 @lru_cache(maxsize=8192)
 def _written(text: str) -> tuple[frozenset[str], ...]:
-    """The letters of each output."""
+    """The letters of each output of a pattern."""
     return tuple(frozenset(factor.name for dim in out.dims for factor in dim) for out in parse_pattern(text).outputs)
 
 

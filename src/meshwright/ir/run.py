@@ -1,4 +1,4 @@
-"""A run as data: what is trained, on which data, how and where. Its file is RUN.toml."""
+"""A training run as data: the contents of RUN.toml."""
 
 import math
 from pathlib import Path
@@ -27,14 +27,14 @@ class _Data(Section, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class TextData(_Data, frozen=True, kw_only=True, tag="text"):
-    """Text as bytes (a byte is a token), in windows; the last part is held out."""
+    """Text, cut into windows of bytes. Every byte is a token. The end of the text is held out for evaluation."""
 
     paths: str | tuple[str, ...] = STANDARD_LIBRARY
-    """Files or globs, joined in order; or ``standard-library``: Python's own documentation and sources."""
+    """Files or globs, joined in order; or ``standard-library``, which is Python's own documentation and sources."""
     sequence_length: Positive = 256
     """Tokens in a window."""
     max_bytes: Count = 0
-    """Use at most this number of bytes; 0: all (of the standard library: 8,000,000)."""
+    """The largest number of bytes to use; 0: all bytes, or 8,000,000 of ``standard-library``."""
 
 
 class DigitsData(_Data, frozen=True, kw_only=True, tag="digits"):
@@ -42,14 +42,14 @@ class DigitsData(_Data, frozen=True, kw_only=True, tag="digits"):
 
 
 class TensorsData(_Data, frozen=True, kw_only=True, tag="tensors"):
-    """Named tensors with one row per sample; the loss reads them by these names."""
+    """Named tensors with one row for each sample. The loss reads the tensors by their names."""
 
     path: str
     """A ``.npz``, ``.safetensors`` or ``.pt`` file (a dict of tensors)."""
 
 
 class RandomData(_Data, frozen=True, kw_only=True, tag="random"):
-    """Random ``inputs`` and ``label``: for planning, verifying and timing, not for learning."""
+    """Random tensors ``inputs`` and ``label``, to plan, verify and time a step. A model cannot learn from them."""
 
     shape: tuple[Positive, ...] = (64,)
     """Shape of one sample."""
@@ -66,29 +66,30 @@ Data = TextData | DigitsData | TensorsData | RandomData
 
 
 class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The layout of the step: sizes, or a plan file. By default all ranks divide the batch."""
+    """The layout of the step, as sizes or as a plan file. By default, all ranks are data-parallel."""
 
     dp: int = -1
-    """Data-parallel size; -1: all ranks that the other sizes leave."""
+    """Data-parallel size; -1: the number of ranks that the other sizes leave."""
     plan: str = ""
-    """A plan file (``meshwright plan --output``) in place of sizes, or ``auto``: the fastest layout that the planner
-    finds (in ``precision``, with ``offload`` if memory requires it), unless another key of this table sets a layout."""
+    """A plan file (from ``meshwright plan --output``) in place of sizes, or ``auto``. With ``auto``, the planner
+    searches for the fastest layout, unless another key of this table sets a layout. It uses ``precision``, and
+    ``offload`` if memory requires this."""
     cluster: str = ""
     """The cluster for which the step is planned: a name or a file; empty: this machine."""
     seconds: float | None = None
-    """The seconds after which ``plan = "auto"`` takes the best layout so far; by default it compares all layouts."""
+    """The seconds after which ``plan = "auto"`` takes the best layout so far. By default, it compares all layouts."""
     strict: bool = False
     """Refuse a model with an operator that no rule splits, instead of running that operator whole on every rank."""
 
     @property
     def searched(self) -> bool:
-        """Whether the planner searches for the layout; it then gets ``precision`` and ``offload``."""
+        """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision or offload may be)."""
         asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none")
         return self.plan == "auto" and asked == RunLayout().sizes()
 
     @property
     def file(self) -> str:
-        """The path of the plan file; empty if there is none."""
+        """The path of the plan file; empty if the table names no plan file."""
         return self.plan if self.plan != "auto" else ""
 
     def sizes(self) -> Layout:
@@ -102,8 +103,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class _Optimizer(Section, frozen=True, kw_only=True, tag_field="name"):
     lr: Rate = 1e-3
-    """Learning rate: the highest, if a schedule lowers it; for ``schedule.base_batch_size``, if ``schedule.scaling``
-    scales it."""
+    """The learning rate. If a schedule changes it during the run, this is the highest. If ``schedule.scaling`` scales
+    it with the batch size, this is the learning rate for ``schedule.base_batch_size``."""
     weight_decay: Rate = 0.0
     """Weight decay."""
 
@@ -161,7 +162,7 @@ class Adagrad(_Optimizer, frozen=True, kw_only=True, tag="adagrad"):
 
 class _LayerWise(_Optimizer, frozen=True, kw_only=True):
     adapt_vectors: bool = True
-    """Whether parameters with fewer than two dims (biases, gains of norms) are scaled too, or take the plain step."""
+    """Whether the steps of parameters with fewer than two dims (biases, gains of norms) are scaled by norms too."""
 
 
 class _LayerWiseMomentum(_LayerWise, frozen=True, kw_only=True):
@@ -172,16 +173,16 @@ class _LayerWiseMomentum(_LayerWise, frozen=True, kw_only=True):
 
 
 class LARS(_LayerWiseMomentum, frozen=True, kw_only=True, tag="lars"):
-    """``meshwright.optim.LARS`` (You, Gitman, Ginsburg 2017): momentum SGD, scaled by the norms of each tensor."""
+    """``meshwright.optim.LARS`` (You, Gitman, Ginsburg 2017): momentum SGD with a scale for each tensor's step."""
 
     lr: Rate = 1.0
-    """Learning rate; each tensor multiplies it by a ratio of its own, of about ``trust_coefficient``."""
+    """The learning rate. For each tensor, it is multiplied by a ratio of norms, times ``trust_coefficient``."""
     trust_coefficient: Rate = 0.001
     """A tensor's step relative to its norm, at a learning rate of 1."""
 
 
 class LARC(_LayerWiseMomentum, frozen=True, kw_only=True, tag="larc"):
-    """``meshwright.optim.LARC``: momentum SGD, with each tensor's learning rate at most that of LARS."""
+    """``meshwright.optim.LARC``: like LARS with a learning rate of 1, but no tensor's learning rate is above ``lr``."""
 
     lr: Rate = 0.1
     """The largest learning rate of any tensor."""
@@ -190,7 +191,7 @@ class LARC(_LayerWiseMomentum, frozen=True, kw_only=True, tag="larc"):
 
 
 class LAMB(_LayerWise, frozen=True, kw_only=True, tag="lamb"):
-    """``meshwright.optim.LAMB`` (You et al. 2020): Adam, scaled by the norms of each tensor."""
+    """``meshwright.optim.LAMB`` (You et al. 2020): Adam with a scale for each tensor's step, from the norms."""
 
     weight_decay: Rate = 0.01
     """Weight decay, decoupled from the gradient."""
@@ -204,8 +205,9 @@ Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB
 
 
 class LearningRate(Section, frozen=True, kw_only=True):
-    """The course of the learning rate: a linear warm-up, then a decay to ``final`` times the highest learning rate; and
-    its scaling with the batch size."""
+    """The change of the learning rate during a run, and its scaling with the batch size.
+
+    A linear warm-up is followed by a decay to ``final`` times the highest learning rate."""
 
     name: Literal["none", "linear", "cosine"] = "none"
     """The shape of the decay; ``none``: no decay."""
@@ -216,16 +218,16 @@ class LearningRate(Section, frozen=True, kw_only=True):
     final: Fraction = 0.1
     """The last learning rate, as a fraction of the highest."""
     scaling: Scaling = "none"
-    """``linear`` multiplies ``optimizer.lr`` by the batch size over ``base_batch_size``, ``sqrt`` by the root of this
-    ratio."""
+    """``linear`` multiplies ``optimizer.lr`` by the batch size divided by ``base_batch_size``. ``sqrt`` multiplies it
+    by the square root of this ratio."""
     base_batch_size: Count = 0
     """The batch size for which ``optimizer.lr`` was found; required if ``scaling`` is not ``none``."""
     batch_sizes: tuple[tuple[Positive, Positive], ...] = ()
-    """Pairs of a step and the global batch size from that step on, in place of ``data.batch_size``:
-    ``[[500, 32], [800, 64]]`` (Smith et al. 2018, arXiv:1711.00489)."""
+    """Pairs of a step and the global batch size from that step on: ``[[500, 32], [800, 64]]`` (Smith et al. 2018,
+    arXiv:1711.00489). Before the first of these steps, it is ``data.batch_size``."""
 
     def factor(self, step: int, steps: int, batch_size: int = 0) -> float:
-        """The factor of the learning rate at ``step`` (from 0) of ``steps``, for a batch of ``batch_size`` samples."""
+        """The factor for ``optimizer.lr`` in ``step`` (from 0) of ``steps``, for batches of ``batch_size`` samples."""
         highest = scaled_by(self.scaling, batch_size, self.base_batch_size) if self.scaling != "none" else 1.0
         if step < self.warmup_steps and self.warmup_from == "base":
             return 1 + (highest - 1) * step / self.warmup_steps
@@ -239,23 +241,23 @@ class LearningRate(Section, frozen=True, kw_only=True):
         return highest
 
     def batch_size(self, step: int, first: int) -> int:
-        """The number of samples in the global batch of ``step`` (from 0), if the run begins with ``first``."""
+        """The global batch size in ``step`` (counted from 0) of a run that begins with the batch size ``first``."""
         return next((size for begin, size in reversed(self.batch_sizes) if step >= begin), first)
 
 
 class Train(Section, frozen=True, kw_only=True):
-    """Steps, seed, checkpoints and ranks of the run."""
+    """The settings of the training loop: steps, seed, checkpoints and ranks."""
 
     steps: Positive = 1000
     """The number of training steps."""
     max_grad_norm: Rate = 0.0
-    """Clip gradients to this norm over the whole model; 0: do not clip."""
+    """The norm of the whole model's gradient to which gradients are clipped; 0: no clipping."""
     seed: int = 0
-    """Seed of initial values, data order and dropout."""
+    """The seed of initial values, data order and dropout."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """The dtype of parameters and of floating-point data."""
     compile: bool = False
-    """Fuse operators into kernels with torch.compile's inductor, which needs a C++ compiler. Only rounding changes."""
+    """Whether torch.compile fuses operators into kernels. This needs a C++ compiler. Only rounding changes."""
     log_every: Positive = 10
     """Steps between log lines."""
     evaluate_every: Count = 0
@@ -265,15 +267,15 @@ class Train(Section, frozen=True, kw_only=True):
     keep: Positive = 2
     """The number of checkpoints to keep."""
     directory: str = ""
-    """The folder of the run; empty: ``runs/`` and the name of the RUN file. A run that stopped there is continued."""
+    """The folder of the run; empty: ``runs/`` and the name of the run file. A stopped run in this folder continues."""
     ranks: Positive | Literal["auto"] = "auto"
-    """The number of processes; ``auto``: one per core, but no more than the layout and the batch can use."""
+    """The number of processes; ``auto``: one for each core, but not more than layout and batch can use."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """The port at which ranks meet; 0: any free port."""
+    """The network port at which ranks meet; 0: any free port."""
 
 
 class Sample(Section, frozen=True, kw_only=True):
-    """Text that a language model of bytes writes after training."""
+    """Text that a language model of bytes generates after training."""
 
     prompt: str = "\n"
     """The text that the model continues."""
@@ -284,7 +286,7 @@ class Sample(Section, frozen=True, kw_only=True):
 
 
 class Run(Section, frozen=True, kw_only=True):
-    """A whole RUN.toml."""
+    """The contents of a RUN.toml: one field for each table."""
 
     model: Model
     """The model to train."""
@@ -295,14 +297,14 @@ class Run(Section, frozen=True, kw_only=True):
     optimizer: Optimizer = AdamW()
     """The optimizer."""
     schedule: LearningRate = LearningRate()
-    """The course of the learning rate."""
+    """The change of the learning rate during the run."""
     train: Train = Train()
-    """Steps, seed, checkpoints, ranks."""
+    """The training loop: steps, seed, checkpoints and ranks."""
     sample: Sample | None = None
-    """Text to write at the end."""
+    """Text to generate after training."""
 
     def num_ranks(self, num_cores: int) -> int:
-        """The number of processes to start on ``num_cores`` cores (or GPUs): all that layout and batch can use."""
+        """The number of processes to start on ``num_cores`` cores (or GPUs): as many as layout and batch can use."""
         if self.layout.file:
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
@@ -322,6 +324,6 @@ class Run(Section, frozen=True, kw_only=True):
         return [self.schedule.batch_size(step, self.data.batch_size) for step in range(self.train.steps)]
 
     def lr_factors(self) -> list[float]:
-        """The factor of the optimizer's learning rate in each step."""
+        """The factor that multiplies the optimizer's learning rate in each step."""
         steps = self.train.steps
         return [self.schedule.factor(step, steps, size) for step, size in enumerate(self.batch_sizes())]

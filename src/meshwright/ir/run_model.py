@@ -1,4 +1,4 @@
-"""The models of a run file: all forms of its table [model]."""
+"""The table [model] of a run file, with one struct for each model."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,13 +13,13 @@ Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of RUN.toml: values that cannot be changed, no unknown keys."""
+    """A table of RUN.toml. Its values cannot be changed, and unknown keys are errors."""
 
 
 class _Model(Section, frozen=True, kw_only=True, tag_field="name"):
     loss: str = ""
-    """``language_model``, ``classification``, ``segmentation``, or ``package.module:function``; empty: the loss of the
-    model itself."""
+    """The loss: ``language_model``, ``classification``, ``segmentation`` or ``package.module:function``; empty: the
+    usual loss of this model."""
 
 
 class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
@@ -32,7 +32,7 @@ class GPTModel(_Model, frozen=True, kw_only=True, tag="gpt"):
     heads: Positive = 4
     """Attention heads per block."""
     vocabulary: Positive = 256
-    """Number of different tokens; text is bytes: 256."""
+    """Number of different tokens. Text data has 256, because its tokens are bytes."""
     sequence_length: Count = 0
     """The number of positions of the model; 0: ``data.sequence_length``."""
     dropout: Fraction = 0.0
@@ -45,7 +45,7 @@ class MLPModel(_Model, frozen=True, kw_only=True, tag="mlp"):
     """``meshwright.models.MLP``: linear layers with ReLU between them."""
 
     sizes: Annotated[tuple[Positive, ...], Meta(min_length=2)] = (64, 64, 10)
-    """Values per sample, then outputs of each layer; the last is the number of classes."""
+    """The number of values per sample, then the number of outputs of each layer. The last is the number of classes."""
     bias: bool = True
     """Whether the layers have a bias."""
 
@@ -83,7 +83,7 @@ class ResNetModel(_ImageModel, frozen=True, kw_only=True, tag="resnet"):
     """``meshwright.models.ResNet``: a small residual network with batch normalization."""
 
     depth: Layers = 8
-    """Layers with weights on the main path: 8, 14, 20, ..."""
+    """Number of layers with weights on the main path: 8, 14, 20, ..."""
     width: Positive = 16
     """Channels of the first stage."""
     classes: Positive = 10
@@ -113,7 +113,7 @@ class GoogLeNetModel(_ImageModel, frozen=True, kw_only=True, tag="googlenet"):
     """``meshwright.models.GoogLeNet``: modules of four parallel branches."""
 
     width: Positive = 64
-    """Channels of the stem, a multiple of 8; all other channels are in proportion."""
+    """Channels of the stem, a multiple of 8. The channels of all other layers are in proportion to it."""
 
 
 class WideResNetModel(_ImageModel, frozen=True, kw_only=True, tag="wide-resnet"):
@@ -128,8 +128,9 @@ class WideResNetModel(_ImageModel, frozen=True, kw_only=True, tag="wide-resnet")
 
 
 class UNetModel(_ImageModel, frozen=True, kw_only=True, tag="unet"):
-    """``meshwright.models.UNet``: levels that halve the image and double it back, with a class for each pixel. Its
-    ``loss`` is ``segmentation``, which reads ``image`` and ``label`` [n, y, x]."""
+    """``meshwright.models.UNet``: halves the image several times, doubles it again, and gives each pixel a class.
+
+    Its ``loss`` is ``segmentation``, which reads ``image`` and ``label`` [n, y, x]."""
 
     depth: Positive = 2
     """Number of times that the image is halved."""
@@ -138,14 +139,14 @@ class UNetModel(_ImageModel, frozen=True, kw_only=True, tag="unet"):
     classes: Positive = 4
     """Number of classes of a pixel."""
     norm: Literal["group", "batch"] = "group"
-    """Group norm (of each sample, in groups of channels) or batch norm (over the batch)."""
+    """Group norm or batch norm."""
 
 
 class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):
-    """Any model: ``factory(**arguments)`` returns it. ``name`` may be left out; ``loss`` must be given."""
+    """Any model that ``factory(**arguments)`` returns. ``name`` may be left out; ``loss`` must be given."""
 
     factory: str
-    """``package.module:function`` (or a class); the current folder is searched first."""
+    """A function or class, as ``package.module:function``. The current folder is searched first."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the factory."""
 

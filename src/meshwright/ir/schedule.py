@@ -1,4 +1,4 @@
-"""The schedule: the actions of every rank in one step, in order, in the text form of PyTorch's pipelining."""
+"""The schedule: the ordered actions of every rank in one step, written as in ``torch.distributed.pipelining``."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,11 @@ _ACTION = re.compile(r"([0-9]+)(F|I|W|B|(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUC
 class ActionKind(StrEnum):
     """The kind of an action. Its value is its text form in PyTorch.
 
-    ``F`` is forward. Backward is ``B``, or split into ``I`` (gradients of the stage's inputs) and ``W`` (gradients of
-    its parameters). A send or receive names the stage of its own rank: ``1SEND_F0`` on one rank matches ``2RECV_F0`` on
-    another, ``2SEND_B0`` matches ``1RECV_B0``. ``UNSHARD`` gathers the stage's parameters, ``RESHARD`` frees them, and
-    ``REDUCE_GRAD`` reduces its gradients, each for all micro-batches at once.
+    ``F`` is forward. Backward is ``B``, or it is split into ``I`` (gradients of the stage's inputs) and ``W``
+    (gradients of the stage's parameters). A send or receive names the stage of the rank that runs it. So ``1SEND_F0``
+    on one rank matches ``2RECV_F0`` on another rank, and ``2SEND_B0`` matches ``1RECV_B0``. ``UNSHARD`` gathers the
+    stage's parameters, ``RESHARD`` frees the gathered parameters, and ``REDUCE_GRAD`` reduces the stage's gradients.
+    Each of these three runs once for all micro-batches.
     """
 
     F = "F"
@@ -45,7 +46,7 @@ class ActionKind(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether the action belongs to one micro-batch; other actions belong to a whole step of a stage."""
+        """Whether the action belongs to one micro-batch. Otherwise, it belongs to the whole step of a stage."""
         return self not in _WHOLE_STEP
 
 
@@ -53,7 +54,7 @@ _WHOLE_STEP = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDU
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One action of a rank for one stage and one micro-batch (no micro-batch for ``REDUCE_GRAD`` and its like)."""
+    """One action of a rank for one stage. ``microbatch`` is None for ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``."""
 
     stage: int
     kind: ActionKind
@@ -71,7 +72,7 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_text(cls, text: str) -> "Action":
-        """Parse an action such as ``2F0``, ``1SEND_F0`` or ``3REDUCE_GRAD``; a ScheduleError if it is none."""
+        """Parse an action such as ``2F0`` or ``3REDUCE_GRAD``; raises a ScheduleError if the text is not an action."""
         match = _ACTION.fullmatch(text)
         if match is None:
             kinds = ", ".join(kind.value for kind in ActionKind)
@@ -83,7 +84,7 @@ class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ActionList:
-    """The actions of one rank, in order. Their form in a file is one string: ``0F0 0SEND_F0 0RECV_B0``."""
+    """The actions of one rank, in order. A file stores them as one string: ``0F0 0SEND_F0 0RECV_B0``."""
 
     __slots__ = ("actions",)
 
@@ -109,7 +110,7 @@ class ActionList:
         return f"ActionList({self.to_text()!r})"
 
     def to_text(self, separator: str = " ") -> str:
-        """The actions on one line."""
+        """The actions as one line of text."""
         return separator.join(map(str, self.actions))
 
     @classmethod
@@ -117,7 +118,7 @@ class ActionList:
         """Parse actions that are separated by spaces or commas; empty cells (idle steps) are left out.
 
         Raises:
-            ScheduleError: a word is no action; names its position (from 0) and its text.
+            ScheduleError: a word is not an action. The message has the word and its position, counted from 0.
         """
         actions: list[Action] = []
         for word in re.split(r"[,\s]+", text):
@@ -130,12 +131,13 @@ class ActionList:
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One step of all pipeline ranks. ``num_stages`` counts stages over all ranks; a rank holds ``num_chunks`` of them.
+    """The actions of all pipeline ranks in one step, for ``num_stages`` stages. A rank holds ``num_chunks`` stages.
 
-    A schedule is well formed, but may be impossible: ``schedules`` checks order, matching sends and deadlock.
+    This class checks only counts and indices. The package ``schedules`` checks whether the actions can run: it checks
+    their order, matching sends and receives, and deadlocks.
 
     Raises:
-        ScheduleError: an action has a stage or micro-batch that does not exist; names the rank and the position.
+        ScheduleError: a count is below 1, or an action has a stage or micro-batch that does not exist.
     """
 
     VERSION: ClassVar[int] = 1
@@ -174,7 +176,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
     ) -> "Schedule":
-        """The schedule with these actions by rank. Counts that are not given are the smallest that fit all actions."""
+        """The schedule with these lists of actions, one for each rank. By default, counts are the smallest that fit."""
         lists = tuple(ActionList(actions) for actions in ranks)
         if num_stages is None:
             num_stages = max((action.stage for actions in lists for action in actions), default=0) + 1
@@ -191,15 +193,15 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def to_text(self, separator: str = " ") -> str:
-        """One line of actions per rank; with ``separator=","`` the CSV that PyTorch's schedules read."""
+        """One line of actions for each rank. With ``separator=","``, it is the CSV that PyTorch's schedules read."""
         return "".join(actions.to_text(separator) + "\n" for actions in self.ranks)
 
     @classmethod
     def from_text(cls, text: str, *, name: str) -> "Schedule":
-        """Parse one line for each rank, actions separated by spaces or commas.
+        """Parse text with one line for each rank, in which spaces or commas separate actions.
 
         Raises:
-            ScheduleError: a word is no action; names its rank, its position (both from 0) and its text.
+            ScheduleError: a word is not an action. The message has the word and its rank and position.
         """
         ranks = []
         for rank, line in enumerate(text.splitlines()):

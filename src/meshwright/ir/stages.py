@@ -1,13 +1,13 @@
 """A graph cut into stages: the stage of every operator, and the tensors that cross from stage to stage.
 
-The first forward operator of every stage but the first defines a cut. Everything else follows:
+The cuts are given by the first forward operator of every stage except the first stage. They decide everything else:
 
-    forward operators   the stage follows from their place in the order of the trace
-    backward operators  the stage of their forward operator, or the lowest stage that their operands come from
-    crossing tensors    values that a later stage reads go up, from stage to stage; gradients (and other values that an
-                        earlier stage's backward reads) go down
-    tied weights        gradients of one parameter from several stages are not summed in the micro-batch: every stage
-                        keeps its own term, and the terms are added once a step
+    forward operators   belong to a stage by their place in the order of the captured operators
+    backward operators  belong to the stage of their forward operator, or to an earlier stage that made an operand
+    crossing tensors    a value that a later stage reads is sent up from stage to stage; a gradient (or another value)
+                        that the backward of an earlier stage reads is sent down
+    tied weights        if several stages compute terms of a gradient, every stage keeps its own term during the
+                        micro-batches, and the terms are added once a step
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,30 +23,31 @@ from meshwright.ir.placement import Placements, Shard, output_placements
 from meshwright.ir.schedule import ActionKind
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
-"""When a stage's work runs: before the step; once a step; in each micro-batch (two); once a step (two)."""
+"""When work runs: ``step``: before the step; ``forward``, ``backward``: in each micro-batch; else once a step."""
 INPUT, WEIGHT = "input", "weight"
-"""The two parts of a split backward: gradients that are sent, and gradients of parameters."""
+"""The two parts of a split backward: gradients of the stage's inputs, and gradients of its parameters."""
 PHASES = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, FINISH)
 LATE = (BACKWARD, INPUT, WEIGHT)
-"""Phases that read the values that ``forward`` keeps."""
+"""The phases that read values kept by ``forward``."""
 ALTERNATIVES = {BACKWARD: LATE, INPUT: (INPUT, BACKWARD), WEIGHT: (WEIGHT, BACKWARD)}
-"""For each backward phase, the phases that it never passes values to: a backward runs in one piece or in two."""
+"""Maps a backward phase to the phases that it never passes values to: backward runs in one piece or in two."""
 PHASE_OF = {
     ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: INPUT, ActionKind.W: WEIGHT,
     ActionKind.REDUCE_GRAD: REDUCE,
 }  # fmt: skip
-"""The phase that each kind of action runs. ``prologue`` and ``finish`` run once a step, without an action."""
+"""Maps a kind of action to the phase that it runs. ``prologue`` and ``finish`` run once a step, without an action."""
 _ADD, _CAST = "aten.add.Tensor", "aten._to_copy.default"
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """A graph cut into ``num_stages`` stages.
 
-    ``stage_of`` is the stage of forward and backward operators. Prologue operators belong to every stage that reads
-    them; additions that join gradients across stages belong to none. ``late`` are the operators of the backward pass.
-    ``up[s]`` are the tensors that stage s sends to s + 1, in the order in which they are made; ``down[s]`` those that
-    stage s + 1 sends to s. ``terms`` are the tensors whose sum is a stage's gradient, by parameter and stage.
-    ``owners`` are the stages that hold a parameter or buffer, ``casts`` the forward operators that cast a parameter.
+    ``stage_of`` maps a forward or backward operator to its stage. It does not contain prologue operators, which run in
+    every stage that reads their results, and additions of gradients from several stages, which run in no stage.
+    ``late`` names the operators of the backward pass. ``up[s]`` names the tensors that stage s sends to stage s + 1, in
+    the order in which they are made. ``down[s]`` names the tensors that stage s + 1 sends to stage s. ``terms`` maps a
+    parameter and a stage to the tensors whose sum is the stage's gradient of the parameter. ``owners`` maps a parameter
+    or buffer to the stages that hold it. ``casts`` names the forward operators that only cast a parameter.
     """
 
     num_stages: int
@@ -63,13 +64,15 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         return PROLOGUE if operator.prologue else BACKWARD if operator.name in self.late else FORWARD
 
     def phase_under(self, operator: Operator, released: Collection[str]) -> str:
-        """The phase of an operator if phases run apart: casts of parameters not ``released`` are in ``PROLOGUE``."""
+        """The phase of an operator in a program with separate phases.
+
+        Casts of parameters run in ``PROLOGUE``, unless the parameter is in ``released`` (freed after each use)."""
         if operator.name in self.casts and operator.inputs[0] not in released:
             return PROLOGUE
         return self.phase_of(operator)
 
     def pipeline_owners(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        """The pipeline ranks that hold each parameter or buffer. Stage s is on pipeline rank s mod ``num_ranks``."""
+        """Maps a parameter or buffer to the pipeline ranks that hold it. Stage s is on rank s mod ``num_ranks``."""
         return {name: tuple(sorted({stage % num_ranks for stage in stages})) for name, stages in self.owners.items()}
 
     def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
@@ -84,7 +87,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         return [*reversed(prologue), *(op for op in operators if not op.prologue)]
 
     def reduced_inputs(self, operator: Operator, producers: dict[str, Operator]) -> set[str]:
-        """The inputs that another stage makes: they are reduced over the mesh before they cross."""
+        """An operator's inputs that another stage makes. Partial sums among them are reduced before they are sent."""
         here = self.stage_of.get(operator.name)
         makers = ((name, producers[name].name) for name in operator.inputs if name in producers)
         return {name for name, maker in makers if here is not None and self.stage_of.get(maker, here) != here}
@@ -105,7 +108,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forward_operators(graph: Graph) -> list[Operator]:
-    """The operators that a cut divides: those that are not in the prologue and depend on no backward operator."""
+    """The forward operators: operators that are not in the prologue and do not depend on a backward operator."""
     late = _late(graph)
     return [operator for operator in graph.operators if not operator.prologue and operator.name not in late]
 
@@ -114,8 +117,8 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
     """Cut the graph before each of the operators ``firsts``, in their order.
 
     Raises:
-        PlanError: a name is no forward operator of the graph, the names are out of order, or the graph cannot be cut
-            there, because a forward value would have to go down or a gradient up.
+        PlanError: a name is not a forward operator of the graph, or the names are out of order, or a forward value
+            would have to be sent to an earlier stage, or a gradient to a later stage.
     """
     late = _late(graph)
     forward = [operator for operator in graph.operators if not operator.prologue and operator.name not in late]
@@ -152,8 +155,10 @@ def cut(graph: Graph, firsts: Sequence[str]) -> Cut:
 def border(
     graph: Graph, name: str, maker: Operator, strategy: dict[str, str], sizes: dict[str, int], *, uneven: bool
 ) -> Placements:
-    """The placements of a tensor that crosses to another stage: as ``maker`` splits it under ``strategy``, with
-    Partials reduced. Between stages with different submeshes (``uneven``), only its batch is cut, over dp."""
+    """The placements of a tensor while it is sent to another stage.
+
+    They are the placements that the operator ``maker`` gives the tensor under ``strategy``, with Partials reduced. If
+    stages have different submeshes (``uneven``), only the batch of the tensor is split, over dp."""
     placements = output_placements(maker.rule, strategy, maker.outputs.index(name), sizes) if maker.rule else {}
     over_time: Placements = {axis: placement for axis, placement in placements.items() if axis == TIME}
     if uneven:
@@ -162,7 +167,7 @@ def border(
 
 
 def given_batch(graph: Graph, name: str, sizes: Mapping[str, int]) -> Placements:
-    """The placements of an input of the step: its batch is cut over dp (and dp_shard); other axes replicate it."""
+    """The placements of an input of the step: its batch is split over dp (and dp_shard). Other axes replicate it."""
     axes = [axis for axis in DATA_AXES if axis in sizes]
     parts, tensor = prod(sizes[axis] for axis in axes), graph.tensors[name]
     for dim, classes in enumerate(tensor.dims) if parts > 1 else ():
@@ -176,7 +181,7 @@ def given_batch(graph: Graph, name: str, sizes: Mapping[str, int]) -> Placements
 
 
 def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
-    """The placements of a tensor whose batch is cut over dp; none if it has no batch or dp does not divide it."""
+    """The placements of a tensor whose batch is split over dp; empty if it has no batch that dp divides."""
     tensor, parts = graph.tensors[name], sizes.get("dp", 1)
     for dim, classes in enumerate(tensor.dims):
         batch = bool(classes) and graph.factor_classes[classes[0]].role == "batch"
@@ -186,9 +191,11 @@ def batch_border(graph: Graph, name: str, sizes: dict[str, int]) -> Placements:
 
 
 def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
-    """The buffers whose new value differs between micro-batches: it depends on samples, on a random number, or on such
-    a buffer. A value that the prologue makes from the whole batch differs only if it has samples. The buffers ``sums``,
-    which are summed over micro-batches once a step, do not count."""
+    """The buffers whose new value differs between micro-batches.
+
+    The new value depends on samples, on a random number, or on another of these buffers. A tensor that the prologue
+    makes differs only if it has a batch dim. The buffers ``sums``, which are summed over micro-batches once a step, are
+    left out."""
     batch = {name for name, factor in graph.factor_classes.items() if factor.role == "batch"}
 
     def samples(name: str) -> bool:
@@ -210,7 +217,7 @@ def differing_buffers(graph: Graph, sums: Collection[str]) -> frozenset[str]:
 
 
 def _late(graph: Graph) -> set[str]:
-    """The operators of the backward pass: marked as backward, or dependent on such an operator."""
+    """The operators of the backward pass: operators marked ``backward``, and all that depend on their results."""
     late: set[str] = set()
     outputs: set[str] = set()
     for operator in graph.operators:
@@ -246,8 +253,9 @@ def _forward_stages(forward: list[str], firsts: Sequence[str]) -> dict[str, int]
 def _terms(
     graph: Graph, producers: dict[str, Operator], stage_of: dict[str, int], late: set[str]
 ) -> dict[str, dict[int, tuple[str, ...]]]:
-    """The terms of each gradient, by parameter and stage. Removes additions of terms from several stages from
-    ``stage_of``."""
+    """Maps each parameter and stage to the terms of its gradient.
+
+    If several stages make terms, the additions of the terms are removed from ``stage_of``."""
     consumers = graph.consumers()
     result: dict[str, dict[int, tuple[str, ...]]] = {}
     for entry in graph.gradients:
@@ -349,7 +357,7 @@ def _owners(
 
 
 def _hold_for_prologue(graph: Graph, stage_of: dict[str, int], owners: dict[str, set[int]]) -> None:
-    """Add to ``owners`` the stages whose part of the prologue reads a parameter or buffer."""
+    """Add the stages whose prologue operators read a parameter or buffer to its ``owners``."""
     last, producers = max(stage_of.values(), default=0), graph.producers()
     needed: dict[str, set[int]] = {name: {last} for name in (graph.loss, *graph.metrics.values())}
     for buffer, update in graph.buffer_updates.items():
@@ -368,7 +376,7 @@ def _hold_for_prologue(graph: Graph, stage_of: dict[str, int], owners: dict[str,
 def _hold(
     owners: dict[str, set[int]], buffer: str, stages: set[int], known: set[int] | None = None, where: str = ""
 ) -> None:
-    """Let one stage hold a buffer; its new value is in this stage, or in the stages ``known``."""
+    """Make one stage the owner of a buffer. This stage, or the stages ``known``, must make the buffer's new value."""
     if owners[buffer] - stages or len(stages) > 1 or (known and stages - known):
         raise PlanError(
             f"buffer {buffer!r} is updated in stage {min(known or stages)} and read in another",

@@ -12,9 +12,11 @@ RESAMPLES = 2000
 
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A median, or a ratio of two medians, and the interval that holds 95 % of its values when repetitions are drawn
-    again with replacement (the percentile bootstrap: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993,
-    section 13.3). It has no standard deviation, because times are not normally distributed."""
+    """A median, or a ratio of two medians, with its 95 % interval.
+
+    The interval holds 95 % of the values that result when repetitions are drawn again with replacement (the percentile
+    bootstrap: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3). There is no standard
+    deviation, because times are not normally distributed."""
 
     value: float
     low: float
@@ -33,7 +35,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def inverse(self) -> "Estimate":
-        """The estimate of 1 / quantity: of a rate, if this estimate is of a time."""
+        """The estimate of 1 / quantity. If this estimate is of a time, the result is of a rate."""
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
 
@@ -43,8 +45,9 @@ def median(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of ``ours`` over the median of ``theirs``. Both ran in every round, at nearly the same time, so rounds
-    are resampled as pairs.
+    """The median of ``ours`` divided by the median of ``theirs``, with its interval.
+
+    Both programs ran in every round, at nearly the same time. So rounds are resampled as pairs.
 
     Raises:
         ValueError: the numbers of rounds differ.

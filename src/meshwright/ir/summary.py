@@ -8,10 +8,11 @@ from meshwright.ir.trace import Interval, Trace, length, union
 class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rank's step, in seconds and bytes.
 
-    ``step_s`` is the time of all ranks, from the first start to the last end in the trace. It is the sum of
-    ``compute_s`` (computing, without waits), ``exposed_s`` (waits for communication, including peers that come late to
-    a collective) and ``bubble_s`` (waits for another stage's values, and time without any span). ``hidden_s`` is
-    communication during which the rank does not wait. ``peak_bytes`` is the largest memory sample; 0 without samples.
+    ``step_s`` is equal on all ranks: the time from the first start to the last end in the trace. It is the sum of
+    ``compute_s``, ``exposed_s`` and ``bubble_s``. ``compute_s`` is the time of computing without waits. ``exposed_s``
+    is the time of waits for communication, including waits for peers that come late to a collective. ``bubble_s`` is
+    the time of waits for values of another stage, and the time without any span. ``hidden_s`` is the time of
+    communication while the rank does not wait. ``peak_bytes`` is the largest memory sample; 0 without samples.
     """
 
     rank: int
@@ -24,7 +25,7 @@ class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def summarize(trace: Trace) -> tuple[RankTimes, ...]:
-    """The times of every rank of a trace, in order of rank, from streams ``compute``, ``communication``, ``wait``."""
+    """The times of every rank, in order of rank, from streams ``compute``, ``communication``, ``wait``."""
     streams: dict[int, dict[str, list[Interval]]] = {rank: {} for rank in trace.ranks}
     for span in trace.spans:
         stream = "receive" if span.stream == "wait" and _RECEIVE in span.what else span.stream
@@ -57,11 +58,11 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
 
 _RECEIVE = "RECV_"
 ROUNDING = 1e-9
-"""Differences of times below this fraction of a step are rounding, not time."""
+"""Hidden and bubble times below this fraction of a step are rounding errors and count as 0."""
 
 
 def _without(intervals: list[Interval], others: list[Interval]) -> float:
-    """The time inside ``intervals`` and outside ``others``, in seconds; both are unions."""
+    """The seconds inside ``intervals`` and outside ``others``. Both are sorted and without overlaps."""
     left, place = length(intervals), 0
     for start, end in intervals:
         while place < len(others) and others[place][1] <= start:

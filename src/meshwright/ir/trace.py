@@ -31,10 +31,11 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece of work of a rank on one of its streams (``compute``, ``communication``, ...).
+    """A piece of work of a rank, on one of the rank's streams (``compute``, ``communication``, ...).
 
-    ``what`` names the work: an action as in a schedule, or a collective with its label. ``bytes`` are the bytes moved,
-    ``flops`` the FLOPs computed during the span. Times are seconds on a clock that all ranks of the trace share.
+    ``what`` names the work: an action of the schedule, or a collective with its label. ``bytes`` is the number of bytes
+    moved during the span. ``flops`` is the number of FLOPs computed. Times are seconds on a clock that all ranks of the
+    trace share.
 
     Raises:
         ValueError: the span ends before it starts, or a time is not finite.
@@ -59,7 +60,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemorySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The memory that a rank held at a time."""
+    """The bytes of memory that a rank held at the time ``time_s``."""
 
     rank: _Count
     time_s: float
@@ -67,9 +68,11 @@ class MemorySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Spans and memory samples of all ranks: of a run (``measured``), of the simulator (``simulated``), or of a run
-    that waits for the predicted time in place of computing (``emulated``). ``plan`` is the digest of the plan that ran
-    (``Plan.digest``); empty if there is no plan."""
+    """Spans and memory samples of all ranks.
+
+    ``source`` is ``measured`` (from a run), ``simulated`` (from the simulator) or ``emulated`` (from a run that waits
+    for the predicted time instead of computing). ``plan`` is the digest of the plan that ran (``Plan.digest``); empty
+    if there is no plan."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -96,7 +99,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
 
     def shifted(self, seconds: float) -> "Trace":
-        """The trace on another clock, which is ahead by ``seconds``."""
+        """The trace with all times increased by ``seconds``, as on a clock that is ahead."""
         replace = msgspec.structs.replace
         return replace(
             self,
@@ -107,8 +110,10 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
 
     def above(self, held_bytes: Mapping[int, int]) -> "Trace":
-        """The trace with ``held_bytes`` of each rank (0 without an entry) subtracted from its memory; samples stay at 0
-        or above. Without the memory of the process and its libraries, they compare with a model's prediction."""
+        """The trace with ``held_bytes`` of each rank (0 without an entry) subtracted from its memory samples.
+
+        Samples stay at 0 or above. If ``held_bytes`` is the memory of the process and its libraries, the result has
+        only the model's memory, which can be compared with a prediction."""
         return msgspec.structs.replace(
             self,
             memory=tuple(
@@ -118,7 +123,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         )
 
     def of_rank(self, rank: int) -> "Trace":
-        """The part of the trace that belongs to one rank, on the same clock."""
+        """The spans and memory samples of one rank, on the same clock."""
         return msgspec.structs.replace(
             self,
             spans=tuple(span for span in self.spans if span.rank == rank),
@@ -136,7 +141,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Join traces of different ranks on one clock; a ValueError if their sources or plans differ."""
+    """Join traces of different ranks, whose clocks agree; raises a ValueError if their sources or plans differ."""
     sources = {trace.source for trace in traces}
     if len(sources) != 1:
         raise ValueError(f"traces of {', '.join(sorted(sources)) or 'nothing'} cannot be merged")

@@ -1,4 +1,4 @@
-"""A transformer described by its sizes, so that it can be predicted without capturing a model."""
+"""A transformer described by its sizes, so that its step time can be predicted without a captured model."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,14 @@ from meshwright.errors import LayoutError, Problem, refuse
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A stack of equal transformer layers between an embedding and a vocabulary head.
 
-    ``gated``: the MLP has three matrices (SwiGLU), else two. If ``experts`` is above 0, every ``expert_every``-th layer
-    has ``experts`` MLPs of width ``expert_ffn`` (0: ``ffn``), of which a token visits ``experts_per_token``, and in
-    addition ``shared_experts`` MLPs that every token visits. ``causal`` attention needs half of the products, but only
-    fused kernels save them. ``cross`` layers have a second attention (a decoder that reads an encoder).
+    If ``gated`` is true, the MLP has three matrices (SwiGLU), else two. If ``experts`` is above 0, every
+    ``expert_every``-th layer has ``experts`` MLPs of width ``expert_ffn`` (0: ``ffn``) instead of one. A token visits
+    ``experts_per_token`` of them. Such a layer also has ``shared_experts`` MLPs that every token visits. If ``causal``
+    is true, fused attention kernels skip half of the products. ``cross`` is the number of layers with a second
+    attention, which reads an encoder.
 
     Raises:
-        LayoutError: a size is impossible, or a size does not divide another as it must.
+        LayoutError: a size is impossible, or heads do not divide the hidden size or are not a multiple of kv_heads.
     """
 
     name: str = ""
@@ -86,33 +87,33 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one attention and its norm."""
+        """The number of parameters of one attention and its norm."""
         biases = self.query_width + 2 * self.key_width + self.hidden if self.bias else 0
         return self._attention_weights + biases + self._norm
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of a dense MLP and its norm."""
+        """The number of parameters of a dense MLP and its norm."""
         return self._mlp(self.ffn) + self._norm
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert."""
+        """The number of parameters of one expert."""
         return self._mlp(self.expert_ffn or self.ffn)
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding, and of the position embedding if positions are learned."""
+        """The number of parameters of the token embedding and, if positions are learned, of the position embedding."""
         return self.hidden * (self.vocabulary + (0 if self.rotary else self.sequence))
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the vocabulary head; 0 if it shares its weight with the embedding."""
+        """The number of parameters of the vocabulary head; 0 if it shares its weight with the embedding."""
         return 0 if self.tied else self.hidden * self.vocabulary
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """The number of parameters of the whole model."""
         shared = self.shared_experts * self.expert_parameters
         routed = self.expert_layers * (
             self.experts * self.expert_parameters + shared + self.hidden * self.experts + self._norm
@@ -123,13 +124,15 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: all except the experts that it does not visit."""
+        """The number of parameters that one token uses: all except those of the experts that it does not visit."""
         idle = self.experts - self.experts_per_token if self.experts else 0
         return self.parameters - self.expert_layers * idle * self.expert_parameters
 
     def step_flops(self, sequences: int) -> float:
-        """Model FLOPs of a training step: three times the forward pass, with full (not causal) attention and without
-        recomputation (Korthikanti et al. 2022, appendix A)."""
+        """Model FLOPs of a training step on ``sequences`` sequences: three times the FLOPs of the forward pass.
+
+        Attention counts as full, even if it is causal. Recomputation does not count (Korthikanti et al. 2022, appendix
+        A)."""
         tokens = sequences * self.sequence
         attention = 2 * self._attention_weights
         scores = 4 * self.sequence * self.query_width

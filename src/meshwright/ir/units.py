@@ -12,7 +12,7 @@ def size(value: float) -> str:
 
 
 def _text(value: float, units: dict[str, float]) -> str:
-    """The value in the first unit that makes it 1 or more, else in the last."""
+    """The value as text, in the first unit in which it is 1 or more; if there is none, in the last unit."""
     numbers = {unit: value * factor for unit, factor in units.items()}
     unit = next((unit for unit, number in numbers.items() if abs(number) >= 1), [*units][-1])
     number = numbers[unit]

@@ -1,4 +1,5 @@
-"""Many tensors in one collective: parameters that are gathered together, gradients that are reduced together."""
+"""Handles buckets: parameters that one collective gathers together, and gradients that one collective reduces
+together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Value:
 
 
 class Gathers:
-    """Gathers parameters that are stored Flat, a bucket at a time, at the first use of one of its parameters."""
+    """Gathers parameters that are stored Flat. The first use of a parameter gathers its whole bucket."""
 
     def __init__(self, plan: Plan, groups: Mapping[str, AxisGroup], tensors: Mapping[str, Tensor], emit: Emit) -> None:
         self._groups, self._tensors, self._emit = groups, tensors, emit
@@ -46,8 +47,9 @@ class Gathers:
         return name in self._bucket_of
 
     def whole(self, name: str, stored: Mapping[str, Value], phase: str) -> Value:
-        """The parameter, whole over the axis over which ``stored`` has it Flat. Nodes of parameters that are released
-        after use are marked (``meta["released"]``); ``lower/partition.py`` gathers them again in backward."""
+        """The parameter called ``name``, gathered over the axis over which it is stored Flat. If parameters of the
+        bucket are released after use, the nodes that gather the bucket are marked (``meta["released"]``), and
+        ``lower/partition.py`` runs them again in backward."""
         if name not in self._found:
             bucket = self._bucket_of[name]
             group, names = self._groups[bucket.axis], [member for member in bucket.parameters if member in stored]
@@ -91,7 +93,8 @@ def start_cut(
 ) -> fx.Node:
     """Start the reduce-scatter of a bucket's gradients.
 
-    ``again``: it runs in every micro-batch; the result is added to a running sum and its memory is reused.
+    ``again``: the reduce-scatter runs in every micro-batch. Its result is added to a running sum, and the memory of the
+    result is reused.
     """
     group = groups[bucket.axis]
     return emit(
@@ -108,7 +111,8 @@ def start_cut(
 def finish(
     emit: Emit, started: fx.Node, bucket: Bucket, groups: Mapping[str, AxisGroup], shapes: Sequence[tuple[int, ...]]
 ) -> list[fx.Node]:
-    """Wait for a bucket's reduction, all-reduce it over the other axes, and split it into gradients of ``shapes``."""
+    """Wait for a bucket's reduction, all-reduce the result over the other axes, and split it into gradients of
+    ``shapes``."""
     flat = emit(collectives.WAIT, started)
     for group in (groups[axis] for axis in bucket.across):
         started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=label_of(bucket))

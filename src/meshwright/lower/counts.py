@@ -1,4 +1,4 @@
-"""The kernels (with FLOPs and bytes) and collectives of each call of a lowered graph, on one rank."""
+"""Counts the kernels (with FLOPs and bytes) and the collectives of each call in a rank's lowered graph."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,8 +34,8 @@ _PASSES = {
     ours.cross_entropy_backward.default: (("activation", 2, 1), ("pointwise", 2, 9)),
     aten.cumsum.default: (("reduction", 2, 1),),
 }
-"""Operators that run as several kernels. Each entry: kind, how often the largest tensor is read or written in all,
-number of kernels."""
+"""Maps an operator to its kernels, one entry for each kind: the kind, how often these kernels together read or write
+the largest tensor, and their number."""
 _NOTHING = frozenset({aten.empty.memory_format, aten.new_empty.default})
 _ACROSS: dict[Any, Target] = {
     ours.attention_ring.default: ours.attention.default,
@@ -43,19 +43,20 @@ _ACROSS: dict[Any, Target] = {
     ours.experts_across.default: ours.experts.default,
     ours.experts_across_backward.default: ours.experts_backward.default,
 }
-"""Operators whose kernel communicates, and the operator that computes the same on a single rank."""
+"""Maps an operator whose kernel communicates to the operator that computes the same on a single rank."""
 _SETTINGS = {ours.attention.default: 4, ours.attention_backward.default: 7}
 """Position of the dropout probability in the arguments of attention; the causal flag follows it."""
 _RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
 
 
 def num_bytes(*values: Tensor) -> int:
-    """Bytes of the elements of tensors."""
+    """The number of bytes in all elements of ``values``."""
     return sum(value.numel() * value.element_size() for value in values)
 
 
 class Counter:
-    """Counts the kernels of calls; rules are evaluated once for equal calls. ``own`` are the user's operator rules."""
+    """Counts the kernels of calls. A rule is evaluated once for equal calls. ``own`` maps an operator to the user's
+    rule."""
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own, self._rules = own, Rules(own)
@@ -151,7 +152,7 @@ def _functional(call: Call) -> Call:
 
 
 def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
-    """The collective that a call starts; None if it starts none. ``axes`` are sizes by mesh axis."""
+    """The collective that a call starts; None if it starts none. ``axes`` maps a mesh axis to its size."""
     if call.target not in _KINDS:
         return None
     given = arguments(call)
@@ -165,7 +166,8 @@ def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
 
 
 def inside(call: Call, label: str) -> tuple[Collective, ...]:
-    """The collectives inside a kernel. A ring is counted as an all-gather: it moves the same bytes."""
+    """The collectives that a call's kernel runs itself. A ring is counted as an all-gather, which moves the same
+    bytes."""
     if call.target not in _ACROSS:
         return ()
     *given, axis, size = call.args

@@ -1,4 +1,4 @@
-"""A stage's lowered functions -> ``ir.program.Program``: the calls as data, with storages, kernels and frees."""
+"""Describes a stage's lowered functions as a ``Program``: its calls as data, with their storages, kernels and frees."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ _INTO = ("out", "grad_input")
 
 @dataclass
 class _Function:
-    """One function: its calls, the storages of their results, and the last reader of each storage. ``stored`` maps
-    inputs to their storages, where an input does not own its memory. ``counter`` counts kernels; ``axes`` are sizes."""
+    """One function: its calls, the storages of their results, and the last reader of each storage. ``stored`` maps an
+    input that does not own its memory to its storage. ``counter`` counts kernels. ``axes`` maps a group to its size."""
 
     graph: fx.Graph
     counter: Counter
@@ -102,8 +102,8 @@ class _Function:
         })  # fmt: skip
 
     def phases(self, cuts: Sequence[tuple[str, int]], kept: Iterable[str]) -> Iterator[ir.Phase]:
-        """The calls split into phases; each cut is a phase's name and its end position (exclusive). Storages in
-        ``kept`` are not freed by their last reader."""
+        """Split the calls into phases. Each cut is a phase's name and its end position (exclusive). Storages in
+        ``kept`` are not freed after their last reader."""
         stays = {*kept, *(self.values[name].storage for name in self.returned)}
         freed: dict[int, list[str]] = {}
         for storage, at in self.last.items():
@@ -122,7 +122,7 @@ class _Function:
 
 
 def _item(node: Any, index: int) -> str:
-    """The name of one of several results of a node: that of its getitem, or ``node.index``."""
+    """The name of one of several results of a node: the name of the getitem node that reads it, or ``node.index``."""
     for user in node.users:
         if user.target is getitem and user.args[1] == index:
             return str(user.name)
@@ -148,7 +148,8 @@ def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tupl
 
 
 def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -> ir.Program:
-    """The program of a lowered stage, with its phases. ``axes`` are sizes of groups; stages can share ``counter``."""
+    """The program of a lowered stage, with its phases. ``axes`` maps a group to its size; stages can share
+    ``counter``."""
     if lowered.program.together:
         phases = _of_one_function(_Function(lowered.functions[PROLOGUE].graph, counter, axes, {}))
     else:
@@ -157,7 +158,8 @@ def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -
 
 
 def _of_one_function(function: _Function) -> Iterator[ir.Phase]:
-    """The phases of a whole step that runs as one function; its reductions overlap backward and are part of it."""
+    """The phases of a whole step that runs as one function. Reductions overlap backward, so they belong to the phase
+    ``backward``."""
     places = [node.meta["phase"] for node in function.sources]
     first = next((at for at, phase in enumerate(places) if phase != PROLOGUE), len(places))
     last = max((at for at, phase in enumerate(places) if phase == FORWARD), default=first - 1)

@@ -1,7 +1,8 @@
 """A rank's graph under construction: nodes with their phase, and tensors in every placement that an operator reads.
 
-A tensor of the whole step (a parameter, an input, a result of the prologue) is resharded once a step; a tensor of a
-micro-batch, in every micro-batch. In a step with one micro-batch both are resharded at their first use.
+A tensor of the whole step (a parameter, an input, a result of the prologue) is resharded once a step. A tensor of a
+micro-batch is resharded in every micro-batch. In a step with one micro-batch, both kinds of tensors are resharded at
+their first use.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass
 class _Version:
-    """A tensor that is being resharded to a placement: ``node`` is set when ``steps`` are done."""
+    """A tensor under another placement. ``node`` is set when all ``steps`` of the resharding have been emitted."""
 
     steps: Steps | None
     node: fx.Node | None = None
@@ -68,7 +69,7 @@ class Emission:
         """Add a call to the current phase.
 
         Raises:
-            PlanError: a collective over micro-batches.
+            PlanError: the call is a collective over micro-batches.
         """
         if target in collectives.STARTS:
             if TIME in args:
@@ -113,7 +114,8 @@ class Emission:
 
     @staticmethod
     def memory(node: fx.Node, storage: str = "") -> program.Value:
-        """The value of a node whose memory the executor provides. ``storage`` names its owner (empty: the node)."""
+        """The value of a node whose memory the executor provides. ``storage`` names the owner of the memory (empty: the
+        node)."""
         dtype = str(node.meta["dtype"]).removeprefix("torch.")
         return program.Value(node.name, node.meta["local_shape"], dtype, storage or node.name)
 
@@ -123,7 +125,7 @@ class Emission:
         return dtype
 
     def make(self, name: str, node: fx.Node, placements: Placements, *, owned: bool = False) -> Value:
-        """Record ``node`` as this rank's part of a tensor. ``owned``: no other node reads its memory."""
+        """Record ``node`` as this rank's part of a tensor. ``owned``: no other node reads the memory of ``node``."""
         node.meta.setdefault("local_shape", self.local_shape(self.ir.tensors[name].shape, placements))
         node.meta.setdefault("dtype", self.dtype(name))
         value = self.values[name] = Value(node, placements, owned=owned, phase=self.phase)
@@ -140,7 +142,8 @@ class Emission:
                 self._version(name, value, wanted, finish=False)
 
     def want(self, name: str, wanted: Placements) -> fx.Node:
-        """This rank's part of a tensor under the placements ``wanted``; finishes the resharding."""
+        """This rank's part of a tensor under the placements ``wanted``. Emits all calls that the resharding still
+        needs."""
         node = self._version(name, self.values[name], wanted, finish=True)
         assert node is not None
         return node
@@ -211,7 +214,8 @@ class Emission:
             version.node = stop.value
 
     def _share(self, name: str, value: Value) -> Value:
-        """Divide a tensor that is equal in all micro-batches by their number: the sum over them is the tensor."""
+        """Divide a tensor that is equal in all micro-batches by their number, so that the sum over the micro-batches is
+        the tensor."""
         if name not in self._shared:
             node = self.emit(aten.div.Tensor, value.node, self.plan.microbatches)
             node.meta.update({key: value.node.meta[key] for key in ("local_shape", "dtype") if key in value.node.meta})
@@ -219,7 +223,8 @@ class Emission:
         return self._shared[name]
 
     def _slice(self, name: str, node: fx.Node, divided: Shard, rest: Placements) -> fx.Node:
-        """A placeholder for a micro-batch's part of a value of the whole step; the executor slices it."""
+        """A placeholder for a micro-batch's part of a whole step's value; the executor cuts the part out of the
+        value."""
         blocks = divided.outer
         for axis, placement in rest.items():
             if isinstance(placement, Shard) and placement.dim == divided.dim and placement.outer < divided.outer:

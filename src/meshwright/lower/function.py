@@ -1,4 +1,5 @@
-"""Compile a per-rank graph to a function with boxed arguments, so that a value is freed after its last use."""
+"""Compiles a rank's graph to a function that takes its arguments in one list, so that a value is freed after its last
+use."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,7 +12,8 @@ from meshwright.capture.fx_graph import Graph
 
 BoxedFunction = Callable[[list[Any]], list[Any]]
 Kernels = Mapping[Any, Callable[..., Any]]
-"""Functions by the operator that they replace in a graph: PyTorch's dispatcher takes longer than a short collective."""
+"""Maps an operator to a function that replaces it in a graph: PyTorch's dispatcher takes longer than a short
+collective."""
 DISPATCHED: Kernels = MappingProxyType({})
 """No replacements: all operators go through the dispatcher."""
 
@@ -26,8 +28,8 @@ class _Boxed(fx.graph.CodeGen):
 
 
 def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
-    """Compile a graph to a function that takes its placeholders in one list and empties the list. ``kernels`` replace
-    operators in a copy; ``graph`` itself is not changed."""
+    """Compile a graph to a function that takes the values of its placeholders in one list and empties the list.
+    ``kernels`` maps an operator to the function that replaces it. ``graph`` itself is not changed."""
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
         root.register_buffer(name, constants[name], persistent=False)

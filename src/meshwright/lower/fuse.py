@@ -1,4 +1,4 @@
-"""Passes over a per-rank graph: fuse operators that capture decomposed, drop redundant ones, reuse memory."""
+"""Passes over a rank's graph: fuse operators, drop redundant operators, and reuse memory."""
 
 import operator
 from collections import defaultdict
@@ -35,15 +35,18 @@ _IN_PLACE: dict[Any, tuple[Any, str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
     aten.scatter_add.default: (aten.scatter_add.out, "out"),
 }
-"""Operators that can write into their input's memory: the overload that does, and its keyword for that memory."""
+"""Maps an operator that can write into its input's memory to its overload that does so, and to the overload's keyword
+for the memory."""
 _INTO: dict[Any, tuple[Any, str]] = {
     aten.mm.default: (aten.mm.out, "out"),
     aten.add.Tensor: (aten.add.out, "out"),
     aten.sum.dim_IntList: (aten.sum.IntList_out, "out"),
 }
-"""Operators that commonly compute a gradient last: the overload that writes into given memory, and its keyword."""
+"""Maps an operator that often computes a gradient last to its overload that writes into given memory, and to the
+overload's keyword for the memory."""
 FUNCTIONAL = {into: (target, keyword) for target, (into, keyword) in {**_IN_PLACE, **_INTO}.items()}
-"""For each operator that writes into given memory: the operator that returns a new tensor, and the memory's keyword."""
+"""Maps an overload that writes into given memory to the operator that returns a new tensor, and to the overload's
+keyword for the memory."""
 _FIRST_ONLY = frozenset({aten.scatter_add.default})
 _ALIASES = VIEWS | {
     aten.contiguous.default, aten.reshape.default, collectives.ALL_REDUCE, collectives.ADD_ROWS, collectives.WAIT,
@@ -51,15 +54,22 @@ _ALIASES = VIEWS | {
 
 
 _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROWS, aten.add_.Tensor})
-"""Operators that return their first input, written in place."""
+"""Operators that write into their first input and return it."""
 
 
 def fuse(graph: fx.Graph, again: Recomputation) -> None:
-    """Fuse operators: mm + add of a bias -> addmm, unless a collective stands between them; both gradients of a
-    convolution in one call; relu -> clamp_min, which can write into its input; argmax -> max, which finds the same
-    indices in less time; t(t(x)) -> x; reshape(reshape(x)) -> reshape(x); equal reshapes of x (each may copy) -> one;
-    experts that backward does not compute ``again`` keep their activations. Nodes that are returned by name
-    (``meta["returned"]``) stay."""
+    """Fuse operators, or replace them by faster operators with the same results:
+
+        mm + add of a bias -> addmm, unless a collective stands between them
+        both gradients of a convolution -> one call
+        relu -> clamp_min, which can write into its input
+        argmax -> max, which finds the same indices in less time
+        t(t(x)) -> x;  reshape(reshape(x)) -> reshape(x)
+        equal reshapes of x, which may each copy -> one reshape
+        experts -> experts that keep their activations, unless backward recomputes the experts (``again``)
+
+    Nodes that are returned by name (``meta["returned"]``) stay.
+    """
     forward: dict[str, fx.Node] = {}
     gradients: dict[tuple[object, ...], fx.Node] = {}
     shaped: dict[tuple[object, ...], fx.Node] = {}
@@ -120,8 +130,8 @@ def _fuse_argmax(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) -> None:
-    """Compute the gradients of a convolution's input and weight in one call: they read the same tensors. They stay
-    apart where a collective sends the first gradient: the second is then computed during the transfer."""
+    """Compute the gradients of a convolution's input and weight in one call, because they read the same tensors. If a
+    collective sends the first gradient, keep two calls: the second gradient is then computed during the transfer."""
     key = (*map(str, node.args[:-1]), node.meta.get("phase"))
     first = before.setdefault(key, node)
     if first is node or _is_sent(first) or any(gradient.meta.get("returned") for gradient in (first, node)):
@@ -132,7 +142,7 @@ def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) ->
 
 
 def _keep_activations(graph: fx.Graph, forward: fx.Node, backward: fx.Node) -> None:
-    """Let experts keep their activations for backward."""
+    """Let experts keep their activations, so that backward does not compute them again."""
     if forward.meta.get("returned"):
         return
     with graph.inserting_before(forward):
@@ -178,10 +188,10 @@ def propagate(graph: fx.Graph) -> None:
 
 def separate(graph: fx.Graph, results: Mapping[Key, fx.Node], others: Iterable[fx.Node]) -> dict[Key, fx.Node]:
     """Give each of ``results`` (gradients, new values of buffers) memory of its own, so that writing into one changes
-    no other tensor. A result is copied if its memory belongs to an input, to another result or to one of ``others``,
-    or if its elements overlap. Returns the nodes of the results after this.
+    no other tensor. A result is copied if its memory belongs to an input, to another result or to one of ``others``, or
+    if its elements overlap. Returns the node of each result, or of its copy.
 
-    Needs :func:`propagate`.
+    Call :func:`propagate` first.
     """
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -213,7 +223,7 @@ def write_into_buckets(graph: fx.Graph) -> None:
         all_reduce_start(flat)                   cat(g1, out=flat[k:])
                                                  all_reduce_start(flat)
 
-    Needs :func:`propagate`. The pass handles every ``cat`` whose only reader is an all-reduce.
+    Call :func:`propagate` first. The pass handles every ``cat`` whose only reader is an all-reduce.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:
@@ -275,13 +285,13 @@ def _slice(value: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _like(node: fx.Node, value: Tensor) -> dict[str, Any]:
-    """Meta for a new call that belongs to ``node`` and returns ``value``."""
+    """The ``meta`` for a new call that belongs to ``node`` and returns ``value``."""
     return {key: node.meta[key] for key in ("operator", "phase", "backward") if key in node.meta} | {"val": value}
 
 
 def _gradient(part: Any) -> fx.Node | None:
-    """The node that can compute ``part`` (a flattened gradient) into the bucket; None if other nodes read its result
-    or its operator cannot write into given memory."""
+    """The node that can write ``part``, a flattened gradient, directly into the bucket. None if other nodes read the
+    gradient, or if no overload of its operator writes into given memory."""
     source = part.args[0] if part.target is aten.reshape.default else part
     value = source.meta.get("val")
     ours = isinstance(value, Tensor) and value.is_contiguous() and len(source.users) == 1
@@ -306,10 +316,10 @@ def accumulate_products(graph: fx.Graph) -> None:
 
 
 def reuse_memory(graph: fx.Graph) -> None:
-    """Let element-wise operators write into an input that no node reads later: less memory, fewer page faults.
+    """Let element-wise operators write into an input that no node reads later. This saves memory and page faults.
 
-    Needs :func:`propagate`. An input may be overwritten if no node reads its memory later (also through a view, or in
-    a collective in flight), and if it is neither a placeholder, a constant, nor returned.
+    Call :func:`propagate` first. An input may be overwritten if no node reads its memory later (also through a view, or
+    in a collective in flight). It must not be a placeholder, a constant or a returned value.
     """
     nodes = list(graph.nodes)
     index = {node: position for position, node in enumerate(nodes)}
@@ -353,7 +363,7 @@ def reuse_memory(graph: fx.Graph) -> None:
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """The node whose memory ``node`` shares; None if it has its own."""
+    """The node whose memory ``node`` shares; None if ``node`` has memory of its own."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     given = node.kwargs.get("out")

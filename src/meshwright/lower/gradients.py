@@ -1,7 +1,7 @@
-"""The gradients of a stage: reduced as soon as they are computed, or first accumulated over micro-batches.
+"""Emits the reduction of a stage's gradients, and their accumulation over micro-batches.
 
 one micro-batch    a bucket is reduced when its last gradient is computed; the end of the step waits for it
-several            gradients accumulate, each in memory of its own or in its bucket's, and are reduced once a step;
+several            gradients accumulate, each in separate memory or in its bucket's, and are reduced once a step;
                    or buckets are reduce-scattered in every micro-batch, and the parts accumulate
 """
 
@@ -35,9 +35,9 @@ class _Total:
 
 
 class Gradients:
-    """Emits the accumulation and reduction of gradients. After :meth:`finish`, ``results`` are the gradients' nodes by
-    parameter; ``accumulators`` and ``buckets`` are the memory in which they accumulate. Gradients of the parameters in
-    ``apart`` share their memory with no other tensor."""
+    """Emits the accumulation and reduction of gradients. After :meth:`finish`, ``results`` maps a parameter to the node
+    of its gradient. ``accumulators`` and ``buckets`` are the memory in which gradients accumulate. ``apart`` names the
+    parameters whose gradients share their memory with no other tensor."""
 
     def __init__(self, emission: Emission, divided: Cut, stage: int, device: torch.device):
         self._to, self._device = emission, device
@@ -61,7 +61,7 @@ class Gradients:
         self.apart: set[str] = set()
 
     def wants(self) -> list[tuple[str, Placements]]:
-        """The gradients that :meth:`finish` reads, each with the placements in which it reads them."""
+        """The gradients that :meth:`finish` reads, each with the placements in which it is read."""
         if self._to.microbatched:
             return [(name, {}) for terms in self._terms.values() for name in terms]
         return [(name, self._stored(parameter)) for parameter in self._rest for name in self._terms[parameter]]
@@ -78,7 +78,7 @@ class Gradients:
                 self._start(index)
 
     def finish(self) -> None:
-        """Emit the accumulations and reductions that :meth:`made` did not start, and wait for all."""
+        """Emit the accumulations and reductions that :meth:`made` did not start, and wait for all reductions."""
         self._to.meta = {"operator": "gradients", "backward": True}
         if self._to.microbatched:
             self._accumulate()
@@ -147,7 +147,8 @@ class Gradients:
                 self._reduce_bucket(bucket, members)
 
     def _summed(self, parameter: str, terms: Sequence[str]) -> Placements:
-        """The placements in which a gradient accumulates: those of its term; as stored, if it has several terms."""
+        """The placements in which a gradient accumulates. A single term keeps its own placements; several terms are
+        summed in the placements of the stored parameter."""
         if len(terms) > 1:
             return self._stored(parameter)
         placements = self._to.values[terms[0]].placements
@@ -157,7 +158,8 @@ class Gradients:
         self._to.returned(self._to.emit(aten.add_.Tensor, total.node, term))
 
     def _keep(self, total: _Total, bucket: str = "", offset: int = 0) -> None:
-        """Let the executor provide the memory of a total: its own, or from element ``offset`` of ``bucket`` on."""
+        """Let the executor provide the memory of a total: separate memory, or the memory of ``bucket`` from element
+        ``offset`` on."""
         self.accumulators.append(Accumulator(total.parameter, self._to.memory(total.node, bucket), offset))
 
     def _reduce(self, total: _Total, placements: Placements) -> None:
@@ -182,7 +184,8 @@ class Gradients:
                 self.apart.add(total.parameter)
 
     def _term(self, name: str) -> fx.Node:
-        """A micro-batch's term of a gradient; a value equal in all micro-batches is divided by their number."""
+        """A micro-batch's term of a gradient. A gradient that is equal in all micro-batches is divided by their
+        number."""
         return self._to.want(name, {**self._to.known(self._to.values[name].placements), TIME: Partial("sum")})
 
     def _reduce_to_parts(self, bucket: Bucket, totals: Sequence[_Total]) -> None:

@@ -1,10 +1,10 @@
-"""Emits halo exchanges: they extend a part of a dim by the neighbours' rows that an operator reads, and sum them back.
+"""Emits halo exchanges, which extend a rank's part of a dim by its neighbours' rows, and sums of these rows.
 
     own rows        4 5 6 7              strips = halo_exchange(own)       rows 3, 8
     extended      3 4 5 6 7 8            cat(strips[:1], own, strips[1:])
 
-Exchanged rows are cached by value and range, so that backward, which reads the same rows, needs no second exchange.
-A dim that is split over several axes is first gathered over the inner axes.
+Exchanged rows are cached by value and range, so that backward, which reads the same rows, needs no second exchange. A
+dim that is split over several axes is first gathered over the inner axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,9 @@ aten = torch.ops.aten
 
 @dataclass
 class Exchanged:
-    """The exchanges of a graph. ``strips`` are the nodes of received rows by value, dim, rows, fill and group.
-    ``extended`` maps a value with its halo to the key of its exchange, so that the next dim's exchange finds it."""
+    """The exchanges of a graph. ``strips`` maps the key of an exchange (value, dim, rows, fill and group) to the node
+    of the received rows. ``extended`` maps a value with its halo to the key of its exchange, which is a part of the key
+    of the next dim's exchange."""
 
     strips: dict[tuple[object, ...], fx.Node] = field(default_factory=dict)
     extended: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict)
@@ -33,7 +34,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Begun:
-    """An exchange in flight (``node``) or done (None), with the numbers of rows ``before`` and ``after`` the part."""
+    """An exchange that was started by ``node``, or that was already done (``node`` is None). ``before`` and ``after``
+    are the numbers of rows before and after the rank's part."""
 
     node: fx.Node | None
     key: tuple[object, ...]
@@ -42,7 +44,8 @@ class Begun:
 
 
 class HaloEmitter:
-    """Emits the halo exchanges of one dim (counted from the back), cut at ``edges`` over ``axes`` (outermost first)."""
+    """Emits the halo exchanges of one dim, which is split over ``axes`` (outermost first) at ``edges``; ``dim`` is
+    negative."""
 
     def __init__(self, emit: Callable[..., fx.Node], axes: Sequence[AxisGroup], dim: int, edges: Sequence[int]) -> None:
         assert dim < 0
@@ -58,7 +61,7 @@ class HaloEmitter:
         self._within = [edge - self._own[0] for edge in edges[first : first + self._places + 1]]
 
     def extended(self, value: fx.Node, ranges: Sequence[Rows], fill: float, known: Exchanged) -> fx.Node:
-        """The rows of this rank's range: its part ``value``, extended or cut. Rows that no rank owns are ``fill``."""
+        """The rows that this rank reads: its part ``value``, extended or cut. Rows that no rank owns hold ``fill``."""
         group_ranges = self._mine(ranges)
         key = self._key(value, group_ranges, fill, known)
         result = self._extended(self._joined(value), group_ranges, fill, key, known)
@@ -111,7 +114,8 @@ class HaloEmitter:
         )
 
     def ended(self, begun: Begun, known: Exchanged) -> tuple[fx.Node | None, fx.Node | None]:
-        """Wait for an exchange; return the rows before the part and those after it (None: no such rows)."""
+        """Wait for an exchange. Returns the rows before the part and the rows after it, or None where there are no
+        rows."""
         if begun.node is not None:
             known.strips[begun.key] = self._emit(collectives.WAIT, begun.node)
         strips = known.strips[begun.key]
@@ -119,12 +123,13 @@ class HaloEmitter:
         return before, self._slice(strips, begun.before, begun.before + begun.after) if begun.after else None
 
     def returned(self, strips: Sequence[fx.Node], ranges: Sequence[Rows]) -> fx.Node:
-        """Start to send ``strips`` (terms of neighbours' rows) to their owners, and to receive terms of own rows."""
+        """Start to send ``strips``, the terms of rows that other ranks own, to the owners, and to receive terms of this
+        rank's own rows."""
         joined = self._emit(aten.cat.default, list(strips), self._dim) if len(strips) > 1 else strips[0]
         return self._start(collectives.HALO_RETURN, joined, self._mine(ranges))
 
     def reduced(self, value: fx.Node, ranges: Sequence[Rows]) -> fx.Node:
-        """This rank's part of a sum over ranks, whose terms each cover the rows of a rank's range."""
+        """Sum the terms that all ranks have for the rows of their ranges; return the sums of this rank's own rows."""
         group_ranges = self._mine(ranges)
         here = group_ranges[self._group.index]
         kept = overlap(here, self._own)
@@ -152,11 +157,13 @@ class HaloEmitter:
         return self._emit(target, value, self._dim, lows, highs, self._edges, *fill, group.name, group.index)
 
     def _mine(self, ranges: Sequence[Rows]) -> tuple[Rows, ...]:
-        """The ranges of the ranks of the outermost axis' group; they have the same coordinates on the inner axes."""
+        """The ranges of the ranks in this rank's group on the outermost axis; their coordinates on the inner axes are
+        equal."""
         return tuple(ranges[part * self._places + self._place] for part in range(self._group.size))
 
     def _meets(self, group_ranges: tuple[Rows, ...]) -> bool:
-        """Whether any rank needs rows of another rank, or none of its own rows. Then all ranks take part."""
+        """Whether any rank reads rows of another rank, or none of its own rows. If so, all ranks take part in the
+        exchange."""
         for part in range(self._group.size):
             low, high = overlap(group_ranges[part], owned(self._edges, part))
             if low >= high or fetched(group_ranges, self._edges, part):
@@ -164,7 +171,7 @@ class HaloEmitter:
         return False
 
     def _joined(self, value: fx.Node) -> fx.Node:
-        """The part of the outermost axis, gathered from the ranks of the inner axes."""
+        """This rank's part on the outermost axis, gathered from the ranks of the inner axes."""
         edges, place = self._within, self._place
         for axis in reversed(self._inner):
             first = place // axis.size * axis.size

@@ -1,4 +1,5 @@
-"""One operator on one rank: the shapes, splits and collectives that its local rewrite can ask for."""
+"""Gives the rule of one operator the shapes and splits on one rank, and emits the collectives that the rule asks
+for."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,8 +26,9 @@ from meshwright.ops.library import mix
 
 @dataclass
 class Emitter:
-    """State that the operators of one rank's graph share. ``emit`` adds a call; ``random_key`` is the micro-batch's.
-    ``drawn`` says how the operators of each named random draw are split; ``exchanged`` holds the halos so far."""
+    """State that all operators of one rank's graph share. ``emit`` adds a call. ``random_key`` is the node of the
+    micro-batch's random key. ``drawn`` maps the name of a random draw to the factor that each axis splits.
+    ``exchanged`` holds the halo exchanges so far."""
 
     graph: Graph
     groups: dict[str, AxisGroup]
@@ -78,7 +80,8 @@ class LocalCall:
         return dtype
 
     def _axes(self, factor: str) -> list[str]:
-        """The mesh axes that split the factor, outermost first: in order of its letters, then of the mesh."""
+        """The mesh axes that split a factor, outermost first: in order of the factor's letters, then in the mesh's
+        order."""
         became = self._letters.get(factor, ())
         axes = [axis for axis in self._groups if axis != TIME]
         return [axis for letter in became for axis in axes if self._strategy.get(axis) == letter]
@@ -88,7 +91,8 @@ class LocalCall:
         return bool(self._axes(factor))
 
     def coordinate(self, factor: str) -> tuple[int, int]:
-        """(this rank's index, number of parts) of a factor, counted over its axes with the outermost first."""
+        """(this rank's index, number of parts) of a factor, counted over the axes that split it, the outermost
+        first."""
         index, count = 0, 1
         for axis in self._axes(factor):
             group = self._groups[axis]
@@ -112,7 +116,7 @@ class LocalCall:
         return total
 
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
-        """The first index of each part of a factor, by coordinate, then the end of the last part."""
+        """The first index of each part of a factor, in order of the parts, then the end of the last part."""
         name = of or factor
         outermost, total = self._letters[name][0], self.size(name)
         units = self._rule.sizes[outermost]
@@ -127,7 +131,8 @@ class LocalCall:
         return self._groups[TIME].size if divided else 1
 
     def key(self, name: str = "") -> tuple[fx.Node, int]:
-        """The micro-batch's random key, and the salt: a hash of the operator's name and its split coordinates."""
+        """The micro-batch's random key, and a salt: a hash of the operator's name and the rank's coordinates in its
+        splits."""
         if self._operator.prologue:  # it runs once a step, but every micro-batch needs its own numbers
             raise RuleError(
                 "its rule draws random numbers and does not say so",
@@ -151,7 +156,7 @@ class LocalCall:
         return self._shared.random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
 
     def group(self, factor: str) -> tuple[str, int]:
-        """The name and size of the group of the one axis that splits the factor."""
+        """The name and size of the group on the axis that splits the factor; exactly one axis must split it."""
         (axis,) = self._axes(factor)
         return self._groups[axis].name, self._groups[axis].size
 
@@ -184,7 +189,7 @@ class LocalCall:
         return self._halos(factor, dim, edges).extended(value, ranges, fill, self._exchanged)
 
     def interior_first(self, factor: str) -> bool:
-        """Whether the plan asks for interior rows first and one axis splits the factor."""
+        """Whether the plan computes interior rows first, and exactly one axis splits the factor."""
         return self._interior and len(self._axes(factor)) == 1
 
     def halo_begin(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
@@ -206,7 +211,8 @@ class LocalCall:
         return self._halos(factor, dim, edges).returned(strips, ranges)
 
     def halo_sum(self, value: fx.Node, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> fx.Node:
-        """Emit the adjoint of ``halo``: terms for the rows of this rank's range are added up at their owners."""
+        """Emit the adjoint of ``halo``: the owner of a row adds up the terms of all ranks that have the row in their
+        range."""
         return self._halos(factor, dim, edges).reduced(value, ranges)
 
     def _halos(self, factor: str, dim: int, edges: Sequence[int]) -> HaloEmitter:

@@ -1,4 +1,4 @@
-"""One operator under a strategy -> its program on a rank: emit its rule's ``local`` alone, and count its kernels."""
+"""Lowers a single operator under a strategy to its program on one rank, and counts the operator's kernels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def emit_operator(
     emitter: Emitter, operator: Operator, strategy: Strategy, tensors: list[fx.Node], interior_first: bool,
     rules: Mapping[Target, OperatorRule] | None, device: torch.device = CPU,
 ) -> Any:  # fmt: skip
-    """Emit an operator's local rewrite on this rank's part of its inputs; return the rewrite's result.
+    """Emit the calls that compute an operator on this rank's parts of its inputs; return their result.
 
     Raises:
         RuleError: the rule that the operator was captured with is not among ``rules``.
@@ -59,7 +59,8 @@ def lower_operator(
     rules: Mapping[Target, OperatorRule] | None = None,
     interior_first: bool = False,
 ) -> OperatorProgram:
-    """The program of one operator on the first rank of axes with ``sizes``; its inputs have the placements it needs."""
+    """The program of one operator on the first rank of a mesh. ``sizes`` maps a mesh axis to its size. The operator's
+    inputs already have the placements that it needs."""
     groups = {axis: AxisGroup(axis, size, 0) for axis, size in sizes.items()}
     at = sizes_of(groups)[1]
     calls, tensors = CallGraph(), []
@@ -90,8 +91,8 @@ def lower_operator(
 
 
 def _read(key: tuple[object, ...], positions: Mapping[fx.Node, int]) -> tuple[int, tuple[object, ...]] | None:
-    """The position of the input whose rows an exchange with this key fetches, and the rows. None if the exchanged
-    value is not an input, but computed by the operator."""
+    """The position of the input whose rows an exchange with this key fetches, and a description of the rows. None if
+    the operator itself computes the exchanged value."""
     value, *rest = key
     if isinstance(value, tuple):
         inner = _read(value, positions)

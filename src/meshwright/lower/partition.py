@@ -1,4 +1,4 @@
-"""One graph whose nodes belong to phases -> one function per phase; backward recomputes values that are not kept."""
+"""Splits a stage's graph into one function per phase; backward recomputes the values that forward does not keep."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ _AGAIN = _VIEWS | {aten._to_copy.default}
 
 
 class PhaseFunction:
-    """A phase's function, with the names of the values that it takes (in one list, which it empties) and returns. It
-    is compiled at first use: a schedule runs backward in one piece or in two, and an evaluation runs no backward."""
+    """A phase's function, and the names of the values that it takes and returns. The function takes its values in one
+    list, which it empties. It is compiled at first use, because some phases are never used: a schedule runs backward in
+    one piece or in two, and an evaluation runs no backward."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class PhaseFunction:
         self._compile = compile
 
     def forget(self) -> None:
-        """Free the stage's graph, from which this function would be compiled: it will not be called."""
+        """Free the stage's graph, from which this function would be compiled, because the function will not be
+        called."""
         self._make = None
 
     @cached_property
@@ -61,8 +63,8 @@ class PhaseFunction:
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """A stage's program, and its function by phase. The program's ``phases`` are empty, because running does not need
-    them; :func:`meshwright.lower.describe.describe` fills them in."""
+    """A stage's program, and the function of each phase. The program's ``phases`` are empty, because running the stage
+    does not need them; :func:`meshwright.lower.describe.describe` fills them in."""
 
     program: Program
     functions: Mapping[str, PhaseFunction]
@@ -77,11 +79,12 @@ def partition(
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
 ) -> LoweredStage:
-    """The function of every phase. Needs ``meta["phase"]`` of every node, and :func:`propagate`.
+    """Make the function of every phase. Every node needs ``meta["phase"]``. Call :func:`propagate` first.
 
-    ``backward`` also comes in two parts: ``input`` computes the gradients that are sent to the previous stage,
-    ``weight`` the rest. If the phases run ``together``, the prologue's function runs all of them, and calls ``note``
-    where forward and backward begin. ``compiler`` joins operators; ``kernels`` replace some.
+    ``backward`` is also split into two functions: ``input`` computes the gradients that are sent to the previous stage,
+    and ``weight`` computes the rest. If the program runs its phases ``together``, the function of the prologue runs all
+    of them, and calls ``note`` where forward and backward begin. ``compiler`` compiles runs of operators. ``kernels``
+    maps an operator to the function that replaces it.
     """
     split = _Partition(graph, again, compiler, note)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
@@ -117,7 +120,7 @@ def _input_and_weight(backward: list[fx.Node], program: Program) -> tuple[list[f
 
 
 def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """Each addition to a gradient, with the previous addition to the same gradient: all phases keep this order."""
+    """Maps each addition to a gradient to the previous addition to the same gradient; all phases keep this order."""
     latest: dict[fx.Node, fx.Node] = {}
     result: dict[fx.Node, fx.Node | None] = {}
     for node in nodes:
@@ -138,8 +141,8 @@ class _Partition:
 
     def order(self, phase: str, nodes: list[fx.Node]) -> list[fx.Node]:
         """The nodes of a phase, in the order in which they run. In backward, recomputed forward nodes come just before
-        their first use. Every gradient is accumulated as soon as it is computed, because until then it and its inputs
-        hold memory. Buckets are reduced as soon as their last gradient is computed, one at a time."""
+        their first use. Every gradient is accumulated as soon as it is computed, to free its memory and the memory of
+        its inputs early. Buckets are reduced as soon as their last gradient is computed, one at a time."""
         inside = set(nodes)
         order: list[fx.Node] = []
         done: set[fx.Node] = set()
@@ -177,7 +180,7 @@ class _Partition:
 
     @staticmethod
     def taken(order: list[fx.Node]) -> dict[fx.Node, None]:
-        """The values that a function takes from outside, constants excepted."""
+        """The values, except constants, that a phase's nodes read but do not compute."""
         inside = set(order)
         return {
             source: None
@@ -189,7 +192,7 @@ class _Partition:
     def graph_of(
         self, phase: str, order: list[fx.Node], taken: dict[fx.Node, None], outputs: list[fx.Node]
     ) -> fx.Graph:
-        """The nodes of a phase as a separate graph, after all passes."""
+        """Copy a phase's nodes into a graph of their own, and run all passes over it."""
         constants = {source: None for node in order for source in node.all_input_nodes if source.op == "get_attr"}
         new = Graph()
         copies: dict[fx.Node, fx.Node] = {}

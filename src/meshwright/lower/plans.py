@@ -1,4 +1,7 @@
-"""A plan -> the programs of its stages, without processes: planning prices them, ``plan --program`` shows them."""
+"""Lowers a plan to the programs of its stages, without starting processes.
+
+Planning computes the cost of these programs, and ``plan --program`` shows them.
+"""
 
 from collections.abc import Mapping
 
@@ -28,8 +31,8 @@ class PlanLowering:
 
     @nothing_collected()
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
-        """The programs of all stages, each on the rank of its submesh that corresponds to ``rank``. Where parts are
-        uneven, rank 0 has the largest."""
+        """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
+        If parts have different sizes, rank 0 has the largest part."""
         divided, programs = cut(self._graph, plan.firsts), []
         for stage in range(divided.num_stages):
             groups = groups_of(plan, stage, rank)
@@ -40,7 +43,8 @@ class PlanLowering:
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False
     ) -> OperatorProgram:
-        """The program of an operator on the first rank of axes with ``sizes``. Equal calls are lowered once."""
+        """The program of an operator on the first rank of a mesh. ``sizes`` maps a mesh axis to its size. Equal calls
+        are lowered only once."""
         splits = {axis: choice for axis, choice in strategy.items() if choice and not is_linear(choice)}
         used = {axis: size for axis, size in sizes.items() if axis in splits}
         key = (*self._call_of(operator), tuple(splits.items()), tuple(used.items()), interior_first)
@@ -63,7 +67,8 @@ class PlanLowering:
 
 
 def groups_of(plan: Plan, stage: int, rank: int) -> dict[str, AxisGroup]:
-    """The groups of a rank within a stage's submesh, by the names of their axes; groups of one rank are left out."""
+    """A rank's groups within a stage's submesh. Maps the name of an axis to the group; groups of one rank are left
+    out."""
     mesh = plan.submesh(stage)
     joined = [name for name in plan.algorithms if len(members(name)) > 1 and mesh.has(name)]
     groups = {}

@@ -1,5 +1,7 @@
-"""Passes that move collectives: gather parameters one bucket ahead, wait for halo sums at their first reader, and join
-the all-reduces of returned values.
+"""Passes over a rank's graph that move or join collectives.
+
+They gather parameters one bucket ahead, delay the wait for sums of halo rows until their first reader, and join the
+all-reduces of returned values into one.
 """
 
 import operator
@@ -36,8 +38,8 @@ def prefetch(graph: fx.Graph) -> None:
 
 
 def sink_waits(graph: fx.Graph) -> None:
-    """Move the wait of a halo reduction to the first reader of its sum. So the gradient of a convolution's weight is
-    computed while the halo rows of its input's gradient travel.
+    """Move the wait of a halo reduction to just before the first reader of its sum. So the gradient of a convolution's
+    weight is computed while the halo rows of its input's gradient travel.
 
     gx = wait(halo_reduce_start(...))                 s  = halo_reduce_start(...)
     gw = convolution_backward(...)        becomes     gw = convolution_backward(...)
@@ -54,8 +56,8 @@ def sink_waits(graph: fx.Graph) -> None:
 
 
 def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> dict[fx.Node, fx.Node]:
-    """Join all-reduces whose results only the step returns (loss, metrics, running statistics) into one, started when
-    the last term is computed. Returns the new node of each result that was replaced.
+    """Join the all-reduces whose results are only returned (loss, metrics, running statistics) into one all-reduce,
+    which starts when its last term is computed. Returns a map from each replaced result to its new node.
 
     s = all_reduce_start(a)                           flat = cat(a, b)
     t = all_reduce_start(b)               becomes     s = all_reduce_start(flat)
@@ -113,7 +115,7 @@ def _join(graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], device: torch.d
 
 
 def _own(start: fx.Node) -> fx.Node:
-    """The input of an all-reduce; if the input is a copy made only to be reduced in place, the original."""
+    """The input of an all-reduce. If the input is a copy that was made only to be reduced in place, the original."""
     value = start.args[0]
     assert isinstance(value, fx.Node)
     copied = value.args[0] if value.target is aten.clone.default and len(value.users) == 1 else value

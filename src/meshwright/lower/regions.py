@@ -1,10 +1,11 @@
-"""Runs of neighbouring element-wise operators, norms and softmaxes -> one kernel per run, by torch.compile's inductor.
+"""Compiles runs of neighbouring element-wise operators, norms and softmaxes to one kernel per run, called a region.
 
     mm, add, layer_norm, mm, log_softmax, nll_loss, exp, mul, scatter_add, mm
         [ region     ]      [ region                                  ]
 
-All other operators stay as lowered, in their order: products, attention, random numbers, in-place operators, and
-collectives, which a compiler must not reorder (docs/decisions/0020).
+The compiler is inductor, the backend of torch.compile. All other operators stay unchanged and in their order: matrix
+products, attention, random numbers, in-place operators, and collectives, which a compiler must not reorder
+(docs/decisions/0020).
 """
 
 import math
@@ -32,16 +33,18 @@ _JOINED = frozenset(
         aten.scatter_add.default, aten.gather.default,
     }
 )  # fmt: skip
-"""Operators that are not element-wise, but run faster when they are joined with element-wise ones."""
+"""Operators that are not element-wise, but run faster when they are joined with element-wise operators."""
 _SLOW = frozenset({aten.gelu.default, aten.gelu_backward.default, aten.erf.default, aten.clone.default})
-"""Element-wise operators that are faster alone (erf: 1.5 times), or that a compiler may replace with their input."""
+"""Element-wise operators that stay outside regions: they are faster alone (erf: 1.5 times), or a compiler may replace
+them by their input."""
 _MADE = frozenset(
     {aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.zeros.default}
 )
-"""Operators that create a tensor from no input: they can stand anywhere."""
+"""Operators that make a tensor without reading values of another tensor: they can stand anywhere in a graph."""
 
 WORTH = 4096
-"""The smallest number of elements for which a kernel pays: below it, its call takes longer than the operators."""
+"""The smallest number of elements for which a region is compiled: with fewer elements, calling the kernel takes longer
+than running the operators."""
 Region = Callable[..., tuple[Tensor, ...]]
 
 
@@ -73,7 +76,7 @@ class Compiler:
         return sum(kernel is not None for kernel in self._known.values())
 
     def compile(self, graph: fx.Graph) -> None:
-        """Replace every region of the graph with a call of its kernel. Needs ``meta["val"]`` of every node."""
+        """Replace every region of the graph with a call of its kernel. Every node needs ``meta["val"]``."""
         for node in graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
             _share_exponential(graph, node)
         for members in _regions(graph):
@@ -135,8 +138,9 @@ _SCALE, _TAIL = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027
 
 
 def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
-    """Compute exp(-x^2 / 2) once for gelu and its gradient: the error function and the density both need it. Forward
-    then keeps the slope instead of x. Only in float32, whose precision the formula of the error function reaches."""
+    """Compute exp(-x^2 / 2) once for gelu and its gradient: both the error function and the normal density need it.
+    Forward then keeps the slope of gelu for backward, instead of x. Only float32 is changed, because the formula for
+    the error function is not precise enough for wider dtypes."""
     gradient, x = backward.args[:2]
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
@@ -200,7 +204,8 @@ def _is_one_a_row(node: fx.Node) -> bool:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether a region may continue past this node and run after it: the node takes no time, and delays nothing."""
+    """Whether a region may continue past this node, so that the region's kernel runs after the node. Such a node takes
+    hardly any time."""
     if node.target in _MADE:
         return True
     value = node.meta.get("val")
@@ -208,7 +213,8 @@ def _is_light(node: fx.Node) -> bool:
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Runs of operators that can be one kernel: no operator outside a run reads its results before its end."""
+    """The runs of operators that can be one kernel: no operator outside a run reads results of the run before the run
+    ends."""
     runs: list[list[fx.Node]] = []
     members: list[fx.Node] = []
     produced: set[fx.Node] = set()  # results of the run, and views of them
@@ -236,7 +242,8 @@ def _size(node: fx.Node) -> int:
 
 
 class _Extraction:
-    """Extracts a region's operators into their own graph, with views of their results and views that only they read."""
+    """Copies a region's operators into a graph of their own, with the views of their results and the views that only
+    they read."""
 
     def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         self.graph, self.members, self.inside = graph, members, set(members)
@@ -251,7 +258,7 @@ class _Extraction:
         self.inputs: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.softmaxes: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
-        """The exponentials and their sums, by log_softmax node (all nodes in ``inner``)."""
+        """Maps a log_softmax node to the nodes of its exponentials and of their sum (all in ``inner``)."""
 
     def replace(self, kernel: Callable[[fx.Graph, Sequence[Tensor]], Region | None]) -> None:
         for node in self.members:
@@ -283,7 +290,8 @@ class _Extraction:
             place = node
 
     def _views_before(self, last: fx.Node) -> list[fx.Node]:
-        """Views of the region's results that stand before its end and that other operators read."""
+        """Views of the region's results that stand before the region's end and that operators outside the region
+        read."""
         views: list[fx.Node] = []
         node = self.members[0]
         while node is not last:
@@ -308,7 +316,7 @@ class _Extraction:
         return node.op == "call_function" and node.target is operator.getitem and node.args[0] in self.inside
 
     def _as_expected(self, node: fx.Node) -> fx.Node:
-        """An input with the strides for which the kernel was compiled: values that the executor gives may differ."""
+        """An input with the strides for which the kernel was compiled: the executor's values may have other strides."""
         value = node.meta["val"]
         root = node
         while root.op == "call_function" and root.target in _FREE and isinstance(root.args[0], fx.Node):
@@ -355,7 +363,8 @@ class _Extraction:
         return node in self.inside
 
     def _log_softmax(self, args: Any) -> fx.Node:
-        """log_softmax in parts: the gradient reuses the exponentials, because it needs exp(log_softmax(x))."""
+        """Emit log_softmax as separate operators. Its gradient needs exp(log_softmax(x)), and can so reuse the
+        exponentials."""
         x, dim, _ = args
         call = self.inner.call_function
         shifted = call(aten.sub.Tensor, (x, call(aten.amax.default, (x, [dim], True))))
@@ -366,7 +375,7 @@ class _Extraction:
         return output
 
     def _add_to_rows(self, node: fx.Node, args: Any) -> fx.Node:
-        """A scatter of one number per row, as element-wise operators."""
+        """Emit a scatter of one number per row as element-wise operators."""
         into, _, index, values = args
         value = node.meta["val"]
         columns = self.inner.call_function(aten.arange.default, (value.shape[-1],), {"device": value.device})

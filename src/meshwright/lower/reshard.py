@@ -1,4 +1,5 @@
-"""Reshard tensors from one placement to another: collectives start early, and are waited for at the first use."""
+"""Reshards tensors from one placement to another. Collectives start early; waits come at the first use of the
+result."""
 
 from collections.abc import Callable, Generator, Mapping
 from math import prod
@@ -26,11 +27,12 @@ from meshwright.ops import collectives
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 Steps = Generator[None, None, fx.Node]
-"""Emits the calls that can start now, yields, and emits the rest when resumed; returns the resharded node."""
+"""A generator that emits the calls of a resharding. It yields after it has started a collective, and emits the wait
+when it is resumed. It returns the resharded node."""
 
 
 class Resharder:
-    """Emits resharding calls into one per-rank graph."""
+    """Emits the calls of reshardings into the graph of one rank."""
 
     def __init__(self, emit: Emit, groups: dict[str, AxisGroup], links: Mapping[str, Link] | None = None) -> None:
         self._emit = emit
@@ -51,8 +53,8 @@ class Resharder:
     ) -> Steps:
         """Reshard ``node`` (global ``shape``) from ``have`` to ``want``.
 
-        The moves and their order are those of ``ir.resharding``. ``owned`` says that no other node reads the memory of
-        ``node``, so that it may be reduced in place; ``label`` names the tensor in errors.
+        ``ir.resharding`` chooses the moves and their order. ``owned`` tells that no other node reads the memory of
+        ``node``, so that the memory may be reduced in place. ``label`` names the tensor in errors.
         """
         for move in self._mover.moves(have, want, shape, item_bytes):
             group, placement, before = self._groups[move.axis], move.placement, move.before
@@ -115,19 +117,20 @@ class Resharder:
         return self._emit(aten.constant_pad_nd.default, node, [0, 0, 0, missing]) if missing else node
 
     def _joined(self, node: fx.Node, parts: int, lead: int, whole: list[int]) -> fx.Node:
-        """Join equal parts: [parts, lead, block] -> [lead, parts, block], in the shape ``whole``."""
+        """Join equal parts: [parts, lead, block] -> [lead, parts, block], then reshape the result to ``whole``."""
         if lead > 1:
             node = self._emit(aten.view.default, node, [parts, lead, -1])
             node = self._emit(aten.transpose.int, node, 0, 1)
         return self._emit(aten.reshape.default, node, whole)
 
     def _apart(self, node: fx.Node, parts: int, lead: int) -> fx.Node:
-        """Put the blocks for each of ``parts`` ranks together: [lead, parts, block] -> [parts, lead, block]."""
+        """Put the blocks for each rank together: [lead, parts, block] -> [parts, lead, block]."""
         node = self._emit(aten.reshape.default, node, [lead, parts, -1])
         return self._emit(aten.transpose.int, node, 0, 1)
 
     def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...], label: str) -> Steps:
-        """Each rank sends to each other rank the part of its shard that this other rank will hold. Parts are equal."""
+        """Emit an all-to-all. Each rank sends to each other rank the part of its shard that the other rank will hold.
+        All parts have equal sizes."""
         group, source, target = self._groups[move.axis], move.placement, move.target
         assert isinstance(source, Shard)
         assert target is not None
@@ -169,7 +172,7 @@ class Resharder:
         return self._emit(aten.reshape.default, node, self._local(shape, after))
 
     def _in_rows(self, node: fx.Node, local: list[int], parts: int) -> fx.Node:
-        """A tensor of shape ``local`` as [parts, elements], padded with zeros if ``parts`` does not divide its size."""
+        """A tensor of shape ``local`` as a matrix [parts, elements], padded with zeros at the end if needed."""
         missing = prod(flat_shape(tuple(local), parts)) * parts - prod(local)
         if missing:
             node = self._emit(aten.reshape.default, node, [-1])
@@ -177,7 +180,7 @@ class Resharder:
         return self._emit(aten.reshape.default, node, [parts, -1])
 
     def unpadded(self, node: fx.Node, local: list[int]) -> fx.Node:
-        """The tensor of shape ``local`` in ``node``, which holds its elements followed by padding."""
+        """Cut the padding off ``node``, and give the remaining elements the shape ``local``."""
         node = self._emit(aten.view.default, node, [-1])
         return self._emit(aten.view.default, self._emit(aten.slice.Tensor, node, 0, 0, prod(local)), local)
 

@@ -1,13 +1,13 @@
-"""One stage of a plan -> its program on one rank: functions that the executor calls, and the values between them.
+"""Lowers a stage of a plan to its program on one rank: functions that the executor calls, and the values between them.
 
-prologue   once a step       values that depend on no parameter, for the whole batch; whole versions of split parameters
-forward    each micro-batch  its results are sent, or kept for backward
-backward   each micro-batch  computes the gradients; or in two parts, ``input`` (gradients that are sent) and ``weight``
+prologue   once a step       computes values that depend on no parameter, for the whole batch; gathers split parameters
+forward    each micro-batch  computes values that are sent, or kept for backward
+backward   each micro-batch  computes gradients; or in two parts, ``input`` (gradients that are sent) and ``weight``
 reduce     once a step       starts the reduction of gradients that were accumulated over micro-batches
-finish     once a step       waits for reductions; loss, metrics and buffers
+finish     once a step       waits for reductions; completes the loss, metrics and buffers
 
-With one stage and one micro-batch, one program is the whole step. Its phases run one after the other, as one function
-unless backward recomputes values or gathers parameters again.
+With one stage and one micro-batch, the program is the whole step. Its phases run one after the other. They are one
+function, unless backward recomputes values or gathers parameters again.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ aten = torch.ops.aten
 _PHASE_OF = {
     ActionKind.RECV_F: FORWARD, ActionKind.SEND_F: FORWARD, ActionKind.RECV_B: BACKWARD, ActionKind.SEND_B: BACKWARD,
 }  # fmt: skip
-"""The phase to which a transfer belongs."""
+"""Maps each kind of transfer to its phase."""
 
 
 def lower_stage(
@@ -70,15 +70,15 @@ def lower_stage(
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
 ) -> LoweredStage:
-    """The program of stage number ``stage`` for the rank that ``groups`` describes (axes of the stage's mesh with more
-    than one rank).
+    """Lower stage number ``stage`` for one rank. ``groups`` maps an axis of the stage's mesh to this rank's group; axes
+    with one rank are left out.
 
     Args:
-        rules: the user's rules, by operator.
+        rules: maps an operator to the user's rule for it.
         constants: the values of the graph's constants; without them the program can be read, but not run.
         divided: the plan's cut of the graph; computed if it is not given.
-        compiler: joins operators; ``kernels`` replace some operators.
-        note: called with the name of a phase at its beginning, if the phase is part of a larger function.
+        compiler: compiles runs of operators; ``kernels`` maps an operator to the function that replaces it.
+        note: called with a phase's name where the phase begins, if the phase is part of a larger function.
 
     Raises:
         PlanError: an operator would have to communicate with other micro-batches.
@@ -89,7 +89,7 @@ def lower_stage(
 
 
 class _StageLowering:
-    """Emits a stage, phase by phase."""
+    """Emits the graph of one stage, and makes its program."""
 
     def __init__(
         self, graph: Graph, plan: Plan, divided: Cut, stage: int, groups: dict[str, AxisGroup], device: torch.device,
@@ -176,7 +176,7 @@ class _StageLowering:
         }
 
     def _rows_of_input(self, name: str) -> Placements:
-        """Shards over axes that do not divide the batch, if all readers of an input share them: enough for a rank."""
+        """The shards of an input over axes that do not split the batch, if all of its readers want these shards."""
         if self.plan.uneven:
             return {}
         wants = [
@@ -223,8 +223,8 @@ class _StageLowering:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def _wants(self) -> tuple[list[Operator], dict[str, int]]:
-        """The operators of the stage, and the number of readers of each storage, without operators that make views of
-        it. Records in ``emission.wants`` where every tensor is read."""
+        """Return the stage's operators, and the number of readers of each storage, not counting operators that make
+        views of it. Record in ``emission.wants`` the phases and placements in which each tensor is read."""
         emission = self.emission
         up, down = self.divided.sent(self.stage)
         wants = [
@@ -270,7 +270,7 @@ class _StageLowering:
         self._made(operator, result, readers)
 
     def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:
-        """Record an operator's results for their readers, and start the reshardings and reductions that can start."""
+        """Record an operator's results for their readers. Start the reshardings and reductions that can now start."""
         for name, index in zip(operator.outputs, operator.positions or (0,), strict=True):
             node = result
             if operator.positions:
@@ -304,8 +304,8 @@ class _StageLowering:
         return self.stage in self.divided.owners[buffer] and buffer in self.ir.buffer_updates
 
     def _update_buffers(self) -> None:
-        """Update buffers once a step if their new value is equal in all micro-batches or is a sum over them; update
-        the others in every micro-batch, which passes them to the next."""
+        """Update a buffer once a step if its new value is equal in all micro-batches or is a sum over them; else update
+        it in every micro-batch, which passes the new value to the next micro-batch."""
         self.emission.meta = {"operator": "buffers"}
         updates = {buffer: name for buffer, name in self.ir.buffer_updates.items() if self._updates(buffer)}
         often = differing_buffers(self.ir, self._sums()) if self.emission.microbatched else frozenset()
@@ -331,7 +331,7 @@ class _StageLowering:
             self.scalars[label] = self._at_the_end(name, label)
 
     def _at_the_end(self, name: str, label: str) -> fx.Node:
-        """A whole tensor at the end of the step; joins micro-batches by sum, max or min, or takes the last."""
+        """A whole tensor at the end of the step: the sum, max or min over micro-batches, or the value of the last."""
         emission, value = self.emission, self.emission.values[name]
         if not emission.microbatched or value.phase in (STEP, PROLOGUE):
             with emission.during(FINISH):
@@ -352,8 +352,8 @@ class _StageLowering:
         return [*self.emission.roots, *map(self.emission.returned, dict.fromkeys(ends))]
 
     def _named_results(self, joined: Mapping[fx.Node, fx.Node]) -> dict[str, Any]:
-        """The results of a step, by field of ``Program``. Gradients and buffers get memory of their own, because users
-        write to them."""
+        """The names of a step's results, by field of ``Program``. Gradients and buffers get memory of their own,
+        because users write to them."""
         gradients = self.gradients
         scalars = {label: joined.get(node, node) for label, node in self.scalars.items()}
         buffers = {name: joined.get(node, node) for name, node in self.buffers.items()}

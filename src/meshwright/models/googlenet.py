@@ -30,7 +30,7 @@ class Convolution(nn.Module):
         self.norm = nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride], rounded up."""
+        """Map ``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride], rounded up."""
         return F.relu(self.norm(self.conv(x)))
 
 
@@ -46,7 +46,7 @@ class Inception(nn.Module):
         self.channels = one + three + five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, inputs, y, x] to [batch, channels, y, x]: the branches' channels, concatenated."""
+        """Map ``x`` [batch, inputs, y, x] to [batch, channels, y, x]: the branches' channels, concatenated."""
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pooled(x)], dim=1)
 
 
@@ -55,7 +55,7 @@ class GoogLeNet(nn.Module):
     classifiers.
 
     Args:
-        width: channels of the stem, a multiple of 8; all others in proportion (the paper: 64).
+        width: channels of the stem, a multiple of 8 (64 in the paper); all other channels are in proportion to it.
         image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
 

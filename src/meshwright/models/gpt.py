@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.residual_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, sequence, width] to a tensor of the same shape."""
+        """Map ``x`` [batch, sequence, width] to a tensor of the same shape."""
         batch, sequence, width = x.shape
         query, key, value = (
             part.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2)
@@ -89,7 +89,7 @@ class FeedForward(nn.Module):
         self.residual_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, sequence, width] to a tensor of the same shape."""
+        """Map ``x`` [batch, sequence, width] to a tensor of the same shape."""
         return cast(Tensor, self.residual_dropout(self.down(F.gelu(self.up(x)))))
 
 
@@ -104,7 +104,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, sequence, width] to the same shape: attention, then the MLP, each with a residual."""
+        """Apply attention, then the MLP, each with a residual, to ``x`` [batch, sequence, width]; the shape stays."""
         x = x + self.attention(self.attention_norm(x))
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 

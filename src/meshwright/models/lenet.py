@@ -25,7 +25,7 @@ class LeNet(nn.Module):
         padding: pixels of zero around each convolution's input; ``None`` keeps the size (odd kernels only).
 
     Raises:
-        ValueError: a pooling would cut off a row, or the image is too small.
+        ValueError: the input of a pooling has an odd or too small size, or an even kernel has no ``padding``.
     """
 
     def __init__(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 class MLP(nn.Module):
     """Linear layers of the given sizes with an activation between them (none after the last).
 
-    ``MLP((2, 2))`` is one layer, ``MLP((2, 8, 2))`` two. Inputs of any shape [b, ...] are flattened to [b, sizes[0]].
+    ``MLP((2, 2))`` has one layer, ``MLP((2, 8, 2))`` has two. Inputs of any shape [b, ...] are flattened to [b,
+    sizes[0]].
 
     Raises:
         ValueError: fewer than two sizes, or a size below 1.
@@ -23,7 +24,7 @@ class MLP(nn.Module):
         self.layers = dense_layers(sizes, activation=activation, bias=bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[b, ...] with sizes[0] values per sample -> [b, sizes[-1]]."""
+        """Map ``inputs`` [b, ...] with ``sizes[0]`` values per sample to [b, sizes[-1]]."""
         return cast(Tensor, self.layers(inputs.flatten(1)))
 
 

@@ -1,4 +1,4 @@
-"""Residual networks with batch normalization: a small one for images of 8x8 to 32x32 pixels, a wide one for large."""
+"""Residual networks with batch normalization: a small network for 8x8 to 32x32 pixels, and a wide network."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ class Residual(nn.Module):
 
     Args:
         inputs: channels c of the input.
-        convolutions: (output channels, kernel, stride) of two or three; each divides the image's size by its stride.
+        convolutions: (output channels, kernel, stride) of two or three convolutions; each divides the image's size by
+            its stride.
     """
 
     conv1: nn.Module
@@ -40,7 +41,8 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride]; strides are multiplied."""
+        """Map ``x`` [batch, inputs, y, x] to [batch, outputs, y / stride, x / stride], with the product of all
+        strides."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         if self.depth == 3:
             y = self.norm3(self.conv3(F.relu(y)))
@@ -88,8 +90,8 @@ class ResNet(nn.Module):
 class WideResNet(nn.Module):
     """Groups of bottleneck blocks whose inner convolutions are ``widened`` times as wide as those of a ResNet.
 
-    A block has 1x1, 3x3 and 1x1 convolutions, the 3x3 one with the stride. The defaults are WRN-50-2-bottleneck
-    (Zagoruyko, Komodakis, 2016, table 8); ``widened=1`` is ResNet-50.
+    A block has a 1x1, a 3x3 and a 1x1 convolution; the 3x3 convolution has the stride. The defaults are
+    WRN-50-2-bottleneck (Zagoruyko, Komodakis, 2016, table 8); ``widened=1`` is ResNet-50.
 
     Args:
         blocks: number of blocks in each group.

@@ -19,7 +19,7 @@ class Level(nn.Module):
         self.norm2 = _norm(norm, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [batch, inputs, y, x] to [batch, outputs, y, x]."""
+        """Map ``x`` [batch, inputs, y, x] to [batch, outputs, y, x]."""
         x = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(self.norm2(self.conv2(x)))
 
@@ -34,7 +34,7 @@ class UNet(nn.Module):
         width: channels of the outermost level, a multiple of 2.
         image_channels: number of colour channels, 1 or 3.
         classes: number of logits of each pixel.
-        norm: ``group`` (of each sample, in groups of channels) or ``batch`` (over the batch).
+        norm: ``group`` (statistics of each sample, in groups of channels) or ``batch`` (statistics over the batch).
 
     Raises:
         ValueError: the norm is unknown, the depth is below 1, or the width is odd.

@@ -12,8 +12,8 @@ from meshwright.models.resnet import draw_kernels
 class VGG(nn.Module):
     """Groups of 3x3 convolutions, then dense layers (Simonyan, Zisserman, 2015, table 1).
 
-    The defaults are configuration D with 16 layers of weights; ``(2, 2, 4, 4, 4)`` is E with 19. Channels double from
-    group to group, to at most ``8 * width``.
+    The defaults are configuration D with 16 layers of weights; ``(2, 2, 4, 4, 4)`` is configuration E with 19. Channels
+    double from group to group, to at most ``8 * width``.
 
     Args:
         convolutions: number of convolutions in each group.

@@ -24,8 +24,8 @@ def _mask_pattern(mask: torch.Tensor | None, keys: str) -> str:
 
 
 def attention_rule(call: Call) -> Rule:
-    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; over split keys, the softmaxes of the shards are merged.
-    Over queries and keys at once (``st``), keys and values go round a ring."""
+    """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; if ``t`` is split, the softmaxes of the shards are merged.
+    If one axis splits queries and keys together (factor ``st``), keys and values move around a ring of ranks."""
     mask = _mask_pattern(call.args[3], "!t")
     pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
     decompositions = {"t": "gather", "st": "ring"}
@@ -33,7 +33,7 @@ def attention_rule(call: Call) -> Rule:
 
 
 def attention_backward_rule(call: Call) -> Rule:
-    """Over split ``s``, the gradients of key and value are sums; over split ``t``, the query's gradient is a sum."""
+    """If ``s`` is split, the gradients of key and value are sums. If ``t`` is split, the query's gradient is a sum."""
     mask = _mask_pattern(call.args[4], "t")
     q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
     pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
@@ -48,7 +48,8 @@ _ACROSS = {
 
 
 def attention_local(local: Local) -> Any:
-    """Each shard attends to its keys; their softmaxes are merged through the log-sum-exp (Milakov, Gimelshein 2018)."""
+    """Run attention on one rank, with the rank's keys. If ``t`` is split, merge the softmaxes of the shards by their
+    log-sum-exp (Milakov, Gimelshein 2018)."""
     call = emit_attention(local)
     if not (local.is_split("t") or local.is_split("st")):
         return call
@@ -67,8 +68,8 @@ def attention_local(local: Local) -> Any:
 
 
 def emit_attention(local: Local) -> Any:
-    """Emit the operator on this rank's parts, or around a ring. Backward needs no other communication: given the whole
-    output and log-sum-exp, the gradient of each part of the attention weights depends on no other part."""
+    """Emit the operator on this rank's parts, or around a ring. Backward needs no other communication, because it has
+    the whole output and log-sum-exp: the gradient of one part of the attention weights depends on no other part."""
     *tensors, dropout, causal, scale, _, number = local.args
     # forward and backward of one call have the same number, so that they draw the same mask
     key = local.key(f"attention {number}") if dropout else (0, 0)
@@ -80,7 +81,7 @@ def emit_attention(local: Local) -> Any:
 
 
 def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
-    """(this rank's first query, its index in the ring, whether ranks swap halves, the ring's group and size)."""
+    """Return this rank's first query, its index in the ring, whether ranks swap halves, the ring's group and size."""
     if local.is_split("t"):
         raise RuleError(
             "keys that go round a ring are split over another axis too", where=local.name, remedy="split queries there"
@@ -93,7 +94,8 @@ def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
 
 
 def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tuple[Value, bool]:
-    """(mask, causal) for this rank's part; a causal mask depends on the part's place, so it becomes explicit."""
+    """Return ``mask`` and ``causal`` for this rank's part. If queries or keys are split, a causal mask becomes a
+    tensor, because it depends on the place of the part."""
     if not causal or not (local.is_split("s") or local.is_split("t")):
         return mask, causal
     row, column = (local.bounds(factor)[local.coordinate(factor)[0]] for factor in "st")

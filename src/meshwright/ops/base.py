@@ -1,4 +1,4 @@
-"""The parts of an operator's rule: its pattern, its FLOPs, and its rewrite for one rank's part."""
+"""The parts of an operator's rule: a pattern, a count of FLOPs, and a local rewrite that emits one rank's calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Target = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, with fake tensors in place of values."""
+    """One call of an operator, with fake tensors in place of real ones."""
 
     target: Target
     args: tuple[Any, ...]
@@ -40,7 +40,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def arguments(call: "Call | Local") -> dict[str, Any]:
-    """All arguments of a call of an ATen operator by name; an argument that the call leaves out has its default."""
+    """Return all arguments of a call of an ATen operator by name, defaults of omitted arguments included."""
     schema = call.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip([arg.name for arg in schema], call.args, strict=False))
     return {arg.name: arg.default_value for arg in schema if arg.has_default_value()} | given | dict(call.kwargs)
@@ -51,7 +51,7 @@ Value = Any
 
 
 class Local(Protocol):
-    """One operator on one rank, with the methods that a local rewrite may use."""
+    """One operator on one rank: its arguments, and the methods with which a local rewrite emits calls for the rank."""
 
     target: Any
     args: tuple[Any, ...]
@@ -71,63 +71,66 @@ class Local(Protocol):
         """Whether any mesh axis splits the factor."""
 
     def coordinate(self, factor: str) -> tuple[int, int]:
-        """(this rank's index, number of parts) of a factor; (0, 1) if the factor is not split."""
+        """Return this rank's index among the parts of a factor, and the number of parts: (0, 1) if it is not split."""
 
     def size(self, factor: str) -> int:
-        """The size of a factor over all ranks (in one micro-batch, if it is divided into micro-batches). Parts differ
-        by one unit where the size is not divisible by their number."""
+        """The size of a factor over all ranks, in one micro-batch. If the number of parts does not divide the size,
+        some parts are one unit larger than others."""
 
     def length(self, factor: str) -> int:
         """The size of a factor on this rank."""
 
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
-        """The first index of each part of a factor, by coordinate, then the end of the last part. Parts are runs of
-        indices: the split letter is the factor's outermost. For a joint factor, ``of`` names the member to use."""
+        """Return the first index of each part of a factor, in order, and then the end of the last part. Each part must
+        be one run of indices. For a joint factor, ``of`` names the member letter whose indices are meant."""
 
     def times(self, factor: str) -> int:
         """The number of micro-batches into which the factor is divided."""
 
     def key(self, name: str = "") -> tuple[Value, int]:
-        """The micro-batch's random key (a value) and this operator's salt, a number that differs by split coordinates.
-        Operators with the same ``name`` draw the same numbers; an operator without a name draws its own."""
+        """Return the micro-batch's random key (a value) and the operator's salt, a number that differs between ranks
+        with different parts. Operators draw equal numbers if they pass the same ``name``, and their own without it."""
 
     def group(self, factor: str) -> tuple[str, int]:
-        """The name and size of the group of ranks that hold the parts of a factor (split over one axis)."""
+        """The name and size of the group of ranks that hold the parts of a factor. One axis must split the factor."""
 
     def outside(self, factor: str, other: str) -> bool:
-        """Whether the axis that splits ``factor`` is outside of the axis that splits ``other`` (one axis each)."""
+        """Whether the one axis that splits ``factor`` comes before the one axis that splits ``other`` in the mesh."""
 
     def all_reduce(self, value: Value, factor: str, op: str = "sum") -> Value:
-        """Reduce over all axes that split the factor; ``value`` itself may be overwritten."""
+        """All-reduce ``value`` over all axes that split the factor. The call may overwrite ``value``."""
 
     def all_gather(self, value: Value, factor: str) -> Value:
-        """Gather all parts on new leading dims, one for each axis that splits the factor, in the factor's order."""
+        """Gather all parts on new leading dims: one dim for each axis that splits the factor, the outermost first."""
 
     def halo(
         self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows], fill: float = 0.0
     ) -> Value:
-        """The rows of ``dim`` (counted from the back) in this rank's range, from the ranks that own them. ``edges``
-        bound the factor's parts; ``ranges`` has the rows that each part reads. Rows that no rank owns are ``fill``."""
+        """Return the rows of ``dim`` (counted from the back) that this rank reads, fetched from the ranks that own
+        them. ``edges`` are the bounds of all parts. ``ranges`` has the range of rows that each part reads. Rows that no
+        rank owns have the value ``fill``."""
 
     def interior_first(self, factor: str) -> bool:
-        """Whether the plan first computes the rows that need no halo of the factor, while the halo travels. Never true
-        for a factor that is split over several axes."""
+        """Whether the plan first computes the rows that do not need the factor's halo, while the halo travels. The plan
+        never does so if several axes split the factor."""
 
     def halo_begin(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Any:
-        """Start the exchange of :meth:`halo`; return its state for :meth:`halo_end`. None if no rows travel, if this
-        rank does not read all of its own rows, or if several axes split the factor."""
+        """Start the exchange of :meth:`halo` and return its state for :meth:`halo_end`. Return None if no rows travel,
+        if this rank does not read all of its own rows, or if several axes split the factor."""
 
     def halo_end(self, begun: Any) -> tuple[Value | None, Value | None]:
-        """Wait for an exchange; return the rows before and after this rank's part, None for an empty side."""
+        """Wait for a started exchange. Return the rows before and after this rank's part, None for an empty side."""
 
     def halo_return(
         self, strips: Sequence[Value], factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]
     ) -> Value:
-        """Start to send ``strips``, terms for the rows before and after this part, to these rows' owners. Parts and
-        ranges must be alike. Once waited for, the result has terms for own first rows, then for own last rows."""
+        """Start to send ``strips``, this rank's terms of sums over the rows before and after its part, to the ranks
+        that own the rows. All parts must have equal sizes and equal halos. The result must be waited for. It has the
+        neighbours' terms for this rank's first rows, then for its last rows."""
 
     def halo_sum(self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows]) -> Value:
-        """The adjoint of :meth:`halo`: add up ``value``, terms for the rows of this rank's range, at their owners."""
+        """Send ``value``, this rank's terms of sums over the rows that it reads, to the owners of the rows, which add
+        up all ranks' terms. This is the adjoint of :meth:`halo`."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Value:
         """Emit a call of an operator into the per-rank graph."""
@@ -137,12 +140,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums and squares: float32 for half precision, whose range or precision they could exceed."""
+    """Return the dtype for sums and squares: float32 in place of half precision, otherwise ``dtype`` itself."""
     return torch.float32 if dtype in HALVES else dtype
 
 
 def widened(local: Local, value: Value) -> Value:
-    """Cast ``value`` to float32 if the operator works in half precision: statistics and sums need it."""
+    """Cast ``value`` to float32 if the operator works in half precision, because statistics and sums need float32."""
     return local.call(aten._to_copy.default, value, dtype=torch.float32) if local.dtype() in HALVES else value
 
 
@@ -165,10 +168,11 @@ class Unsplit:
 
 @dataclass(frozen=True)
 class OperatorRule:
-    """The rule of an operator. ``rule`` returns one call's rule; ``local`` emits the call on one rank's part;
-    ``flops`` counts the whole call; ``contiguous`` names letters whose parts must each be one range of indices
-    (a vocabulary). ``random``: ``local`` draws random numbers (with ``local.key``); operators that PyTorch tags as
-    random need no mark."""
+    """The rule of an operator.
+
+    ``rule`` returns the rule of one call. ``local`` emits the call for one rank's part. ``flops`` counts the FLOPs of
+    the whole call. ``contiguous`` names the letters whose parts must each be one range of indices (as of a vocabulary).
+    ``random`` says that ``local`` draws random numbers. Operators that PyTorch tags as random do not need the flag."""
 
     rule: Callable[[Call], Rule | Unsplit]
     local: Callable[[Local], Any] = emit_unchanged
@@ -187,7 +191,9 @@ def make_rule(
     equal: Sequence[str] = (),
     **sizes: int,
 ) -> Rule:
-    """Return a rule with sizes from the call's shapes (``sizes`` helps where a dim has several unknown factors).
+    """Return the rule of a call: the pattern, with the sizes of its letters from the shapes of the call's tensors.
+
+    ``sizes`` gives the sizes of letters that the shapes do not determine, because a dim has several unknown factors.
 
     Raises:
         RuleError: the pattern does not fit the call, or a decomposition is unknown.
@@ -231,16 +237,16 @@ def _misfit(call: Call, pattern: str, what: str) -> RuleError:
 
 
 def contraction_flops(call: Call, rule: Rule | None) -> float:
-    """Two operations (multiply, add) for each combination of indices of all factors."""
+    """Count two operations (multiply, add) for each combination of indices of all factors."""
     return 2.0 * prod(rule.sizes.values()) if rule is not None else 0.0
 
 
 def elementwise_flops(call: Call, rule: Rule | None) -> float:
-    """One operation for each element of the first output."""
+    """Count one operation for each element of the first output."""
     return float(sum(output.numel() for output in call.outputs[:1]))
 
 
 def with_gradients(names: Sequence[str], forward: OperatorRule, backward: OperatorRule) -> dict[Target, OperatorRule]:
-    """The rules of the ATen operators of these names and of their gradients, which are named ``NAME_backward``."""
+    """Return the rules of the ATen operators called ``names`` and of their gradients, called ``NAME_backward``."""
     pair = (("", forward), ("_backward", backward))
     return {getattr(aten, name + suffix).default: rule for name in names for suffix, rule in pair}

@@ -1,5 +1,5 @@
-"""Batch norm. Over split samples or space it is exact, because the statistics of all shards are merged.
-Over the factor ``own``, each rank has the statistics of its own samples.
+"""Batch norm. If samples or space are split, it is exact, because the statistics of all shards are merged.
+If the factor ``own`` is split, each rank uses the statistics of its own samples.
 """
 
 import operator
@@ -23,7 +23,7 @@ def native_batch_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Canonical batch norm: its schema shows the update of the running statistics, which native_batch_norm hides."""
+    """Capture batch norm as an operator whose schema shows the in-place update of the running statistics."""
     given, running = (input, weight, bias), (running_mean, running_var)
     if not training:
         return aten._native_batch_norm_legit_no_training.default(*given, *running, momentum, eps)
@@ -36,7 +36,7 @@ def native_batch_norm_backward(
     grad: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: list[bool],
 ) -> Any:  # fmt: skip
-    """Canonical gradient of batch norm: in training it does not take the running statistics, which it does not read."""
+    """Capture the gradient of batch norm in training without the running statistics, which are not read then."""
     if not train or running_mean is None:
         return NotImplemented
     return aten.native_batch_norm_backward.default(
@@ -45,8 +45,8 @@ def native_batch_norm_backward(
 
 
 def batch_norm_rule(call: Call) -> Rule:
-    """``!n c !y !x, c... -> !n c !y !x, c...``; over split samples or space, means and variances are merged.
-    Over split ``own`` they are not: each part has its own mean and scale; running statistics are means over parts."""
+    """``!n c !y !x, c... -> !n c !y !x, c...``; if samples or space are split, means and variances are merged.
+    If ``own`` is split, each part keeps its own mean and scale. The new running statistics are means over the parts."""
     space, names = spatial(call.args[0], "!")
     image = f"!n c{space}"
     vectors = ", c" * (len(call.tensors) - 1)
@@ -61,7 +61,8 @@ _BATCH = "nzyx"
 
 
 def batch_norm_local(local: Local) -> Any:
-    """Run batch norm in training on one rank: merge the shards' statistics; average running statistics over ``own``."""
+    """Run batch norm in training on one rank: merge the shards' statistics. If ``own`` is split, divide the new running
+    statistics by the number of its parts, so that their sum is a mean."""
     updates = local.target is aten._native_batch_norm_legit_functional.default
     result = _over_shards(local, updates) if split_factors(local, _BATCH) else emit_unchanged(local)
     if not local.is_split(OWN) or not updates:
@@ -74,7 +75,7 @@ def batch_norm_local(local: Local) -> Any:
 
 
 def _over_shards(local: Local, updates: bool) -> tuple[Value, ...]:
-    """Normalize by the statistics of all shards. With ``updates``, the new running statistics are returned too."""
+    """Normalize by the statistics of all shards. With ``updates``, return the new running statistics too."""
     source, weight, bias = local.args[:3]
     momentum, eps = local.args[-2:]
     mean, variance = _merged_statistics(local, source)
@@ -91,15 +92,15 @@ def _over_shards(local: Local, updates: bool) -> tuple[Value, ...]:
 
 
 def _count(local: Local) -> int:
-    """The number of values of each channel, over all ranks that share statistics."""
+    """Return the number of values of each channel, over all ranks that share statistics."""
     rank = len(local.input_shape(0)) - 2
     samples = local.input_shape(0)[0] if local.is_split(OWN) else local.size("n")
     return samples * prod(local.size(name) for name in (SPACE[rank] if rank else ""))
 
 
 def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
-    """Mean and biased variance over all shards. They are gathered over one factor after the other and merged as in Chan
-    et al. 1983, eq. 2.1, weighted by each shard's length of the factor."""
+    """Return the mean and the biased variance over all shards. They are gathered and merged for each split factor in
+    turn, by equation 2.1 of Chan et al. 1983. The weight of a shard is its length along the factor."""
     both = local.call(aten.batch_norm_update_stats.default, source, None, None, 0.0)
     mean, variance = (local.call(operator.getitem, both, index) for index in (0, 1))
     for name in split_factors(local, _BATCH):
@@ -109,7 +110,7 @@ def _merged_statistics(local: Local, source: Value) -> tuple[Value, Value]:
 
 
 def _merged(local: Local, pairs: Value, counts: Sequence[int]) -> tuple[Value, Value]:
-    """The mean and variance of all parts together, from the mean, variance and count of each part."""
+    """Return the mean and variance of all parts together, from the mean, variance and count of each part."""
     gathered = local.call(aten.reshape.default, pairs, [len(counts), 2, -1])
     means, variances = (local.call(aten.select.int, gathered, 1, index) for index in (0, 1))
     merged = _weighed(local, means, counts)
@@ -119,7 +120,7 @@ def _merged(local: Local, pairs: Value, counts: Sequence[int]) -> tuple[Value, V
 
 
 def _weighed(local: Local, values: Value, counts: Sequence[int]) -> Value:
-    """The mean over the first dim, in which each index has the weight ``counts[index]``."""
+    """Return the mean over the first dim, in which each index has the weight ``counts[index]``."""
     if len(set(counts)) == 1:
         return local.call(aten.div.Tensor, local.call(aten.sum.dim_IntList, values, [0]), len(counts))
     parts = [local.call(aten.select.int, values, 0, index) for index in range(len(counts))]
@@ -130,15 +131,15 @@ def _weighed(local: Local, values: Value, counts: Sequence[int]) -> Value:
 
 
 def batch_norm_eval_rule(call: Call) -> Rule:
-    """With given statistics every dim may be split."""
+    """In evaluation the statistics are given, so every dim may be split."""
     space, _ = spatial(call.args[0], "")
     vectors = ", c" * (len(call.tensors) - 1)
     return make_rule(call, f"n c{space}{vectors} -> n c{space}{', !e' * (len(call.outputs) - 1)}")
 
 
 def batch_norm_backward_rule(call: Call) -> Rule:
-    """The gradient of the input needs two sums over samples and space; these are also the gradients of weight and bias.
-    With given statistics (``train`` is False) it needs no sums, and every dim may be split."""
+    """The gradient of the input needs two sums over samples and space: the gradients of weight and bias.
+    If ``train`` is False, the statistics are given. The gradient then needs no sums, and every dim may be split."""
     grad, train, mask = call.args[0], call.args[7], call.args[9]
     mark = "!" if train else ""
     space, names = spatial(grad, mark)
@@ -154,7 +155,7 @@ def batch_norm_backward_rule(call: Call) -> Rule:
 
 
 def batch_norm_backward_local(local: Local) -> Any:
-    """Run ``aten.native_batch_norm_backward`` on one rank: in training its two sums are over all shards."""
+    """Run ``aten.native_batch_norm_backward`` on one rank. In training, its two sums cover all shards."""
     grad, source, weight, running_mean, running_var, mean, scale, train, eps, mask = local.args
     split = split_factors(local, _BATCH)
     if not split or not train:
@@ -171,8 +172,8 @@ def batch_norm_backward_local(local: Local) -> Any:
 def _input_gradient(
     local: Local, grad: Value, source: Value, weight: Value | None, mean: Value, scale: Value, sums: Value
 ) -> Value:
-    """``a (grad - m0 - m1 scale (source - mean))``, where ``a`` is weight times scale and ``m`` is ``sums`` [2, c]
-    divided by the count. Computed as ``a grad + (b (source - mean) + c)``, in two passes over the image."""
+    """Return ``a (grad - m0 - m1 scale (source - mean))``, where ``a`` is weight times scale and ``m`` is ``sums``
+    [2, c] divided by the count. The code computes ``a grad + (b (source - mean) + c)`` in two passes over the image."""
     factor = scale if weight is None else local.call(aten.mul.Tensor, scale, weight)
     means = local.call(aten.mul.Tensor, local.call(aten.mul.Tensor, sums, -1 / _count(local)), factor)
     offset, slope = (local.call(aten.select.int, means, 0, index) for index in (0, 1))

@@ -4,8 +4,8 @@
     own rows first           0  1  2  3                all rows are made, with zeros for rows -1 and 4
     then the halo            0        3                row -1 adds to row 0, row 4 to row 3
 
-A convolution is linear in its input, so this sum is the convolution of all rows. The halo travels while own rows are
-computed, and the part is not copied to be joined with its halo. Gradients are linear in the same rows.
+A convolution is linear in its input, so this sum is the convolution of all rows. The halo travels while a rank computes
+its own rows, and the rank need not copy its part to join it with the halo. The same holds for the gradients.
 """
 
 import operator
@@ -28,8 +28,8 @@ INPUT, WEIGHT = [True, False, False], [False, True, False]
 
 @dataclass(frozen=True)
 class Borders:
-    """One split dim of a convolution on a rank. Its halo has ``before`` and ``after`` rows. The first ``top`` and the
-    last ``bottom`` of the ``made`` rows read the halo."""
+    """One split dim of a convolution on a rank. The halo has ``before`` rows before the part and ``after`` rows after
+    it. The rank makes ``made`` rows, of which the first ``top`` and the last ``bottom`` read the halo."""
 
     local: Local
     side: Side
@@ -41,9 +41,9 @@ class Borders:
 
     @classmethod
     def of(cls, local: Local, side: Side, window: Window) -> "Borders | None":
-        """The borders of a split dim. None if the plan does not compute own rows first, if parts differ in size, or if
-        own rows with equal padding before and after do not make all rows: the stride must fit the parts, and the
-        padding must put each window around its row."""
+        """Return the borders of a split dim. Return None if the plan does not compute own rows first, if parts differ
+        in size or are smaller than the halo, or if own rows with equal padding on both sides do not make all rows of
+        the part: the stride must divide the part, and the padding must put each window around its row."""
         rows, out_rows = side.image[1] - side.image[0], side.made[1] - side.made[0]
         alike = all(
             len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.made)
@@ -65,7 +65,7 @@ class Borders:
         return -(-self.after // self.window.stride)
 
     def convolved(self, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
-        """The convolution of own rows, plus the halo's terms at the borders."""
+        """Convolve own rows, and add the halo's terms at the borders."""
         local, dim = self.local, self.side.dim
         begun = self._begun(source)
         result = local.call(local.target, source, weight, None, *self._padded(rest))
@@ -75,7 +75,7 @@ class Borders:
         return result
 
     def weight_gradient(self, grad: Value, source: Value, weight: Value, rest: tuple[Any, ...]) -> Value:
-        """(None, the weight's gradient, None): terms of own rows plus terms of the halo, which forward has kept."""
+        """Return (None, gradient of the weight, None). The gradient is a sum over own rows and halo rows."""
         local = self.local
         begun = self._begun(source)
 
@@ -89,7 +89,7 @@ class Borders:
         return None, result, None
 
     def input_gradient(self, grad: Value, shape: list[int], weight: Value, rest: tuple[Any, ...]) -> Value:
-        """The gradient of own rows: terms for halo rows go to their owners, and neighbours' terms are added."""
+        """Return the gradient of own rows. Terms for halo rows go to their owners; terms from neighbours are added."""
         local, dim, window = self.local, self.side.dim, self.window
 
         def gradient(grad: Value, rows: int, rest: tuple[Any, ...]) -> Value:
@@ -113,8 +113,8 @@ class Borders:
 
     @property
     def _edges(self) -> tuple[tuple[int, int, Rows], ...]:
-        """For the halo before and the halo after: the first made row that reads it, the number of such rows, and the
-        place of the halo among the rows that they read."""
+        """For the halo before and the halo after: the first made row that reads the halo, the number of made rows that
+        read it, and the range of the halo within all rows that these made rows read."""
         last = self.window.rows(self.bottom)
         return (0, self.top, (0, self.before)), (self.made - self.bottom, self.bottom, (last - self.after, last))
 
@@ -124,8 +124,8 @@ class Borders:
         return begun
 
     def _strips(self, begun: Any) -> list[tuple[Value, int, int]]:
-        """For the halo before and the halo after, if not empty: its rows with zeros in place of own rows, the first
-        made row that reads them, and the number of such rows."""
+        """For each halo that is not empty: the halo's rows with zeros in place of own rows, the first made row that
+        reads the halo, and the number of made rows that read it."""
         local, dim, strips = self.local, self.side.dim, []
         for strip, (start, count, (low, high)) in zip(local.halo_end(begun), self._edges, strict=True):
             if count:
@@ -137,7 +137,7 @@ class Borders:
         return self.local.call(aten.slice.Tensor, value, self.side.dim, start, start + count)
 
     def _padded(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operator's settings for this rank's own rows: zero padding in the split dim too."""
+        """Return the operator's settings for this rank's own rows, with zero padding in the split dim."""
         padding = list(rest[1])
         padding[self.side.index] = self.before
         return (rest[0], padding, *rest[2:])

@@ -1,26 +1,30 @@
 """Collectives as pairs of operators, start and wait, that lowered graphs call and that compilers can trace.
 
-``comm`` registers their kernels. ``algorithm`` is a text of a plan (``schedules/collectives/choice.py``); ``label``
-names the tensor or the operator in errors. A started value must be waited for before it is read. ``exchange_rows`` is
-called only inside other operators' kernels, because the number of received rows is known only at run time. It sends
-``counts[rank].sum()`` of ``rows``, in order, to each rank, and returns the received rows by sender, with the senders'
-counts for this rank. ``shift`` starts to send to the next rank of the group; its result comes from the rank before.
+``comm`` registers the kernels. ``algorithm`` is the text by which a plan names an algorithm
+(``schedules/collectives/choice.py``). ``label`` names the tensor or the operator in errors. A value that was started
+must be waited for before it is read.
+
+``exchange_rows`` is called only inside other operators' kernels, because the number of received rows is known only at
+run time. It sends the next ``counts[rank].sum()`` rows of ``rows`` to each rank. It returns the received rows in order
+of their senders, and the senders' counts for this rank. ``shift`` starts to send a tensor to the next rank of the
+group. Its result is the tensor of the previous rank.
 
 ``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Gathered
-tensors lie one after the other, each with its padding; so do the parts that this rank keeps of a sum:
+tensors lie one after the other, each with its padding. The parts of the sums that a rank keeps lie in the same way:
 
     parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
     tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
 
-``again`` says that the result is freed soon and that similar results follow; on a CPU they reuse the same memory.
+``again`` says that the result is freed soon and that similar results follow. On a CPU they reuse the same memory.
 
 Halos (``ir.halo``): part ``index`` of a dim owns the rows from ``edges[index]`` up to ``edges[index + 1]`` and reads
 the rows from ``lows[index]`` up to ``highs[index]``. ``halo_exchange`` returns the rows that the part reads but does
-not own, the rows before the part first; rows that no part owns are ``fill``. ``halo_reduce`` is its adjoint: ``value``
-has terms for all rows that the part reads; each term is added at the part that owns the row, and the result has the
-part's own rows. ``halo_return`` sends ``strips``, terms for rows that the part does not own, to neighbours whose ranges
-are alike. Its result has terms for the part's first rows, as many as a range has after its part, then for the part's
-last rows, as many as a range has before it. ``add_rows`` adds rows in place, on this rank alone.
+not own, the rows before the part first. Rows that no part owns have the value ``fill``. ``halo_reduce`` is its adjoint:
+``value`` has terms of sums for all rows that the part reads, and the owner of a row adds up the terms for the row. The
+result has the part's own rows. ``halo_return`` sends ``strips``, the terms for rows that the part does not own, to the
+owners of these rows. The halos of all parts must be equal. Its result has the neighbours' terms for the part's first
+rows (as many as a halo has after a part), then for its last rows (as many as a halo has before a part). ``add_rows``
+adds rows in place, without communication.
 """
 
 from collections.abc import Callable
@@ -37,11 +41,12 @@ NAMESPACE = "meshwright_comm"
 LIBRARY = Library(NAMESPACE, "DEF")
 
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``exchange_rows`` over a group: rows by destination and their counts to received rows by sender and their counts."""
+"""``exchange_rows`` over a group. It takes rows in order of their destinations, with the counts, and returns received
+rows in order of their senders, with the counts."""
 
 
 def exchange_over(group: str, size: int) -> Exchange:
-    """The exchange of rows over a group of ``size`` ranks."""
+    """Return the exchange of rows over a group of ``size`` ranks."""
     return lambda rows, counts: EXCHANGE_ROWS(rows, counts, group, size)
 
 
@@ -96,7 +101,7 @@ _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
     "add_rows(Tensor(a!) value, Tensor rows, int dim, int start) -> Tensor(a!)": lambda value, *_: value,
     "wait(Tensor(a!) value) -> Tensor(a!)": lambda value: value,
 }
-"""Maps a schema to the function that makes results on fake tensors; None if graphs never call the operator directly."""
+"""Maps a schema to a function that makes results on fake tensors, or to None if graphs never call the operator."""
 for _schema, _fake in _SCHEMAS.items():
     LIBRARY.define(_schema)
     if _fake is not None:

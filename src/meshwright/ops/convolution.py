@@ -1,8 +1,9 @@
 """Convolution split over samples, channels, filters, groups and space, forward and backward.
 
-Split over space, each rank convolves its rows and the halo around them, without padding. A transposed convolution also
-makes rows of the halo, which are added up at their owners. The gradients do the opposite (Dryden et al., "Improving
-Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019, section III).
+If space is split, each rank convolves its rows and the halo around them, without padding. A transposed convolution
+makes terms for the halo rows instead, and the owners of these rows add them up. In the gradients of the inputs, the two
+swap roles (Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", 2019,
+section III).
 """
 
 import operator
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 
 
 def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """Canonical convolution: the bias is added by a separate operator."""
+    """Capture a convolution with its bias as a convolution and an addition."""
     if bias is None:
         return NotImplemented
     output = aten.convolution.default(input, weight, None, *settings)
@@ -33,7 +34,7 @@ def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: A
 def convolution_backward(
     grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *settings: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Canonical backward: one operator for the input's gradient, one for the weight's, a sum for the bias's."""
+    """Capture backward as one operator for the input's gradient, one for the weight's, and a sum for the bias's."""
     *rest, mask = settings
     if mask in (INPUT, WEIGHT):
         return NotImplemented
@@ -54,8 +55,8 @@ class _Settings:
     output_padding: list[int]
     groups: int
     windows: list[Window]
-    """The windows: which rows of the larger side (the input, or the output of a transposed convolution) belong to a row
-    of the smaller side."""
+    """The windows of each spatial dim. A window has the rows of the larger side (the input, or the output of a
+    transposed convolution) that belong to one row of the smaller side."""
 
     @classmethod
     def of(cls, given: tuple[Any, ...], kernel: Sequence[int]) -> "_Settings":
@@ -64,20 +65,20 @@ class _Settings:
         return cls(stride, padding, dilation, transposed, more, groups, windows(kernel, stride, padding, dilation))
 
     def arguments(self, local: Local, sides: Sequence[Side]) -> tuple[Any, ...]:
-        """The settings for a rank's part: its own groups, and no padding in dims whose halo was fetched."""
+        """Return the settings for a rank's part: its number of groups, and no padding in the dims of ``sides``."""
         groups = local.length("g") if local.is_split("g") else self.groups
         padding, output_padding = without(self.padding, sides), without(self.output_padding, sides)
         return self.stride, padding, self.dilation, self.transposed, output_padding, groups
 
     def channels(self) -> tuple[str, str, str]:
-        """The patterns of the channels of input, output and weight; with several groups, no group is split inside."""
+        """Return the patterns of the channels of input, output and weight. One of several groups is never split."""
         if self.groups == 1:
             return "c", "f", "c f" if self.transposed else "f c"
         return "(g !c)", "(g !f)", "(g !c) !f" if self.transposed else "(g !f) !c"
 
 
 def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, output: Tensor, pattern: str) -> Rule:
-    """The rule of a pattern that names the convolution's input ``{source}``, its ``{weight}`` and its ``{output}``."""
+    """Return the rule of a pattern in which ``{source}``, ``{weight}`` and ``{output}`` stand for the operands."""
     kernel = weight.shape[2:]
     settings = _Settings.of(given, kernel)
     space = Space.of(source.shape, output.shape, [not window.alone for window in settings.windows])
@@ -91,20 +92,21 @@ def _rule(call: Call, given: tuple[Any, ...], source: Tensor, weight: Tensor, ou
 
 
 def convolution_rule(call: Call) -> Rule:
-    """``n c ~y ~x, f c !p !q -> n f ~y ~x``; a resized dim (stride, missing padding) is ``~y1`` on the right."""
+    """``n c ~y ~x, f c !p !q -> n f ~y ~x``; if stride or padding changes a dim's size, it becomes ``~y1``."""
     source, weight = call.args[:2]
     return _rule(call, call.args[3:9], source, weight, call.outputs[0], "^{source}, ^^{weight} -> {output}")
 
 
 def convolution_backward_rule(call: Call) -> Rule:
-    """``n f ~y ~x, n c ~y ~x, f c !p !q`` to the gradient of input or weight; that tensor gives only its shape."""
+    """``n f ~y ~x, n c ~y ~x, f c !p !q`` gives the gradient of input or weight. The call
+    reads only the shape of the tensor whose gradient it makes. The gradient has the pattern of that tensor."""
     grad, source, weight = call.args[:3]
     to_input, to_weight = "^{output}, {source}, ^^{weight} -> {source}", "^{output}, ^^{source}, {weight} -> {weight}"
     return _rule(call, call.args[4:10], source, weight, grad, to_input if call.args[10] == INPUT else to_weight)
 
 
 def convolution_local(local: Local) -> Any:
-    """Run ``aten.convolution`` on one rank: fetch the halo, or (transposed) give halo rows to their owners."""
+    """Run ``aten.convolution`` on one rank. Fetch the halo; if transposed, send terms for the halo to its owners."""
     source, weight = local.args[:2]
     settings, sides, rest = _on_rank(local, 3)
     if settings.transposed:
@@ -118,7 +120,8 @@ def convolution_local(local: Local) -> Any:
 
 
 def convolution_backward_local(local: Local) -> Any:
-    """Run ``aten.convolution_backward`` on one rank: one gradient; halo rows are fetched, or given to their owners."""
+    """Run ``aten.convolution_backward`` on one rank, for one gradient. Fetch the halo, or send terms for the halo to
+    its owners."""
     grad, source, weight = local.args[:3]
     mask = local.args[10]
     settings, sides, rest = _on_rank(local, 4)
@@ -155,14 +158,15 @@ def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any
 
 
 def _borders(local: Local, sides: list[Side], settings: _Settings) -> tuple[Borders | None, list[Side]]:
-    """Return the dim whose halo travels while the part's own rows are convolved (the last split dim; or None), and the
-    other split dims."""
+    """Return the last split dim if its halo travels while the part's own rows are convolved, or else None. Return the
+    other split dims too."""
     borders = Borders.of(local, sides[-1], settings.windows[sides[-1].index]) if sides else None
     return borders, sides if borders is None else sides[:-1]
 
 
 def _flops(first: int) -> Callable[[Call, Rule | None], float]:
-    """Two operations for each weight at each position; argument ``first`` is the first setting."""
+    """Count two operations for each weight at each position. ``first`` is the index of the first setting (the stride)
+    in the arguments."""
 
     def count(call: Call, rule: Rule | None) -> float:
         source, weight = call.args[first - 3 : first - 1]

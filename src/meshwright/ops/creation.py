@@ -13,23 +13,24 @@ aten = torch.ops.aten
 
 
 def fill_rule(call: Call) -> Rule:
-    """``-> b s``: constant everywhere, so any dim can be split."""
+    """``-> b s``: all values are equal, so any dim can be split."""
     return make_rule(call, f" -> {operand(named(call.outputs[0].shape))}")
 
 
 def fill_local(local: Local) -> Any:
-    """Run ``aten.full``, ``zeros``, ``ones`` or ``empty`` on one rank, with the shape of its part."""
+    """Run ``aten.full``, ``zeros``, ``ones`` or ``empty`` on one rank, with the shape of the rank's part."""
     return local.call(local.target, local.shape(), *local.args[1:], **local.kwargs)
 
 
 def position_rule(call: Call) -> Rule:
-    """Values that depend on position (arange, eye): whole on every rank."""
+    """The values depend on their positions (arange, eye), so every rank makes the whole tensor."""
     rank = call.outputs[0].dim()
     return make_rule(call, f" -> {operand(letters(rank, fixed=tuple(range(rank))))}")
 
 
 def _filled(value: Any) -> Any:
-    """Canonical forms of new_zeros and similar operators: they take dtype and device from a tensor, but no values."""
+    """Return a function that captures new_zeros or a similar operator without its input tensor, because only the dtype
+    and device of this tensor matter."""
 
     def full(self: Tensor, size: list[int], *rest: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         options = {"dtype": dtype or self.dtype, "device": device or self.device}
@@ -41,8 +42,8 @@ def _filled(value: Any) -> Any:
 
 
 def _filled_scalar(value: Any) -> Any:
-    """Canonical forms of ones_like and similar operators for a scalar. They do not read the scalar's value, so that the
-    gradient of the loss does not wait for the loss."""
+    """Return a function that captures ones_like or a similar operator without its input tensor if this is a scalar, so
+    that the gradient of the loss does not wait for the loss."""
 
     filled = _filled(value)
 

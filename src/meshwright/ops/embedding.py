@@ -1,4 +1,4 @@
-"""Table look-ups. Over a split vocabulary each rank looks up the rows that it holds, and the results are summed."""
+"""Table look-ups. If the vocabulary is split, each rank looks up the rows that it holds, and the results are summed."""
 
 import math
 from typing import Any
@@ -15,7 +15,8 @@ aten = torch.ops.aten
 
 
 def shifted_indices(local: Local, indices: Value, factor: str, elsewhere: int) -> tuple[Value, Value]:
-    """Indices into this rank's part of ``factor``, and whether each is outside; those outside become ``elsewhere``."""
+    """Return the indices relative to this rank's part of ``factor``, and a mask of those that lie outside of the part.
+    Indices outside become ``elsewhere``."""
     first, part = local.bounds(factor)[local.coordinate(factor)[0]], local.length(factor)
     shifted = local.call(aten.sub.Tensor, indices, first)
     inside = local.call(
@@ -32,7 +33,7 @@ def embedding_rule(call: Call) -> Rule:
 
 
 def embedding_local(local: Local) -> Any:
-    """Run ``aten.embedding`` on one rank: over split ``v``, rows that other ranks hold are zeros."""
+    """Run ``aten.embedding`` on one rank. If ``v`` is split, rows that other ranks hold are zeros."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     weight, indices = local.args[:2]
@@ -70,9 +71,9 @@ def embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``F.embedding_bag``. Bags of equal length [b, l] become a look-up and a reduction over ``l``, which have rules.
-    PyTorch's operator stays for bags that are given by offsets (no dim of their indices is the batch), for
-    ``max_norm``, ``sparse`` and empty bags, and for arguments with which it raises an error."""
+    """Run ``F.embedding_bag``. Bags of equal length [b, l] become a look-up and a reduction over ``l``, which have
+    rules. PyTorch's operator is called for bags that are given by offsets (no dim of their indices is the batch), with
+    ``max_norm`` or ``sparse``, for empty bags, and for arguments that PyTorch refuses."""
     weights = per_sample_weights
     is_refused = offsets is not None or (weights is not None and (mode != "sum" or weights.shape != input.shape))
     unlike = input.dim() != 2 or not input.shape[1] or input.is_floating_point() or max_norm is not None or sparse

@@ -1,7 +1,7 @@
 """Mixtures of experts as one operator, forward and backward: every token goes through the experts chosen for it.
 
-Expert parallel (Lepikhin et al., "GShard", 2021): tokens and experts are split over the same ranks, and the numbers of
-tokens that travel are exchanged at run time.
+With expert parallelism (Lepikhin et al., "GShard", 2021), tokens and experts are split over the same ranks. The ranks
+tell each other at run time how many tokens they send.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _gated(hidden: Tensor, activation: str, width: int) -> Tensor:
-    """``act(gate) * up`` if ``hidden`` has two halves, gate and up; else ``act(up)``."""
+    """Return ``act(gate) * up`` if ``hidden`` has two halves, gate and up; else ``act(hidden)``."""
     if hidden.shape[-1] == width:
         return ACTIVATIONS[activation](hidden)
     gate, up = hidden.chunk(2, dim=-1)
@@ -42,8 +42,8 @@ def _experts(
 ) -> Tensor:  # fmt: skip
     """Apply experts: tokens [t, k], index and weights [t, a], up [e, 2 f or f, k], down [e, o, f] -> [t, o].
 
-    ``first`` is the number of the first expert on this rank; tokens of experts elsewhere add nothing. ``kept`` gets the
-    activations after ``up`` [t a, 2 f or f], one expert after the other.
+    Each token has ``a`` experts. ``first`` is the number of the first expert on this rank. Experts on other ranks add
+    nothing. ``kept`` is filled with the activations after ``up`` [t a, 2 f or f], one expert after the other.
     """
     total = tokens.new_zeros(tokens.shape[0], down.shape[1], dtype=torch.promote_types(tokens.dtype, weights.dtype))
     begin = 0
@@ -59,7 +59,8 @@ def _experts(
 def _experts_kept(
     tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
 ) -> tuple[Tensor, Tensor]:
-    """``experts``, and its activations after ``up``; the last rows are unused if there are experts elsewhere."""
+    """Apply experts, and return the activations after ``up`` too. If other ranks hold experts, the last rows of these
+    activations are unused."""
     kept = tokens.new_empty(index.numel(), up.shape[1])
     return _experts(tokens, index, weights, up, down, activation, first, kept), kept
 
@@ -67,7 +68,7 @@ def _experts_kept(
 def _experts_backward(
     grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of tokens, weights, up and down. Activations inside an expert are recomputed."""
+    """Return the gradients of tokens, weights, up and down. Activations inside an expert are recomputed."""
     return _experts_backward_kept(grad, tokens, index, weights, up, down, None, activation, first)
 
 
@@ -75,7 +76,8 @@ def _experts_backward_kept(
     grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, kept: Tensor | None,
     activation: str, first: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients from the activations that forward has kept, if it has."""
+    """Return the gradients of tokens, weights, up and down. ``kept`` has forward's activations after ``up``;
+    if it is None, they are recomputed."""
     grads, begin = tuple(map(torch.zeros_like, (tokens, weights, up, down))), 0
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
@@ -96,7 +98,7 @@ def _experts_backward_kept(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Sends tokens to the ranks that hold their experts (equally many on each, in order), and results back.
+    """Sends tokens to the ranks of their experts, and results back. All ranks hold equal numbers of experts, in order.
 
     this rank's tokens   0 1 2     experts of each   0: a c   1: b c   2: a d      rank 0 has a b, rank 1 has c d
     sent, by expert      a:0 a:2 b:1 | c:0 c:1 d:2    counts  [[2, 1], [2, 1]]
@@ -109,20 +111,22 @@ class Dispatch:
 
     @classmethod
     def of(cls, exchange: Exchange, index: Tensor, num_experts: int, size: int) -> "Dispatch":
-        """The dispatch of tokens to the experts ``index`` [t, a], out of ``num_experts`` over ``size`` ranks."""
+        """Return the dispatch of tokens to the experts ``index`` [t, a]; ``size`` ranks hold all ``num_experts``."""
         chosen = index.reshape(-1)
         counts = torch.bincount(chosen, minlength=num_experts).view(size, num_experts // size)
         return cls(exchange, torch.argsort(chosen, stable=True), counts, index.shape[1])
 
     def sent(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send [t a, ...]: (rows for this rank's experts, each row's expert [rows, 1], counts by sender and expert)."""
+        """Send ``values`` [t a, ...]. Return the rows that came for this rank's experts, the expert of each row
+        [rows, 1], and the numbers of rows by sender and expert."""
         rows, theirs = self.exchange(values[self.order], self.counts)
         size, experts = theirs.shape
         numbers = torch.arange(experts, device=rows.device).repeat(size).repeat_interleave(theirs.view(-1))
         return rows, numbers.unsqueeze(1), theirs
 
     def returned(self, rows: Tensor, theirs: Tensor) -> Tensor:
-        """Send the experts' ``rows`` back to the ranks of their tokens: [t, a, ...] for this rank's tokens."""
+        """Send the experts' results ``rows`` back to the ranks of their tokens. Return the results for this rank's
+        tokens [t, a, ...]. ``theirs`` are the numbers of rows from ``sent``."""
         back, _ = self.exchange(rows, theirs)
         result = torch.empty_like(back)
         result[self.order] = back
@@ -133,7 +137,7 @@ def across(
     exchange: Exchange, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str,
     first: int, num_experts: int, *, size: int,
 ) -> Tensor:  # fmt: skip
-    """``experts`` of this rank's tokens, with the experts split over ``size`` ranks."""
+    """Apply experts to this rank's tokens, with the experts split over ``size`` ranks."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     rows, numbers, theirs = dispatch.sent(tokens.repeat_interleave(index.shape[1], 0))
     outputs = _experts(rows, numbers, rows.new_ones(len(rows), 1), up, down, activation, first)
@@ -144,7 +148,7 @@ def across_backward(
     exchange: Exchange, grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor,
     activation: str, first: int, num_experts: int, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of this rank's tokens and weights, and of its experts."""
+    """Return the gradients of this rank's tokens and weights, and of ``up`` and ``down`` of this rank's experts."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     width = torch.promote_types(tokens.dtype, weights.dtype)
     slots = index.shape[1]
@@ -160,7 +164,7 @@ def across_backward(
 
 
 def _over_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``across`` or ``across_backward`` as a kernel, whose last arguments are the ranks' group and its size."""
+    """Return a kernel of ``across`` or ``across_backward`` whose last arguments are the ranks' group and its size."""
 
     def kernel(*values: Any) -> Any:
         *given, group, size = values
@@ -212,15 +216,17 @@ class _Experts(torch.autograd.Function):
 
 
 def experts(tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """Apply to every token [t, k] its experts [t, a], and sum the weighted results: [t, o], differentiable."""
+    """Apply to every token [t, k] its experts ``index`` [t, a], and sum the weighted results to [t, o]. The result is
+    differentiable."""
     result: Tensor = _Experts.apply(tokens, index, weights, up, down, activation)
     return result
 
 
 def experts_rule(call: Call) -> Rule:
-    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: over split experts, slots or features, the results are summed.
+    """``t !k, t a, t a, e (2 f) !k, e o f -> t o``: if ``e``, ``a`` or ``f`` is split, the ranks' results are summed.
 
-    The gradients are linear in the result's gradient; a factor that splits one gradient makes the others sums."""
+    The gradients are linear in the gradient of the result. A split factor that a gradient does not have makes this
+    gradient a sum over the ranks."""
     gated = call.tensors[-2].shape[1] == 2 * call.tensors[-1].shape[2]
     up, down = ("e (2 f) !k" if gated else "e f !k"), "e o f"
     pattern = f"t !k, t a, ^t a, {up}, ^^{down} -> t o"
@@ -230,8 +236,8 @@ def experts_rule(call: Call) -> Rule:
 
 
 def experts_local(local: Local) -> Any:
-    """Run the experts that this rank holds, by their numbers among all experts. If tokens and experts are split over
-    the same ranks (``te``), tokens travel to the ranks of their experts and back."""
+    """Run the experts that this rank holds. If tokens and experts are split over the same ranks (factor ``te``), tokens
+    travel to the ranks of their experts, and results travel back."""
     index, parts = local.coordinate("e")
     if not local.is_split("te"):
         return local.call(local.target, *local.args[:-1], local.args[-1] + local.bounds("e")[index])
@@ -249,7 +255,8 @@ def experts_local(local: Local) -> Any:
 
 
 def _flops(products: int, *, again: bool = False) -> Callable[[Call, Rule | None], float]:
-    """Two operations for each token, slot and expert weight, ``products`` times; ``again``: ``up`` once more."""
+    """Count two operations for each token, each of its experts and each weight of the expert, ``products`` times. With
+    ``again``, count the weights of ``up`` once more."""
 
     def count(call: Call, rule: Rule | None) -> float:
         first = 1 if products > 1 else 0
@@ -268,4 +275,5 @@ KERNEL_FLOPS: dict[Any, Callable[[Call, Rule | None], float]] = {
     ours.experts_backward.default: _flops(2, again=True), ours.experts_kept.default: _flops(1),
     ours.experts_backward_kept.default: _flops(2),
 }  # fmt: skip
-"""FLOPs of kernels, of which one recomputes the activations inside the experts and one reads those that were kept."""
+"""Maps a kernel to the function that counts its FLOPs. ``experts_backward`` recomputes the activations inside experts;
+``experts_backward_kept`` reads the activations that forward kept."""

@@ -23,7 +23,7 @@ def transform_rule(call: Call) -> Rule:
 
 
 def parts_rule(call: Call) -> Rule:
-    """``^b s -> b s 2`` (real and imaginary part), or back."""
+    """``^b s -> b s 2`` (real and imaginary part), or the reverse."""
     names = letters(min(call.tensors[0].dim(), call.outputs[0].dim()))
     complex_dims, real_dims = operand(names), operand([*names, "2"])
     return make_rule(
@@ -35,13 +35,13 @@ def parts_rule(call: Call) -> Rule:
 
 
 def conjugate_rule(call: Call) -> Rule:
-    """``^b s -> b s``; a Python number is not an operand."""
+    """``^b s -> b s``; a Python number as the argument is not an operand."""
     names = operand(letters(call.outputs[0].dim()))
     return make_rule(call, f"{f'^{names}' if call.tensors else ''} -> {names}")
 
 
 def conjugate_local(local: Local) -> Any:
-    """Compute the conjugate in memory: a lazy conjugate view would be sent as the tensor that it is a view of."""
+    """Compute the conjugate in memory: a collective would send a lazy conjugate view without conjugating its values."""
     value = local.args[0]
     if isinstance(value, complex):
         return local.call(aten.scalar_tensor.default, value.conjugate(), dtype=local.dtype())

@@ -1,8 +1,9 @@
-"""Halos of operators that read windows of an image: the rows that a rank's part reads, and how they travel.
+"""Halos of operators that read windows of an image: the rows that a rank reads, and how they travel.
 
-Parts are runs of rows. To make its rows of the small side, a part reads the rows of the large side that its windows
-cover, from the ranks that own them. The operator then runs without padding in that dim. Its adjoint makes gradients of
-all these rows, which go back to the owners of the rows.
+The large side of an operator has the rows that windows cover; the small side has one row for each window. Each rank
+owns a run of rows on both sides. To make its rows of the small side, a rank fetches the rows that its windows cover
+from their owners. The operator then runs without padding in that dim. The adjoint of the operator makes gradients of
+all fetched rows and sends them to the owners of the rows.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ Edges = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The rows that an operator reads along a dim for each row of the small side: ``extent``, dilation included."""
+    """The windows of an operator along a dim: each row of the small side reads ``extent`` rows, dilation included."""
 
     stride: int
     extent: int
@@ -26,7 +27,7 @@ class Window:
 
     @property
     def alone(self) -> bool:
-        """Whether each row is made of one row, the row at the same index."""
+        """Whether each row of the small side is made of one row, which has the same index."""
         return (self.stride, self.extent, self.padding) == (1, 1, 0)
 
     def ranges(self, small: Edges) -> tuple[Rows, ...]:
@@ -34,14 +35,14 @@ class Window:
         return window_ranges(small, stride=self.stride, window=self.extent, padding=self.padding)
 
     def rows(self, small: int) -> int:
-        """The number of rows that the windows of ``small`` rows cover."""
+        """The number of rows of the large side that the windows of ``small`` rows cover."""
         return (small - 1) * self.stride + self.extent
 
 
 @dataclass(frozen=True)
 class Side:
-    """A split spatial dim of a call: its index among the ``space`` spatial dims, its factor, and where the ranks' parts
-    begin and end in the image and in the tensor ``made`` from it."""
+    """A split spatial dim of a call. ``index`` is its number among the ``space`` spatial dims. ``image`` and ``made``
+    are the edges of the ranks' parts in the image and in the tensor made from it."""
 
     index: int
     space: int
@@ -51,22 +52,22 @@ class Side:
 
     @property
     def dim(self) -> int:
-        """The dim, counted from the back."""
+        """The index of the dim, counted from the back."""
         return self.index - self.space
 
     def turned(self) -> "Side":
-        """The same dim with edges exchanged, for an operator that makes the image from the other tensor."""
+        """Return the same dim with ``image`` and ``made`` exchanged, for a transposed convolution."""
         return replace(self, image=self.made, made=self.image)
 
 
 def split_sides(local: Local, space: int, windows: Sequence[Window] = ()) -> list[Side]:
-    """The spatial dims that are split (in runs of rows), without dims whose windows are single rows."""
+    """Return the split spatial dims, without dims whose windows are single rows."""
     sides = (split_side(local, name, index, space) for index, name in enumerate(SPACE[space]))
     return [side for side in sides if side is not None and not (windows and windows[side.index].alone)]
 
 
 def split_side(local: Local, name: str, index: int, space: int) -> Side | None:
-    """The spatial dim of this name; None if it is not split."""
+    """Return the spatial dim called ``name``; None if it is not split."""
     if local.is_split(name):
         return Side(index, space, name, local.bounds(name), local.bounds(name))
     if local.is_split(both(name)):
@@ -82,20 +83,20 @@ def fetch(local: Local, value: Value, sides: Sequence[Side], every: Sequence[Win
 
 
 def give_back(local: Local, value: Value, sides: Sequence[Side], every: Sequence[Window]) -> Value:
-    """The adjoint of ``fetch``: add up terms for the rows that this rank's windows read, at the rows' owners."""
+    """Send ``value``, terms of sums over the rows that this rank's windows read, to the rows' owners for addition."""
     for side in reversed(sides):
         value = local.halo_sum(value, side.factor, side.dim, side.image, every[side.index].ranges(side.made))
     return value
 
 
 def without(padding: Sequence[int], sides: Sequence[Side]) -> list[int]:
-    """The padding that the operator still adds: none in dims whose halo was fetched."""
+    """Return the padding that the operator itself still adds: 0 in the dims of ``sides``."""
     split = {side.index for side in sides}
     return [0 if index in split else pad for index, pad in enumerate(padding)]
 
 
 def each(value: int | Sequence[int], space: int) -> list[int]:
-    """A setting as one number for each spatial dim; a single number holds for all dims."""
+    """Return a setting as one number for each spatial dim. A single number holds for all dims."""
     given = [value] if isinstance(value, int) else list(value)
     return given * space if len(given) == 1 else given
 
@@ -103,7 +104,7 @@ def each(value: int | Sequence[int], space: int) -> list[int]:
 def windows(
     kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[Window]:
-    """The windows of each dim."""
+    """Return the windows of each spatial dim."""
     return [
         Window(step, far * (size - 1) + 1, pad)
         for size, step, pad, far in zip(kernel, stride, padding, dilation, strict=True)

@@ -1,4 +1,4 @@
-"""Gathers and scatters by index: the indexed dim stays whole, the others may be split."""
+"""Gathers and scatters by index: the indexed dim stays whole, other dims may be split."""
 
 from math import prod
 from typing import Any
@@ -32,7 +32,7 @@ def gather_rule(call: Call) -> Rule | Unsplit:
 
 
 def _adjacent(indices: list[Tensor | None]) -> list[int] | None:
-    """The indexed dims, or None where they are masks or not adjacent."""
+    """Return the indexed dims; None if an index is a mask or if the indexed dims are not adjacent."""
     used = [position for position, index in enumerate(indices) if index is not None]
     masks = any(index.dtype in (torch.bool, torch.uint8) for index in indices if index is not None)
     return None if masks or used != list(range(used[0], used[0] + len(used))) else used
@@ -42,8 +42,8 @@ _NO_PATTERN = Unsplit("its indices are masks or not adjacent")
 
 
 def _index_patterns(call: Call) -> tuple[str, list[str], list[str], list[int]] | None:
-    """Parts of the pattern ``!x b, i, i -> i b``: the indexed tensor, every index, and the dims and sizes of the
-    result. None if indices are masks or the indexed dims are not adjacent."""
+    """Return the parts of the pattern ``!x b, i, i -> i b``: the indexed tensor, every index, and the letters and sizes
+    of the result's dims. Return None if an index is a mask or if the indexed dims are not adjacent."""
     source, indices = call.args[0], call.args[1]
     used = _adjacent(indices)
     if used is None:
@@ -58,7 +58,7 @@ def _index_patterns(call: Call) -> tuple[str, list[str], list[str], list[int]] |
 
 
 def index_rule(call: Call) -> Rule | Unsplit:
-    """Dims without an index are shared with the output, which also has the indices' dims; indexed dims stay whole."""
+    """The output has the dims of the indices and the dims without an index. Indexed dims stay whole."""
     patterns = _index_patterns(call)
     if patterns is None:
         return _NO_PATTERN
@@ -67,7 +67,7 @@ def index_rule(call: Call) -> Rule | Unsplit:
 
 
 def index_put_rule(call: Call) -> Rule | Unsplit:
-    """``!x b, i, i b -> !x b``; accumulated values are summed over split indices, other values need whole indices."""
+    """``!x b, i, i b -> !x b``; indices may be split if values accumulate, otherwise they stay whole."""
     patterns = _index_patterns(call)
     if patterns is None:
         return _NO_PATTERN
@@ -82,8 +82,8 @@ _INDICES = ("i", *(f"i{position}" for position in range(8)))
 
 
 def accumulate_local(local: Local) -> Any:
-    """The first of the ranks that add into a tensor starts from the tensor, the others from zero. With several
-    micro-batches, each starts from its share of the tensor."""
+    """Run an operator that adds into a tensor on one rank. The first rank starts from the tensor, other ranks from
+    zeros. With several micro-batches, each starts from the tensor divided by their number."""
     base, times = local.args[0], prod(local.times(factor) for factor in _INDICES)
     if any(local.coordinate(factor)[0] for factor in _INDICES):
         base = local.call(aten.zeros_like.default, base)
@@ -93,7 +93,7 @@ def accumulate_local(local: Local) -> Any:
 
 
 def _one_index(call: Call) -> tuple[str, str]:
-    """The operands ``!x b`` (the indexed tensor) and ``i b`` (the rows taken from it)."""
+    """Return the operands ``!x b`` (the indexed tensor) and ``i b`` (the rows that are taken from the tensor)."""
     source, dim = call.args[0], normalize_dim(call.args[1], call.args[0].dim())
     left = letters(source.dim(), fixed=(dim,))
     return operand(left), operand([*left[:dim], "i", *left[dim + 1 :]])

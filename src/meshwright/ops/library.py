@@ -1,4 +1,4 @@
-"""Operators of our own: attention as one operator for every device's kernel, and keyed random numbers."""
+"""Operators of this project: attention for all devices, a gradient of cross-entropy, random numbers with a key."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ LIBRARY = Library("meshwright", "DEF")
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define the operator of a schema ``NAME(...) -> ...``; ``kernel`` runs on devices, ``fake`` on fake tensors."""
+    """Define an operator ``NAME`` by its schema; ``kernel`` computes it, ``fake`` makes its results on fake tensors."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
@@ -27,7 +27,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def mix(*values: int) -> int:
-    """A 63-bit hash of integers (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
+    """Return a 63-bit hash of integers (the finalizer of SplitMix64; Steele, Lea, Flood 2014)."""
     state = 0
     for value in values:
         state = (state + value * 2 + 1 + _MIX[0]) & 0xFFFFFFFFFFFFFFFF
@@ -38,7 +38,7 @@ def mix(*values: int) -> int:
 
 
 def _draws(method: str) -> Callable[..., Tensor]:
-    """The kernel that fills a tensor by ``method`` of torch.Tensor; its numbers follow from the key and the salt."""
+    """Return a kernel that fills a tensor by ``method`` of torch.Tensor; key and salt determine its random numbers."""
 
     def kernel(like: Tensor, *values: Any) -> Tensor:
         *parameters, random_key, salt = values
@@ -60,7 +60,8 @@ def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` times ``right`` transposed, in float32 at least, because sums in float16 could exceed its range."""
+    """Return ``left`` times the transpose of ``right``, in float32 or wider. Float16 is cast before the product,
+    because its sums could overflow."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == torch.float16:
         left, right = left.to(wide), right.to(wide)
@@ -68,7 +69,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int = 0) -> Tensor:
-    """The scores of queries and keys. ``first`` is the position of the first query, for ``causal``."""
+    """Return the scores of queries and keys. ``first`` is the position of the first query, for the causal mask."""
     scores = _product(query * scale, key)
     if causal:
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_(first)
@@ -77,9 +78,10 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale
 
 
 def _unknown(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor | None:
-    """Which queries have a NaN among their allowed scores; if all are NaN, PyTorch's fused kernel gives 0.
+    """Find the queries with a NaN among their allowed scores. PyTorch's fused kernel returns 0 if all scores are NaN.
 
-    None if no score can be NaN: the product of the norms, which bounds every product, is finite.
+    Return None if no score can be NaN, because the product of the norms of ``query`` and ``key`` is finite. It is an
+    upper limit of every product of a query and a key.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     bound = torch.linalg.vector_norm(query, dtype=wide) * torch.linalg.vector_norm(key, dtype=wide)
@@ -96,7 +98,7 @@ def _unknown(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scal
 
 
 def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of the scores, computed in place; 0 for a query without any allowed key. NaN stays NaN."""
+    """Compute the softmax of the scores in place. The weights of a query without allowed keys are 0. NaN stays NaN."""
     if mask is not None:
         logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
     return scores.sub_(logsumexp.unsqueeze(-1)).exp_()
@@ -112,7 +114,7 @@ def _fused(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 
 def _laid_out(value: Tensor) -> Tensor:
-    """The tensor in the memory order of the fused kernels: (batch, length, heads, ...)."""
+    """Return the tensor in the memory order of the fused kernels: (batch, length, heads, ...)."""
     return value.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -190,7 +192,7 @@ QUERY = "Tensor query, Tensor key, Tensor value, Tensor? mask"
 RESULTS = "Tensor output, Tensor logsumexp"
 KEY = "SymInt random_key, SymInt salt"
 SETTINGS = f"float dropout, bool causal, float scale, {KEY}"
-"""Arguments in the schemas of attention."""
+"""Groups of arguments in the schemas of attention."""
 define(f"attention({QUERY}, {SETTINGS}) -> (Tensor, Tensor)", _attention_cpu, _attention_shape)
 define(
     f"attention_backward(Tensor grad, {QUERY}, {RESULTS}, {SETTINGS}) -> (Tensor, Tensor, Tensor)",
@@ -210,7 +212,7 @@ for _name, _parameters in (
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as one forward and one backward operator, so that a captured graph holds no device's kernel."""
+    """Attention as one forward and one backward operator, so that a captured graph has no device's kernel."""
 
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *settings: Any) -> Tensor:
@@ -233,10 +235,10 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, number: int = 0,
 ) -> Tensor | None:  # fmt: skip
-    """``F.scaled_dot_product_attention`` as one operator. None where that is not possible (a mask that needs a
-    gradient, tensors without four dims); then PyTorch's own decomposition must be captured.
+    """Run ``F.scaled_dot_product_attention`` as one operator. Return None where that is not possible (a mask that needs
+    a gradient, tensors without four dims). The caller must then call PyTorch's own function.
 
-    ``number`` identifies the call within a step: with it, forward and backward of a call draw the same dropout mask.
+    ``number`` identifies the call within a step, so that its forward and its backward draw the same dropout mask.
     """
     if attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() not in (2, 4)):
         return None

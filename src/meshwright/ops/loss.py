@@ -21,8 +21,8 @@ NONE, MEAN, SUM = 0, 1, 2
 
 def _nll(operator: Target) -> Callable[..., Any]:
     def canonical(self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
-        """Canonical form of a mean: the sum divided by the total weight, both of which are sums over shards. Half
-        precision is summed in float32."""
+        """Capture a mean as the sum divided by the total weight. Both are sums over shards. Half precision is summed in
+        float32."""
         wide = wide_dtype(self.dtype)
         if reduction == NONE or (reduction == SUM and self.dtype == wide):
             return NotImplemented
@@ -44,8 +44,8 @@ def _nll_backward(operator: Target) -> Callable[..., Any]:
         grad: Tensor, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
         total: Tensor,
     ) -> Any:  # fmt: skip
-        """Canonical form: the gradient of the sum, divided by the global total weight. The gradient of a sum does not
-        read the total; a tensor with one dim takes its place."""
+        """Capture the gradient of a mean as the gradient of the sum, divided by the global total weight. The gradient
+        of a sum does not read the total weight; a tensor with one dim takes its place."""
         if total.dim():
             return NotImplemented
         scaled = (grad / total).to(self.dtype) if reduction == MEAN else grad
@@ -57,20 +57,20 @@ def _nll_backward(operator: Target) -> Callable[..., Any]:
 
 
 def _names(source: Tensor) -> tuple[str, str]:
-    """(pattern of the logarithms, pattern of the targets): ``v``, ``n v`` or ``n v y x``."""
+    """Return the patterns of the logarithms (``v``, ``n v`` or ``n v y x``) and of the targets (without ``v``)."""
     whole = {1: "v", 2: "n v", 4: "n v y x"}[source.dim()]
     return whole, operand([name for name in whole.split() if name != "v"])
 
 
 def nll_rule(call: Call) -> Rule:
-    """``n v, n -> ., .``: both outputs are sums; each rank counts the targets that it holds."""
+    """``n v, n -> ., .``: both outputs are sums. Each rank contributes the terms of the targets that it holds."""
     whole, rows = _names(call.args[0])
     weight = ", v" if call.args[2] is not None else ""
     return make_rule(call, f"{whole}, {rows}{weight} -> {rows if call.args[3] == NONE else '.'}, .")
 
 
 def nll_local(local: Local) -> Any:
-    """Run ``aten.nll_loss_forward`` or ``nll_loss2d_forward``, without targets in other ranks' parts of ``v``."""
+    """Run ``aten.nll_loss_forward`` or ``nll_loss2d_forward``, but ignore targets in other ranks' parts of ``v``."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     source, target, weight, reduction, ignore = local.args
@@ -79,11 +79,11 @@ def nll_local(local: Local) -> Any:
 
 
 _IGNORE = -1
-"""The ignored index on shards: no shifted target can equal it by accident."""
+"""The index that a shard ignores. No valid target on a shard is negative."""
 
 
 def _local_target(local: Local, target: Any, ignore: int) -> Any:
-    """Targets as indices into this rank's part; targets in other parts and ignored targets become ``_IGNORE``."""
+    """Return targets as indices into this rank's part. Targets in other parts and ignored targets are ``_IGNORE``."""
     shifted, _ = shifted_indices(local, target, "v", _IGNORE)
     return local.call(aten.masked_fill.Scalar, shifted, local.call(aten.eq.Scalar, target, ignore), _IGNORE)
 
@@ -110,13 +110,13 @@ def nll_backward_local(local: Local) -> Any:
 
 
 def cross_entropy_backward_rule(call: Call) -> Rule:
-    """``., n v, n -> n v``: no reduction, since a row's gradients sum to zero."""
+    """``., n v, n -> n v``: the joint gradient of softmax and loss needs no sum over ``v``."""
     whole, rows = _names(call.args[1])
     return make_rule(call, f"^., {whole}, {rows} -> {whole}")
 
 
 def cross_entropy_backward_local(local: Local) -> Any:
-    """softmax · g, minus g at the target, where g is the row's gradient (zero for ignored rows)."""
+    """Return softmax · g, minus g at the target, where g is the row's gradient (zero for ignored rows)."""
     grad, logarithms, target, ignore = local.args
     rows = len(local.shape()) == 2
     ignored = local.call(aten.eq.Scalar, target, ignore)
@@ -134,7 +134,7 @@ def cross_entropy_backward_local(local: Local) -> Any:
 
 
 def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
-    """Canonical form of a loss that is elementwise before its reduction."""
+    """Return a function that captures a loss as an elementwise operator and a sum, or a sum over a global count."""
 
     def canonical(*args: Any, **kwargs: Any) -> Any:
         given = arguments(Call(operator, args, kwargs, ()))
@@ -148,7 +148,7 @@ def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
 
 
 def _elementwise_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
-    """Canonical gradient of an elementwise loss: the gradient of the sum, divided by the global count."""
+    """Return a function that captures the gradient of a mean as a gradient of the sum divided by the global count."""
 
     def canonical(*args: Any, **kwargs: Any) -> Any:
         given = arguments(Call(operator, args, kwargs, ()))

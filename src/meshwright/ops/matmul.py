@@ -1,4 +1,4 @@
-"""Matrix products. ``addmm`` is captured as mm + add, so that ranks with terms of a sum do not each add the bias."""
+"""Matrix products. ``addmm`` is captured as mm + add: if ranks compute terms of a sum, only the sum gets the bias."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 def _added(product: Target) -> Callable[..., Tensor]:
     def canonical(self: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        """Canonical form of a product that is added to a tensor: ``beta self + alpha (left right)``."""
+        """Capture an operator such as ``addmm`` as a product and an addition: ``beta self + alpha (left right)``."""
         result: Tensor = product(left, right)
         result = result if alpha == 1 else result * alpha
         return result if beta == 0 else result + (self if beta == 1 else self * beta)

@@ -1,4 +1,4 @@
-"""Layer and group norm. Over split dims they are exact, because the statistics of all shards are merged."""
+"""Layer and group norm. They are exact if their dims are split, because the statistics of all shards are merged."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def wanted(mask: list[bool], image: str, vector: str) -> str:
-    """The outputs of a norm's backward that its mask requests."""
+    """Return the patterns of the outputs that the mask of a norm's backward requests."""
     return ", ".join(name for name, is_asked in zip((image, vector, vector), mask, strict=True) if is_asked)
 
 
@@ -34,7 +34,7 @@ def wanted(mask: list[bool], image: str, vector: str) -> str:
 
 
 def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[str, str]]:
-    """(pattern of the tensor, of weight and bias, of the statistics, decompositions)."""
+    """Return the patterns of the tensor, of weight and bias, and of the statistics, and then the decompositions."""
     lead = letters(source.dim() - len(shape), "_")
     tail = [f"!k{index}" for index in range(len(shape))]
     decompositions = {name[1:]: "sum" for name in tail}
@@ -42,7 +42,7 @@ def _layer_names(source: Tensor, shape: list[int]) -> tuple[str, str, str, dict[
 
 
 def layer_norm_rule(call: Call) -> Rule:
-    """``b s !k, !k, !k -> b s !k, b s 1, b s 1``; over split normalized dims, means and variances are merged."""
+    """``b s !k, !k, !k -> b s !k, b s 1, b s 1``; if normalized dims are split, means and variances are merged."""
     whole, part, statistic, decompositions = _layer_names(call.args[0], call.args[1])
     vectors = f", {part}" * (len(call.tensors) - 1)
     pattern = f"{whole}{vectors} -> {whole}, {statistic}, {statistic}"
@@ -50,7 +50,7 @@ def layer_norm_rule(call: Call) -> Rule:
 
 
 def layer_norm_local(local: Local) -> Any:
-    """Run ``aten.native_layer_norm`` on one rank: over split dims, mean and variance are over all shards."""
+    """Run ``aten.native_layer_norm`` on one rank. If normalized dims are split, mean and variance cover all shards."""
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[1]))])
     if not split:
         return emit_unchanged(local)
@@ -74,14 +74,14 @@ def split_factors(local: Local, names: Iterable[str]) -> list[str]:
 
 
 def all_reduced(local: Local, value: Value, split: Iterable[str]) -> Value:
-    """The sum of ``value`` over the shards of the ``split`` factors."""
+    """Return the sum of ``value`` over the shards of the ``split`` factors."""
     for name in split:
         value = local.all_reduce(value, name)
     return value
 
 
 def _mean(local: Local, value: Value, shape: Sequence[int], split: Iterable[str]) -> Value:
-    """The mean over the normalized dims (the last dims) of all shards."""
+    """Return the mean over the normalized dims (the last dims) of all shards."""
     total = local.call(aten.sum.dim_IntList, value, list(range(-len(shape), 0)), True)
     return local.call(aten.div.Tensor, all_reduced(local, total, split), prod(shape))
 
@@ -96,7 +96,7 @@ def layer_norm_backward_rule(call: Call) -> Rule:
 
 
 def layer_norm_backward_local(local: Local) -> Any:
-    """Run ``aten.native_layer_norm_backward`` on one rank: over split dims, its two means are over all shards."""
+    """Run ``aten.native_layer_norm_backward`` on one rank. If normalized dims are split, its means cover all shards."""
     split = split_factors(local, [f"k{index}" for index in range(len(local.args[2]))])
     if not split:
         return emit_unchanged(local)
@@ -122,13 +122,13 @@ def layer_norm_backward_local(local: Local) -> Any:
 
 
 def spatial(source: Tensor, mark: str) -> tuple[str, list[str]]:
-    """(spatial dims in a pattern, their letters)."""
+    """Return the text of the spatial dims in a pattern, and their letters."""
     names = list(SPACE[source.dim() - 2]) if source.dim() > 2 else []
     return "".join(f" {mark}{name}" for name in names), names
 
 
 def group_norm_rule(call: Call) -> Rule:
-    """``n (g !k) !y !x, (g !k), (g !k) -> n (g !k) !y !x, n g, n g``; over split space, the statistics are merged.
+    """``n (g !k) !y !x, (g !k), (g !k) -> n (g !k) !y !x, n g, n g``; if space is split, the statistics are merged.
     Each group of a sample has its own statistics."""
     space, names = spatial(call.args[0], "!")
     vectors = ", (g !k)" * (len(call.tensors) - 1)
@@ -138,7 +138,7 @@ def group_norm_rule(call: Call) -> Rule:
 
 
 def group_norm_local(local: Local) -> Any:
-    """Run ``aten.native_group_norm`` on one rank: over split space, mean and variance are over all shards."""
+    """Run ``aten.native_group_norm`` on one rank. If space is split, mean and variance cover all shards."""
     source, weight, bias = local.args[:3]
     source = local.call(aten.contiguous.default, source)
     split, sizes = split_factors(local, SPACE[3]), _group_sizes(local)
@@ -166,7 +166,7 @@ def group_norm_local(local: Local) -> Any:
 
 
 def group_norm_backward_rule(call: Call) -> Rule:
-    """The gradients of weight and bias are sums over samples; over split space, those of statistics are sums too."""
+    """The gradients of weight and bias are sums over samples. If space is split, sums over space are all-reduced."""
     space, names = spatial(call.args[1], "!")
     image = f"n (g !k){space}"
     weight = ", (g !k)" if call.args[4] is not None else ""
@@ -177,7 +177,7 @@ def group_norm_backward_rule(call: Call) -> Rule:
 
 
 def group_norm_backward_local(local: Local) -> Any:
-    """Run ``aten.native_group_norm_backward`` on one rank: over split space, its sums are added up over all shards."""
+    """Run ``aten.native_group_norm_backward`` on one rank. If space is split, its sums over space are all-reduced."""
     grad, source, mean, scale, weight = local.args[:5]
     grad, source = (local.call(aten.contiguous.default, value) for value in (grad, source))
     split, sizes, mask = split_factors(local, SPACE[3]), _group_sizes(local), local.args[9]
@@ -187,7 +187,7 @@ def group_norm_backward_local(local: Local) -> Any:
     count = local.size("k") * local.args[7]
 
     def spread(value: Value, last: int = 1) -> Value:
-        """[n, g] as [n, g, 1, 1]; [n, c] as [n, g, k, 1]."""
+        """Reshape [n, g] to [n, g, 1, 1], or [c] to [1, g, k, 1]."""
         return local.call(aten.reshape.default, value, [-1, groups, last, 1])
 
     grad, source = (
@@ -220,26 +220,26 @@ def _times(local: Local, value: Value, factor: Value | None) -> Value:
 
 
 def _group_sizes(local: Local) -> tuple[int, int, int, int]:
-    """(samples, channels, points, groups) on this rank."""
+    """Return the numbers of samples, channels, spatial points and groups on this rank."""
     samples, channels, *space = local.input_shape(0)
     return samples, channels, prod(space), local.length("g")
 
 
 def norm_flops(call: Call, rule: Rule | None) -> float:
-    """Eight operations for each element of the output."""
+    """Count eight operations for each element of the first output."""
     return 8.0 * call.outputs[0].numel()
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """Canonical weight norm: each slice of ``v`` along ``dim`` is scaled to its length in ``g`` (Salimans, Kingma
-    2016). The second output is the length of each slice of ``v``, which the gradient reads."""
+    """Capture weight norm (Salimans, Kingma 2016): scale each slice of ``v`` along ``dim`` to its length in ``g``. The
+    second output is the length of each slice of ``v``, which the gradient reads."""
     dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], v.to(wide_dtype(v.dtype))
     lengths = (wide * wide).sum(dims, keepdim=True).sqrt()
     return (wide * (g / lengths)).to(v.dtype), lengths
 
 
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, lengths: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Canonical gradients of weight norm, linear in ``grad``: a partial sum of ``grad`` gives partial sums of them."""
+    """Capture the gradients of weight norm in a form that is linear in ``grad``: partial sums give partial sums."""
     dims, wide = [other for other in range(v.dim()) if other != dim % v.dim()], wide_dtype(v.dtype)
     scaled, along = grad.to(wide), v.to(wide) / lengths
     grad_g = (scaled * along).sum(dims, keepdim=True)

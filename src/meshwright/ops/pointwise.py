@@ -17,14 +17,14 @@ _GROUPS: dict[Target, dict[int, list[int]]] = {
     aten.add.Tensor: {2: [1, 1]}, aten.sub.Tensor: {2: [1, 1]}, aten.mul.Tensor: {1: [1], 2: [1, 2]},
     aten.where.self: {3: [0, 1, 1]},
 }  # fmt: skip
-"""Maps an operator and a number of tensor arguments to the linear group of each tensor. With other numbers of tensors
-the operator is not linear."""
+"""Maps an operator and a number of tensor arguments to the number of carets of each tensor in the pattern. With other
+numbers of tensor arguments the operator is not linear."""
 _FIRST_WHERE: dict[Target, Callable[[Call], bool]] = {
     aten.div.Tensor: lambda call: isinstance(call.args[0], torch.Tensor),
     aten.masked_fill.Scalar: lambda call: call.args[2] in (0, math.inf, -math.inf),  # infinities add up to infinity
     aten._to_copy.default: lambda call: call.tensors[0].is_floating_point() and call.outputs[0].is_floating_point(),
 }
-"""Operators that are linear in the first tensor if the call's other arguments pass the test."""
+"""Maps an operator to a test of a call. The operator is linear in the first tensor of a call that passes the test."""
 GRADIENTS: frozenset[Target] = frozenset(
     {
         aten._prelu_kernel_backward.default, aten.elu_backward.default, aten.gelu_backward.default,
@@ -38,7 +38,7 @@ GRADIENTS: frozenset[Target] = frozenset(
         aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
     }
 )  # fmt: skip
-"""Gradients of elementwise operators, linear in their first input."""
+"""Gradients of elementwise operators. Each is linear in its first input."""
 FIRST_LINEAR: frozenset[Target] = GRADIENTS | {
     aten.neg.default, aten.positive.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default,
 }  # fmt: skip
@@ -59,7 +59,8 @@ def is_pointwise(target: Target) -> bool:
 
 
 def carets(call: Call) -> list[int]:
-    """The linear group of each tensor operand (0: none)."""
+    """Return the number of carets of each tensor in the pattern. The operator is linear in all tensors with the same
+    number together, but not in tensors with 0."""
     count = len(call.tensors)
     if call.target in _GROUPS:
         return _GROUPS[call.target].get(count, [0] * count)
@@ -84,26 +85,26 @@ POINTWISE = OperatorRule(rule=pointwise_rule, flops=elementwise_flops)
 
 
 def glu(self: Tensor, dim: int = -1) -> Tensor:
-    """Canonical gated linear unit (Dauphin et al. 2017)."""
+    """Capture the gated linear unit (Dauphin et al. 2017) as elementwise operators."""
     value, gate = self.chunk(2, dim)
     return value * gate.sigmoid()
 
 
 def glu_backward(grad: Tensor, self: Tensor, dim: int) -> Tensor:
-    """Canonical gradient of the gated linear unit."""
+    """Capture the gradient of the gated linear unit as elementwise operators and a cat."""
     value, gate = self.chunk(2, dim)
     opened = gate.sigmoid()
     return torch.cat([grad * opened, grad * value * opened * (1 - opened)], dim)
 
 
 def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
-    """Canonical log-sigmoid, without the buffer that only some devices fill."""
+    """Capture the log-sigmoid as elementwise operators. PyTorch's operator fills its buffer only on some devices."""
     small = torch.exp(-self.abs())
     return self.clamp(max=0) - torch.log1p(small), small
 
 
 def log_sigmoid_backward(grad: Tensor, self: Tensor, buffer: Tensor) -> Tensor:
-    """Canonical gradient of the log-sigmoid."""
+    """Capture the gradient of the log-sigmoid as elementwise operators, without the buffer."""
     return grad * torch.sigmoid(-self)
 
 

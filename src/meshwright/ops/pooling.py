@@ -1,7 +1,7 @@
-"""Pooling, split over samples, channels and space: windows that cross parts get their rows by halo exchange.
+"""Pooling, split over samples, channels and space: a halo exchange fetches the rows of windows that cross parts.
 
-Max pooling returns positions in the whole image; averages at the border have the same divisors as in PyTorch. Adaptive
-windows never cross parts if the parts of the input have equal sizes, and the parts of the output too.
+Max pooling returns positions in the whole image. Averages at the border have the same divisors as in PyTorch. The
+windows of adaptive pooling never cross parts if the input has parts of equal size and so has the output.
 """
 
 import math
@@ -22,9 +22,10 @@ aten = torch.ops.aten
 
 
 def pool_rule(call: Call) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1``, or back for gradients; max pooling also returns positions in the whole image.
+    """``n c ~y ~x -> n c ~y1 ~x1``, the reverse for gradients. Max pooling also returns positions in the whole image.
 
-    Adaptive windows lie inside parts, because parts must have equal sizes if input and output differ in size."""
+    Adaptive pooling has no halo: the rule requires parts of equal size if input and output differ in size, so that each
+    window lies inside a part."""
     maxima, adaptive, rank = "max" in str(call.target), "adaptive" in str(call.target), space_rank(call.target)
     halos = [False] * rank if adaptive else [not window.alone for window in _Pool.of(call).windows]
     space = Space.of(*image_and_made(call), halos, contiguous=maxima, equal=adaptive)
@@ -36,7 +37,7 @@ def pool_rule(call: Call) -> Rule:
 
 @dataclass
 class _Pool:
-    """The settings of a pooling, or of its gradient, with a number for every dim."""
+    """The settings of a pooling or of its gradient, with one number for each spatial dim."""
 
     kernel: list[int]
     stride: list[int]
@@ -59,17 +60,18 @@ class _Pool:
         )  # fmt: skip
 
     def maxima(self, sides: Sequence[Side]) -> tuple[Any, ...]:
-        """The settings of max pooling on a rank's part."""
+        """Return the arguments of max pooling on a rank's part."""
         return self.kernel, self.stride, without(self.padding, sides), self.dilation, self.ceil_mode
 
     def averages(self, sides: Sequence[Side]) -> tuple[Any, ...]:
-        """The settings of average pooling on a rank's part; of sum pooling if border windows have other divisors."""
+        """Return the arguments of average pooling on a rank's part. If windows at the border have other divisors, the
+        divisor is 1, so that the operator sums each window."""
         divisor = self.divisor if self.is_alike(sides) else 1
         padding = without(self.padding, sides)
         return self.kernel, self.stride, padding, self.ceil_mode, self.counts_padding, divisor
 
     def is_alike(self, sides: Sequence[Side]) -> bool:
-        """Whether averages at the border have the same divisor as averages inside."""
+        """Whether averages at the border of the image have the same divisor as averages inside."""
         if self.divisor is not None:
             return True
         for side in sides:
@@ -82,8 +84,8 @@ class _Pool:
 
 
 def _where_split(emit: Callable[[Local, _Pool, list[Side]], Any]) -> Callable[[Local], Any]:
-    """Return the rewrite of a pooling: ``emit`` if spatial dims are split, else the unchanged operator. Positions of
-    maxima must be corrected even in dims whose windows are single rows."""
+    """Return the local rewrite of a pooling: ``emit`` if spatial dims are split, else the unchanged operator. Max
+    pooling needs ``emit`` even if windows are single rows, to convert positions on a rank to positions in the image."""
 
     def rewrite(local: Local) -> Any:
         settings = _Pool.of(local)
@@ -113,8 +115,8 @@ def _max_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 
 @dataclass
 class _Place:
-    """The place in the image of the rows that a rank pools: for each spatial dim, the first row, the number of rows,
-    and the number of rows of the whole image."""
+    """The place in the image of the rows that a rank pools. For each spatial dim, ``lows`` has the first row, ``rows``
+    the number of rows, and ``whole`` the number of rows of the whole image."""
 
     lows: list[int]
     rows: list[int]
@@ -122,7 +124,8 @@ class _Place:
 
     @classmethod
     def of(cls, local: Local, shape: Sequence[int], sides: Sequence[Side], every: Sequence[Window] | None) -> "_Place":
-        """The place for a part of this ``shape``; without windows (``every``), a rank reads only its part."""
+        """Return the place of a part of shape ``shape``. ``every`` has the windows of all spatial dims; without it, a
+        rank reads only its own part."""
         rank = sides[0].space
         rows = list(shape[-rank:])
         place = cls([0] * rank, rows, list(rows))
@@ -136,12 +139,12 @@ class _Place:
         return place
 
     def shape(self, part: Sequence[int]) -> list[int]:
-        """The shape of the tensor that is pooled, with the halo."""
+        """Return the shape of the tensor that is pooled: ``part`` is the shape without the halo."""
         return [*part[: -len(self.rows)], *self.rows]
 
     def outwards(self, local: Local, indices: Value) -> Value:
-        """Convert positions on this rank to positions in the whole image. A window without a number above -inf has its
-        maximum in its first row, by convention; if that row is padding, in the first row of the image."""
+        """Convert positions on this rank to positions in the whole image. If all numbers of a window are -inf, its
+        maximum is by convention in its first row, or in the image's first row if the window begins in the padding."""
         within = all(
             low >= 0 and low + rows <= whole for low, rows, whole in zip(self.lows, self.rows, self.whole, strict=True)
         )
@@ -154,7 +157,7 @@ class _Place:
 
 def _moved(local: Local, indices: Value, before: list[int], after: list[int], by: list[int], within: bool) -> Value:
     """Convert positions in an image of sizes ``before`` to positions in an image of sizes ``after``, shifted ``by``
-    rows. ``within``: all lie in the new image; otherwise, positions outside of it are clamped to it."""
+    rows. ``within`` says that all positions lie in the new image. Otherwise, positions outside are clamped to it."""
     last = max((dim for dim in range(len(by)) if by[dim] or before[dim] != after[dim]), default=None)
     if last is None:
         return indices
@@ -202,7 +205,7 @@ def _avg_pool_backward(local: Local, settings: _Pool, sides: list[Side]) -> Any:
 def _divided(
     local: Local, value: Value, settings: _Pool, sides: Sequence[Side], image: Sequence[int], output: Sequence[int]
 ) -> Value:
-    """Divide the sums of windows by their numbers of elements (rows times columns); averages stay as they are."""
+    """Divide the sums of windows by the windows' numbers of elements. Averages are returned unchanged."""
     if settings.is_alike(sides):
         return value
     rank = len(settings.kernel)
@@ -222,7 +225,7 @@ def _divided(
 def _counts(
     local: Local, like: Value, window: Window, length: int, first: int, count: int, counts_padding: bool
 ) -> Value:
-    """The number of rows in each of ``count`` windows, from window ``first`` on."""
+    """Return the number of rows that the divisor counts in each of ``count`` windows, from window ``first`` on."""
     ones = local.call(aten.new_ones.default, like, [count], dtype=torch.int64)
     number = local.call(aten.cumsum.default, ones, 0)
     begin = local.call(aten.mul.Tensor, local.call(aten.add.Tensor, number, first - 1), window.stride)
@@ -239,7 +242,7 @@ def _counts(
 
 
 def adaptive_local(local: Local) -> Any:
-    """Run the pooling with the part's own output size."""
+    """Run adaptive pooling on one rank, with the output size of the rank's part."""
     rank = space_rank(local.target)
     sides = split_sides(local, rank)
     result = local.call(local.target, local.args[0], local.shape()[-rank:])
@@ -250,7 +253,7 @@ def adaptive_local(local: Local) -> Any:
 
 
 def adaptive_max_backward_local(local: Local) -> Any:
-    """Run the gradient of adaptive max pooling on one rank, with indices that count in its own part."""
+    """Run the gradient of adaptive max pooling on one rank, with positions that count in the rank's own part."""
     grad, source, indices = local.args
     sides = split_sides(local, space_rank(local.target))
     if sides:

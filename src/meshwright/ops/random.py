@@ -1,4 +1,4 @@
-"""Random numbers with explicit keys: replicas and recomputation draw equal numbers, shards draw different ones."""
+"""Random numbers with explicit keys: replicas and recomputation draw equal numbers, shards draw different numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def random_rule(call: Call) -> Rule:
 
 
 def permutation_rule(call: Call) -> Rule:
-    """A permutation is drawn as a whole."""
+    """A permutation cannot be split: every rank draws the whole permutation."""
     return make_rule(call, " -> !n")
 
 
@@ -34,19 +34,19 @@ def _keyed(kernel: Any, *defaults: float) -> Callable[[Local], Any]:
 
 
 def _drawn(kernel: Any) -> Callable[[Local], Any]:
-    """Numbers of the standard distribution (0 to 1, or mean 0 and deviation 1) in a new tensor."""
+    """Return a local rewrite that draws from the standard distribution (0 to 1, or mean 0 and deviation 1)."""
     return lambda local: local.call(kernel, _empty(local), 0.0, 1.0, *local.key())
 
 
 def _empty(local: Local, **options: Any) -> Value:
-    """Memory for this rank's part of the output: like the first argument, or of the given size."""
+    """Allocate this rank's part of the output."""
     if "_like" in str(local.target):
         return local.call(aten.empty_like.default, local.args[0], **{"dtype": local.dtype(), **options})
     return local.call(aten.empty.memory_format, local.shape(), **{**local.kwargs, **options})
 
 
 def _uniform(local: Local, like: Value) -> Value:
-    """Numbers in [0, 1) in float32 at least: in float16 one number in 2048 would be 0, in bfloat16 one in 256."""
+    """Draw from [0, 1) in float32 or wider: in float16 one number in 2048 would be 0, in bfloat16 one in 256."""
     wide = torch.promote_types(local.dtype(), torch.float32)
     return local.call(
         ours.uniform.default, local.call(aten.empty_like.default, like, dtype=wide), 0.0, 1.0, *local.key()
@@ -54,14 +54,14 @@ def _uniform(local: Local, like: Value) -> Value:
 
 
 def bernoulli_tensor_local(local: Local) -> Any:
-    """Bernoulli draws whose probabilities are a tensor, the last argument."""
+    """Draw Bernoulli numbers whose probabilities are a tensor."""
     probabilities = local.args[1] if local.target is aten.bernoulli.Tensor else local.args[0]
     draws = _uniform(local, probabilities)
     return local.call(aten._to_copy.default, local.call(aten.lt.Tensor, draws, probabilities), dtype=local.dtype())
 
 
 def exponential_local(local: Local) -> Any:
-    """-log(1 - u) / rate, clamped above 0 (its value for u = 0), because callers take the logarithm of the result."""
+    """Draw -log(1 - u) / rate for a uniform u. A result of 0 is raised above 0, because callers take its logarithm."""
     logarithm = local.call(aten.log1p.default, local.call(aten.neg.default, _uniform(local, local.args[0])))
     rate = local.args[1] if len(local.args) > 1 else 1.0
     least = torch.finfo(local.dtype()).eps / 2
@@ -72,7 +72,7 @@ def exponential_local(local: Local) -> Any:
 
 
 def integers_local(local: Local) -> Any:
-    """Integers from ``low`` (0 without it) up to, not including, ``high``."""
+    """Draw integers from ``low`` (0 by default) up to, but not including, ``high``."""
     given = arguments(local)
     low, high = given.get("low", 0), given["high"]
     empty = _empty(local, dtype=torch.float64)
@@ -81,14 +81,14 @@ def integers_local(local: Local) -> Any:
 
 
 def permutation_local(local: Local) -> Any:
-    """Draw a permutation: the order of random numbers."""
+    """Draw a permutation: the order that sorts random numbers."""
     empty = _empty(local, dtype=torch.float64)
     order = local.call(aten.argsort.default, local.call(ours.uniform.default, empty, 0.0, 1.0, *local.key()))
     return local.call(aten._to_copy.default, order, dtype=local.dtype())
 
 
 def dropout_local(local: Local) -> Any:
-    """native_dropout: (x · mask / (1 - p), mask)."""
+    """Run ``aten.native_dropout`` on one rank: return x · mask / (1 - p) and the mask."""
     source, probability, train = local.args
     if train is False or probability == 0.0:
         mask = local.call(aten.ones_like.default, source, dtype=torch.bool)

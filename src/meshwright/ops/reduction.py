@@ -27,7 +27,7 @@ def _reduced_dims(call: Call) -> list[int]:
 
 
 def _pattern(call: Call, dims: Sequence[int], mark: str = "", caret: str = "", name: str = "") -> str:
-    """The pattern of a reduction over ``dims``; their letters get the mark and, if given, the name."""
+    """Return the pattern of a reduction. The letters of ``dims`` get the prefix ``mark`` and, if given, ``name``."""
     rank, keep = call.tensors[0].dim(), call.outputs[0].dim() == call.tensors[0].dim()
     left = [f"{mark}{name or letter}" if dim in dims else letter for dim, letter in enumerate(letters(rank))]
     right = ["1" if dim in dims else letter for dim, letter in enumerate(left) if keep or dim not in dims]
@@ -42,14 +42,14 @@ def reduction_rule(call: Call) -> Rule:
 
 
 def fixed_reduction_rule(call: Call) -> Rule:
-    """Reductions that no collective completes (argmax, any, prod): the reduced dims cannot be split."""
+    """Reductions that no collective completes (any, all, prod): the reduced dims cannot be split."""
     return make_rule(call, _pattern(call, _reduced_dims(call), "!"))
 
 
 def gathered_reduction_rule(call: Call) -> Rule:
-    """``b !v -> b``; over split ``v``, the results of all shards are gathered and reduced by the same operator.
+    """``b !v -> b``; if ``v`` is split, the results of all shards are gathered and reduced by the same operator.
 
-    For argmax, a shard's results are its extreme value and the value's position."""
+    For argmax, the result of a shard is its extreme value and the position of this value."""
     dims = _reduced_dims(call)
     if len(dims) != 1 or arguments(call).get("dim") is None:
         return fixed_reduction_rule(call)
@@ -57,7 +57,7 @@ def gathered_reduction_rule(call: Call) -> Rule:
 
 
 def scan_rule(call: Call) -> Rule:
-    """Operators along one dim (cumsum, sort, topk): it cannot be split, and may be shorter or gone in the output."""
+    """The dim along which an operator works (cumsum, sort, topk) cannot be split. It may be missing in the output."""
     rank = call.tensors[0].dim()
     if not rank:
         return make_rule(call, f". -> {', '.join('.' for _ in call.outputs)}")
@@ -73,7 +73,7 @@ def scan_rule(call: Call) -> Rule:
 
 
 def logsumexp_local(local: Local) -> Any:
-    """Run ``aten.logsumexp`` on one rank: over split ``v``, gather the shards' results and reduce them again."""
+    """Run ``aten.logsumexp`` on one rank. If ``v`` is split, gather the shards' results and reduce them again."""
     part = emit_unchanged(local)
     if not local.is_split("v"):
         return part
@@ -82,7 +82,7 @@ def logsumexp_local(local: Local) -> Any:
 
 
 def argmax_local(local: Local) -> Any:
-    """Run ``aten.argmax`` or ``argmin`` on one rank: over split ``v``, gather the shards' extremes and positions."""
+    """Run ``aten.argmax`` or ``argmin`` on one rank. If ``v`` is split, gather the shards' extremes and positions."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     source, dim = local.args[:2]
@@ -101,20 +101,20 @@ def argmax_local(local: Local) -> Any:
 
 
 def mean(self: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Canonical mean: a sum times the reciprocal of the global count."""
+    """Capture a mean as a sum divided by the global count."""
     dims, given = list(dim) if dim else list(range(self.dim())), dtype or self.dtype
     return (self.sum(dims, keepdim, dtype=wide_dtype(given)) / prod(self.shape[index] for index in dims)).to(given)
 
 
 def _sizes(value: Tensor) -> Tensor:
-    """The values to square or raise to a power: magnitudes of complex numbers, else the numbers themselves."""
+    """Return the magnitudes of complex numbers; return real numbers as they are."""
     return value.abs() if value.is_complex() else value
 
 
 def var_correction(
     self: Tensor, dim: list[int] | None = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
-    """Canonical variance: two passes of sums, divided by global counts."""
+    """Capture a variance as two sums (for the mean, then of squared differences), each divided by a global count."""
     dims = list(dim) if dim else list(range(self.dim()))
     count = prod(self.shape[index] for index in dims)
     wide = self.to(wide_dtype(self.dtype))
@@ -124,13 +124,13 @@ def var_correction(
 
 
 def std_correction(self: Tensor, dim: list[int] | None = None, **settings: Any) -> Tensor:
-    """The standard deviation, as the root of the canonical variance, whose settings it takes."""
+    """Capture a standard deviation as the root of ``var_correction``, which takes the same settings."""
     return var_correction(self.to(wide_dtype(self.dtype)), dim, **settings).sqrt().to(self.dtype.to_real())
 
 
 def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     def canonical(self: Tensor, dim: list[int] | None = None, *, keepdim: bool = False, **rest: Any) -> Any:
-        """Canonical form of an operator that returns a variance or standard deviation, and the mean."""
+        """Capture ``var_mean`` or ``std_mean`` as two computations: the variance or deviation, and the mean."""
         return spread(self, dim, keepdim=keepdim, **rest), mean(self, dim, keepdim)
 
     return canonical
@@ -139,8 +139,8 @@ def _with_mean(spread: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
 def vector_norm(
     self: Tensor, ord: Any = 2, dim: int | list[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    """Canonical vector norm: a root of the sum, or the maximum or minimum, of powers. For the older operator, ``ord``
-    None means 2."""
+    """Capture a vector norm as elementwise operators and a sum, maximum or minimum. In the older operator
+    ``aten.norm``, ``ord`` may be None, which means 2."""
     given = dtype or self.dtype
     values = _sizes(self.to(wide_dtype(given)))
     dims = [dim] if isinstance(dim, int) else list(dim) if dim else list(range(self.dim()))

@@ -1,8 +1,8 @@
 """Padding and resizing of images, split over samples, channels and space.
 
-The parts of a padded image have other rows than the parts of the image: a part gets its rows from the ranks that own
-them, and rows beyond the border are made where they are needed. Resizing by whole factors copies rows inside a part;
-interpolation also reads the rows next to the part.
+A rank's part of a padded image begins and ends at other rows than its part of the image. Each rank fetches the rows
+that it needs from the ranks that own them, and makes the rows beyond the border itself. Nearest resizing by a whole
+factor copies rows inside a part. Interpolation also reads the rows next to the part.
 """
 
 import math
@@ -25,8 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Needed:
-    """One split dim of a padded or resized image on this rank: the rows of the image that each part reads, the number
-    of rows that this rank reads, and how many rows it makes before and after its own rows of the result."""
+    """One split dim of a padded or resized image on this rank. ``ranges`` has the rows of the image that each part
+    reads, ``rows`` the number of rows that this rank reads, and ``rest`` the numbers of rows that the operator makes
+    before and after the rank's own rows of the result."""
 
     side: Side
     ranges: tuple[Rows, ...]
@@ -49,8 +50,8 @@ def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: A
 def _gradient_of(
     local: Local, grad: Value, needed: Sequence[_Needed], gradient: Callable[[Value, list[int]], Value]
 ) -> Value:
-    """The adjoint of ``_made_of``: pad the gradient to the rows that forward made, make the gradient of the rows that
-    forward read with ``gradient(grad, shape)``, and add up these rows at their owners."""
+    """Run the adjoint of ``_made_of``. First, pad the gradient to the rows that forward made. Then call
+    ``gradient(grad, shape)`` for the gradient of the rows that forward read, and add up its rows at their owners."""
     shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
     for need in needed:
         rest[need.side.index], shape[need.side.dim] = need.rest, need.rows
@@ -68,7 +69,7 @@ _FROM_THE_BACK = "xyzwuv"
 
 
 def _amounts(padding: Sequence[int], rank: int) -> list[Rows]:
-    """The padded rows (before, after) of each dim; PyTorch lists them from the last dim on."""
+    """Return the numbers of padded rows (before, after) of each dim. PyTorch lists the last dim first."""
     pairs = [(padding[index], padding[index + 1]) for index in range(0, len(padding), 2)]
     return [*reversed(pairs + [(0, 0)] * (rank - len(pairs)))]
 
@@ -78,12 +79,12 @@ def _flat(amounts: Sequence[Rows]) -> list[int]:
 
 
 def _pad_window(amount: Rows) -> Window:
-    """The windows of a padding: each made row reads one row, shifted by the rows put before the image."""
+    """Return the window of a padding: each new row reads one row, shifted by the rows put before the image."""
     return Window(1, 1, amount[0])
 
 
 def constant_pad_rule(call: Call) -> Rule:
-    """``n c ~y ~x -> n c ~y1 ~x1``: the parts of a padded dim have other rows than those of the image."""
+    """``n c ~y ~x -> n c ~y1 ~x1``: a part of a padded dim begins and ends at other rows than a part of the image."""
     source, output = call.tensors[0], call.outputs[0]
     space, names = Space(), letters(source.dim())
     for dim, amount in enumerate(_amounts(call.args[1], source.dim())):
@@ -98,7 +99,7 @@ def constant_pad_rule(call: Call) -> Rule:
 
 
 def constant_pad_local(local: Local) -> Any:
-    """Run ``aten.constant_pad_nd`` on one rank: a split dim gets its padding as rows of the halo that no rank owns."""
+    """Run ``aten.constant_pad_nd`` on one rank. In a split dim, the halo exchange fills in the rows of the padding."""
     given, rank = arguments(local), len(local.shape())
     result, rest = given["self"], _amounts(given["pad"], rank)
     for dim, amount in enumerate(rest):
@@ -122,7 +123,7 @@ def image_pad_rule(call: Call) -> Rule:
 
 
 def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
-    """The rows of the image from which some ``rows`` of the padded image are made."""
+    """Return the range of rows of the image from which the range ``rows`` of the padded image is made."""
     low, high = max(0, rows[0]), min(length, rows[1])
     if rows[0] < 0:
         low, high = 0, max(high, min(length, 1 - rows[0] if reflects else 1))
@@ -132,7 +133,7 @@ def _sources(rows: Rows, length: int, reflects: bool) -> Rows:
 
 
 def image_pad_local(local: Local) -> Any:
-    """Run a reflection or replication padding on one rank: fetch the rows read, pad at the image's border."""
+    """Run a reflection or replication padding on one rank: fetch the rows it reads, and pad at the image's border."""
     given, needed, amounts = _image_padding(local)
     return _made_of(local, given["self"], needed, _flat(amounts))
 
@@ -149,7 +150,7 @@ def image_pad_backward_local(local: Local) -> Any:
 
 
 def _image_padding(local: Local) -> tuple[dict[str, Any], list[_Needed], list[Rows]]:
-    """(arguments, the split dims that are padded, the padding that this rank adds in every dim)."""
+    """Return the arguments, the split dims that are padded, and the padding that this rank adds in every dim."""
     given, rank = arguments(local), space_rank(local.target)
     amounts, reflects, needed = _amounts(given["padding"], rank), "reflection" in str(local.target), []
     for side in split_sides(local, rank):
@@ -173,8 +174,8 @@ def _scales(given: dict[str, Any]) -> list[float | None]:
 
 
 def _reach(image: int, output: int, cubic: bool) -> int:
-    """The number of neighbouring rows that a part reads for interpolation: one (cubic: two), rounded up so that a whole
-    number of new rows covers them. 0 if the image shrinks by a whole factor (not cubic): own rows are enough."""
+    """Return the number of neighbouring rows that a part reads for interpolation: one (cubic: two), rounded up so that
+    a whole number of new rows covers them. Linear interpolation that shrinks by a whole factor needs no such rows."""
     step = image // math.gcd(image, output)
     if cubic:
         return -(-2 // step) * step
@@ -182,7 +183,7 @@ def _reach(image: int, output: int, cubic: bool) -> int:
 
 
 def resize_rule(call: Call) -> Rule:
-    """``^n c ~y ~x -> n c ~y1 ~x1``: whole factors, or interpolation between the centres of pixels."""
+    """``^n c ~y ~x -> n c ~y1 ~x1``; a split needs whole factors (nearest) or ``align_corners=False`` (others)."""
     given, rank, nearest = arguments(call), space_rank(call.target), "nearest" in str(call.target)
     image, output = image_and_made(call)
     space = Space()
@@ -199,7 +200,7 @@ def resize_rule(call: Call) -> Rule:
 
 
 def _near(local: Local) -> list[_Needed]:
-    """The split dims of a resized image. A part reads enough rows that a whole number of new rows covers them."""
+    """Return the split dims of a resized image. A part reads rows that a whole number of new rows covers."""
     rank, needed = space_rank(local.target), []
     cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
     for side in split_sides(local, rank):
@@ -220,18 +221,18 @@ def _near(local: Local) -> list[_Needed]:
 
 
 def _with_rest(size: list[int], needed: Sequence[_Needed]) -> list[int]:
-    """The size of the result on the part's rows and their halo; ``size`` is that of the part's own result."""
+    """Return the size of the result that the part's rows and their halo give. ``size`` is the size without the halo."""
     rest = {need.side.index: sum(need.rest) for need in needed}
     return [rows + rest.get(index, 0) for index, rows in enumerate(size)]
 
 
 def _settings(given: dict[str, Any]) -> list[Any]:
-    """The arguments of the operator after the sizes."""
+    """Return the arguments of the operator after the sizes."""
     return [*([given["align_corners"]] if "align_corners" in given else []), *_scales(given)]
 
 
 def resize_local(local: Local) -> Any:
-    """Resize to the part's own size, from the part's rows and the rows around them that it reads."""
+    """Resize on one rank, to the size of the rank's part, from the part's rows and the rows around them."""
     given, needed, rank = arguments(local), _near(local), space_rank(local.target)
     size = _with_rest(local.shape()[-rank:], needed)
     return _made_of(local, given["self"], needed, size, *_settings(given))

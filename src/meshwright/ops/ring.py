@@ -1,19 +1,19 @@
-"""Attention over a ring of ranks: each keeps its queries, while keys and values move around the ring.
+"""Attention over a ring of ranks: each rank keeps its queries, while keys and values move around the ring.
 
     step     rank 0        rank 1        rank 2          (queries, keys); causal: those in brackets are skipped
     0        q0 k0         q1 k1         q2 k2
     1       (q0 k2)        q1 k0         q2 k1           keys and values move on by one rank while a step computes
     2       (q0 k1)       (q1 k2)        q2 k0
 
-The steps' outputs are merged by their log-sum-exp. Gradients of keys and values travel with the keys and values and end
-on the ranks that own them (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023).
+The outputs of the steps are merged by their log-sum-exp. The gradients of keys and values travel with them and end on
+the ranks that own them (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023).
 
-Under a causal mask the first ranks would wait for the last. So, for the time of the ring, each rank takes an early and
-a late half part of the sequence, and all ranks have equal work in every step ("zigzag"; the striped form is by Brandon
-et al., "Striped Attention", 2023):
+Under a causal mask the first ranks would have less work and wait for the last ranks. Therefore, while the ring runs,
+each rank works on an early and a late half part of the sequence. All ranks then have equal work in every step
+("zigzag"; a striped form is by Brandon et al., "Striped Attention", 2023):
 
-    rank     has      takes    own keys     keys of ranks before          keys of ranks behind
-    0        0 1      0 5      causal       all queries, the early half   the late queries, both halves
+    rank     owns     takes    own keys     keys of earlier ranks         keys of later ranks
+    0        0 1      0 5      causal       all queries, early keys       late queries, all keys
     1        2 3      1 4
     2        4 5      2 3
 
@@ -40,7 +40,7 @@ Shift = Callable[[Tensor], Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Part:
-    """The queries and keys that meet in a step: slices along the sequence of the queries and keys on this rank."""
+    """The queries (``rows``) and keys (``columns``) on this rank that one step uses, as slices along the sequence."""
 
     mask: Tensor | None = None
     causal: bool = False
@@ -50,8 +50,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Ring:
-    """A rank's place in the ring: its index, the ring's size, the position of its first query in the sequence, and
-    whether it takes an early and a late half (``balanced``)."""
+    """A rank's place in the ring. ``row`` is the position of the rank's first query in the sequence. ``balanced`` says
+    that each rank takes an early and a late half part of the sequence."""
 
     shift: Shift
     index: int
@@ -60,16 +60,16 @@ class Ring:
     balanced: bool
 
     def moving(self, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
-        """The tensors that move around the ring: keys, values, and a mask that is split as the keys are."""
+        """Return the tensors that move around the ring: keys, values, and the mask if it is split like the keys."""
         travels = mask is not None and mask.shape[-1] == key.shape[2]
         return [key, value, mask] if travels and mask is not None else [key, value]
 
     def source(self, step: int) -> int:
-        """The rank whose keys and values are on this rank in a step."""
+        """Return the index of the rank whose keys and values are on this rank in a step."""
         return (self.index - step) % self.size
 
     def part(self, step: int, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Part | None:
-        """The queries and keys that a step computes; None if no query may see any of the keys."""
+        """Return the queries and keys that a step uses. Return None if no query may see any of the keys."""
         rows, columns = query.shape[2], key.shape[2]
         if self.balanced:
             half, source = rows // 2, self.source(step)
@@ -90,11 +90,12 @@ class Ring:
         return Part(every.tril_(self.row - column))
 
     def takes(self, rank: int) -> tuple[int, int]:
-        """The two half parts of the sequence, by index, that a rank works on in a balanced ring."""
+        """Return the indices of the two half parts of the sequence that a rank works on in a balanced ring."""
         return rank, 2 * self.size - 1 - rank
 
     def swapped(self, exchange: Exchange, values: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-        """Exchange the halves that this rank owns for those that it takes, or ``back``: [b, h, s, d], of one dtype."""
+        """Exchange the halves that this rank owns for the halves that it takes; with ``back``, do the reverse. The
+        ``values`` are tensors [b, h, s, d] of one dtype."""
 
         def holder(half: int, mirrored: bool) -> int:
             return min(half, 2 * self.size - 1 - half) if mirrored else half // 2
@@ -121,7 +122,8 @@ def forward(
     shift: Shift, exchange: Exchange, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
     causal: bool, scale: float, random_key: int, salt: int, row: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``attention`` of this rank's queries [b, h, s, d] with all ranks' keys and values, of which it holds one part."""
+    """Compute attention of this rank's queries [b, h, s, d] with the keys and values of all ranks. ``key`` and
+    ``value`` are this rank's parts."""
     ring = Ring(shift, index, size, row, balanced)
     if balanced:
         query, key, value = ring.swapped(exchange, (query, key, value))
@@ -156,7 +158,7 @@ def backward(
     output: Tensor, logsumexp: Tensor, dropout: float, causal: bool, scale: float, random_key: int, salt: int,
     row: int, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of this rank's queries, keys and values."""
+    """Return the gradients of this rank's queries, keys and values."""
     ring = Ring(shift, index, size, row, balanced)
     if balanced:
         grad, query, key, value, output = ring.swapped(exchange, (grad, query, key, value, output))
@@ -193,7 +195,7 @@ def _round(group: str, size: int) -> Shift:
 
 
 def _over_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` or ``backward`` as a kernel, whose last arguments are the ring's group and its size."""
+    """Return a kernel of ``forward`` or ``backward`` whose last arguments are the ring's group and its size."""
 
     def kernel(*values: Any) -> Any:
         *given, group, size = values

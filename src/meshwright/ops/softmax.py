@@ -1,4 +1,4 @@
-"""Softmax and its logarithm. Over a split dim they are exact: the maxima and sums of all shards are merged."""
+"""Softmax and its logarithm. They are exact if their dim is split: the maxima and sums of all shards are merged."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ aten = torch.ops.aten
 
 
 def safe_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Canonical softmax that is zero, not NaN, where all values are masked."""
+    """Capture ``_safe_softmax`` as a softmax whose NaN is replaced by zero where all values are masked."""
     weights = torch.softmax(self, dim, dtype=dtype)
     return weights.masked_fill((self == -torch.inf).all(dim, keepdim=True), 0.0)
 
 
 def softmax_rule(call: Call) -> Rule:
-    """``b !v -> b !v``; over split ``v``, maxima and sums are gathered; for a gradient, one sum is reduced."""
+    """``b !v -> b !v``; if ``v`` is split, maxima and sums are gathered, or one sum is all-reduced for a gradient."""
     given, dims = arguments(call), letters(call.outputs[0].dim())
     if dims:
         dims[given["dim"]] = "!v"
@@ -30,7 +30,7 @@ def softmax_rule(call: Call) -> Rule:
 
 
 def softmax_local(local: Local) -> Any:
-    """x - log-sum-exp, or its exponential: each shard's maximum and sum are gathered once and merged."""
+    """Return x - log-sum-exp, or its exponential. Each shard's maximum and sum are gathered once and merged."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     source, dim, half_to_float = local.args
@@ -58,7 +58,7 @@ def softmax_local(local: Local) -> Any:
 
 
 def softmax_backward_local(local: Local) -> Any:
-    """grad - exp(y) sum(grad), or y (grad - sum(grad y)), the sum taken over all shards."""
+    """Return grad - exp(y) sum(grad) (log-softmax) or y (grad - sum(grad y)) (softmax). The sum covers all shards."""
     if not local.is_split("v"):
         return emit_unchanged(local)
     grad, output, dim = local.args[:3]

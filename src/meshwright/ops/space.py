@@ -1,7 +1,7 @@
 """The spatial dims of operators that read windows of an image: their letters in patterns, and how they are split.
 
 n c ~y ~x, f c !p !q -> n f ~y ~x           equal numbers of rows on both sides: one letter
-n c ~y ~x, f c !p !q -> n f ~y1 ~x1         other sizes: ``yy`` joins the rows that are read and that are made
+n c ~y ~x, f c !p !q -> n f ~y1 ~x1         other sizes: the factor ``yy`` splits both ``y`` and ``y1``
 """
 
 import re
@@ -13,12 +13,12 @@ from meshwright.ops.base import Call, Target, make_rule
 from meshwright.ops.patterns import letters, operand
 
 SPACE = {1: "x", 2: "yx", 3: "zyx"}
-"""The letters of the spatial dims, by their number."""
+"""Maps a number of spatial dims to their letters."""
 _RANK = re.compile(r"([123])d")
 
 
 def space_rank(target: Target) -> int:
-    """The number of spatial dims of a pooling, padding or resizing: 2 for max_pool2d."""
+    """Return the number of spatial dims of a pooling, padding or resizing: 2 for max_pool2d."""
     match = _RANK.search(str(target))
     assert match is not None
     return int(match[1])
@@ -30,13 +30,13 @@ def is_gradient(target: Target) -> bool:
 
 
 def image_and_made(call: Call) -> tuple[Sequence[int], Sequence[int]]:
-    """The shapes of the image and of the tensor made from it, for an operator or its gradient."""
+    """Return the shapes of the image and of the tensor made from it, for an operator or its gradient."""
     pair = call.tensors[0].shape, call.outputs[0].shape
     return (pair[1], pair[0]) if is_gradient(call.target) else pair
 
 
 def largest_flops(call: Call, rule: Rule | None) -> float:
-    """One operation for each element of the largest tensor."""
+    """Count one operation for each element of the largest tensor."""
     return float(max(tensor.numel() for tensor in (*call.tensors, *call.outputs)))
 
 
@@ -55,7 +55,7 @@ class Space:
         cls, image: Sequence[int], output: Sequence[int], halos: Sequence[bool], *, contiguous: bool = False,
         equal: bool = False,
     ) -> "Space":  # fmt: skip
-        """The last dims of an image and of the result. ``halos`` says of each dim whether it is split with a halo."""
+        """Return the spatial dims of an image and a result. ``halos`` says whether splitting each dim needs a halo."""
         result = cls()
         for index, (name, halo) in enumerate(zip(SPACE[len(halos)], halos, strict=True)):
             sizes = image[index - len(halos)], output[index - len(halos)]
@@ -65,8 +65,9 @@ class Space:
     def add(
         self, name: str, sizes: tuple[int, int], *, halo: bool, contiguous: bool = False, equal: bool = False
     ) -> None:
-        """Add a dim that is split with a halo, or without one where nothing reads another part's rows. ``contiguous``:
-        even then its parts must be runs of rows. ``equal``: parts must have equal sizes if the dim changes its size."""
+        """Add a dim that may be split. With ``halo``, its parts read rows of other parts. With ``contiguous``, parts
+        must be runs of rows even without a halo. With ``equal``, parts must have one size if the dim changes its size.
+        """
         alike = sizes[0] == sizes[1]
         marked = halo or contiguous or not alike
         if marked:
@@ -83,13 +84,13 @@ class Space:
         self.right.append(f"!{name}" if sizes[0] == sizes[1] else f"!{name}1")
 
     def rule(self, call: Call, pattern: Callable[[str, str], str], **sizes: int) -> Rule:
-        """The call's rule. ``pattern`` makes its text from the dims of the image and the dims of the result."""
+        """Return the call's rule. ``pattern`` is a function that makes its text from the dims of image and result."""
         text = pattern(" ".join(self.left), " ".join(self.right))
         return make_rule(call, text, decompositions=self.decompositions, joint=self.joint, equal=self.equal, **sizes)  # type: ignore[arg-type]
 
     def spatial_rule(self, call: Call, *, linear: bool) -> Rule:
-        """``n c ~y ~x -> n c ~y1 ~x1`` in each sample and channel; the reverse for a gradient, whose second tensor is
-        the image and whose third has the pattern of the first."""
+        """Return the rule ``n c ~y ~x -> n c ~y1 ~x1``, or the reverse for a gradient. The second tensor of a gradient
+        is the image; its third tensor has the pattern of the first."""
         lead = letters(call.tensors[0].dim() - len(self.left), "n")
         image, result = operand([*lead, *self.left]), operand([*lead, *self.right])
         inputs, output = ([result, image, result], image) if is_gradient(call.target) else ([image], result)
@@ -98,5 +99,5 @@ class Space:
 
 
 def both(name: str) -> str:
-    """The factor that splits a dim on both sides, where they differ in size: ``y`` gives ``yy``."""
+    """Return the factor that splits a dim of image and result together if their sizes differ: ``yy`` for ``y``."""
     return 2 * name

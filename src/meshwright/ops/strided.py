@@ -1,5 +1,5 @@
-"""Tensors defined by strides, as views or look-ups of the elements that they show. Captured strides and offsets do not
-hold for a part of a tensor, nor for a tensor that is gathered from parts."""
+"""Captures ``as_strided`` as a view or a look-up of elements. Strides and offsets from the captured step do not hold
+for a part of a tensor, nor for a tensor that is gathered from parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """Return a view if the strides show all elements in order; else a look-up of elements."""
+    """Capture ``as_strided`` as a view if the strides select all elements in order, else as a look-up of elements."""
     if _in_order(input, size, stride, storage_offset):
         return aten.view.default(input, list(size))
     lookup = _Lookup.of(input, size, stride, storage_offset)
@@ -28,7 +28,7 @@ def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storag
 def as_strided_scatter(
     input: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor:
-    """Return ``src`` reshaped if it overwrites all elements in order; else write the elements one by one."""
+    """Capture ``as_strided_scatter``: reshape ``src`` if it overwrites all elements in order, else write by index."""
     if _in_order(input, size, stride, storage_offset):
         return aten.clone.default(aten.reshape.default(src, list(input.shape)))
     lookup = _Lookup.of(input, size, stride, storage_offset)
@@ -42,8 +42,9 @@ def as_strided_scatter(
 
 @dataclass(frozen=True)
 class _Lookup:
-    """The elements that strides show: ``tensor.permute(order).reshape(shape)``, indexed in the dims after the first
-    ``kept``. Element ``i`` of the ``size`` has the index ``starts[dim] + sum(i[k] * moves[k][dim])``."""
+    """A look-up of the elements that strides select. It indexes ``tensor.permute(order).reshape(shape)`` in all dims
+    but the first ``kept``. The result has the shape ``size``. For its element at the indices ``i``, the index in a dim
+    is ``starts[dim] + sum(i[k] * moves[k][dim])``."""
 
     order: list[int]
     shape: list[int]
@@ -53,10 +54,10 @@ class _Lookup:
 
     @staticmethod
     def of(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> "_Lookup":
-        """The look-up of a call. It keeps as many outermost dims as possible; dense dims among the others are merged.
+        """Return the look-up of a call. If the dims do not allow indices, dense innermost dims are merged into one.
 
         Raises:
-            CaptureError: the strides show a place that is no element of the tensor.
+            CaptureError: the strides select a place that holds no element of the tensor.
         """
         offset = 0 if storage_offset is None else storage_offset - int(input.storage_offset())
         dims = [dim for dim in range(input.dim()) if input.shape[dim] != 1 and input.stride(dim)]
@@ -86,7 +87,7 @@ class _Lookup:
 
     @property
     def kept(self) -> int:
-        """The number of outermost dims that are shown as they are."""
+        """The number of outermost dims that stay as they are, without indices."""
         count = 0
         for dim, (rows, length) in enumerate(zip(self.shape, self.size, strict=False)):
             unit = [int(dim == other) for other in range(len(self.shape))]
@@ -101,7 +102,7 @@ class _Lookup:
         return not self.kept == len(self.shape) == len(self.size)
 
     def indices(self, like: Tensor) -> list[Tensor | None]:
-        """The index for each dim of ``shape``; None for a dim that is shown whole."""
+        """Return the index for each dim of ``shape``; None for a dim that stays as it is."""
         size = self.size[self.kept :]
         places = [torch.arange(length, device=like.device) for length in size]
         places = [positions.reshape([-1] + [1] * (len(size) - 1 - dim)) for dim, positions in enumerate(places)]
@@ -115,7 +116,7 @@ class _Lookup:
 
 
 def _digits(value: int, steps: Sequence[int]) -> list[int] | None:
-    """The digits of ``value`` in units of ``steps``, largest first; None if they leave a remainder."""
+    """Divide ``value`` by each of the ``steps`` in turn. Return the quotients, or None if a remainder is left."""
     result = []
     for step in steps:
         count, value = divmod(value, step)

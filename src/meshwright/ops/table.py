@@ -1,4 +1,4 @@
-"""The rules of all operators, joined from their files; a user's own rules take precedence."""
+"""The rules of all operators, collected from the modules of this package; a user's own rules take precedence."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,13 +44,14 @@ CANONICAL: Mapping[Target, Callable[..., Any]] = {
     for file in (*FILES, pointwise, strided)
     for target, function in getattr(file, "CANONICAL", {}).items()
 }
-"""Rewrites at capture: the function to call in place of an operator; it returns NotImplemented to keep the operator."""
+"""Maps an operator to the function that capture calls in its place. The function returns NotImplemented to keep the
+operator."""
 VISIBLE = {aten.native_batch_norm.default: batch_norm.native_batch_norm}
-"""The rewrites that show a change in place which the operator itself hides."""
+"""Rewrites to operators whose schema shows an in-place change that the original operator's schema does not show."""
 
 
 def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> OperatorRule | None:
-    """The rule of an operator, or None where it has none (it then runs replicated)."""
+    """Return the rule of an operator. Return None if the operator has none; it then runs replicated."""
     if own and target in own:
         return own[target]
     if target in RULES:
@@ -59,13 +60,13 @@ def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = No
 
 
 def is_random(target: Target, own: Mapping[Target, OperatorRule] | None = None) -> bool:
-    """Whether an operator draws random numbers: PyTorch tags it so, or its rule says so."""
+    """Whether an operator draws random numbers: PyTorch tags it as random, or its rule says so."""
     rule = operator_rule(target, own)
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or (rule is not None and rule.random)
 
 
 def rule_of(call: Call, own: Mapping[Target, OperatorRule] | None = None) -> Rule | Unsplit:
-    """The rule of one call.
+    """Return the rule of one call, or the reason why it has none.
 
     Raises:
         RuleError: the rule's pattern does not fit the call, or the call draws random numbers without a key.

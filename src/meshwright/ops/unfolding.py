@@ -1,7 +1,7 @@
 """Unfolding of images into columns (one for each window) and its adjoint, split over samples, channels and space.
 
-As in a convolution, each part makes its own windows from its rows and the halo around them. Folding back also makes
-terms for the halo's rows, which are added up at their owners.
+As in a convolution, each rank makes the windows of its part from its rows and the halo around them. Folding back also
+makes terms for the halo's rows, and the owners of these rows add them up.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _windows(given: dict[str, Any]) -> tuple[list[int], list[Window]]:
-    """(the kernel, the windows of both dims)."""
+    """Return the kernel sizes and the windows of both dims."""
     kernel, dilation, padding, stride = (
         each(given[name], 2) for name in ("kernel_size", "dilation", "padding", "stride")
     )
@@ -26,7 +26,7 @@ def _windows(given: dict[str, Any]) -> tuple[list[int], list[Window]]:
 
 
 def unfold_rule(call: Call) -> Rule:
-    """``^n c ~y ~x -> n (c !p !q) (~y1 ~x1)``, or back."""
+    """``^n c ~y ~x -> n (c !p !q) (~y1 ~x1)``, or the reverse for folding back."""
     back = call.target is aten.col2im.default
     kernel, every = _windows(arguments(call))
     image = (call.outputs[0] if back else call.tensors[0]).shape[-2:]
@@ -45,7 +45,7 @@ def unfold_rule(call: Call) -> Rule:
 
 
 def _settings(given: dict[str, Any], sides: Sequence[Side]) -> tuple[Any, ...]:
-    """The arguments after the tensor and the size, without padding in dims whose halo was fetched."""
+    """Return the arguments after the tensor and the size, without padding in the dims of ``sides``."""
     return given["kernel_size"], given["dilation"], without(each(given["padding"], 2), sides), given["stride"]
 
 
@@ -57,7 +57,7 @@ def unfold_local(local: Local) -> Any:
 
 
 def fold_local(local: Local) -> Any:
-    """Run ``aten.col2im`` on one rank: fold into own rows and halo rows, then add up the halo rows at their owners."""
+    """Run ``aten.col2im`` on one rank: fold into own rows and halo rows, then send the halo rows to their owners."""
     given, sides, size = arguments(local), split_sides(local, 2), local.shape()[-2:]
     every = _windows(given)[1]
     for side in sides:

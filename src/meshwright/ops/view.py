@@ -18,8 +18,8 @@ aten = torch.ops.aten
 
 
 def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], list[list[str]], dict[str, int]]:
-    """The common factors of a reshape from ``left`` to ``right``: ``[8, 16, 64] -> [128, 4, 16]`` is
-    ``b s (h d) -> (b s) h d``. Dims that share no factors get ``!`` letters of their own."""
+    """Return the common factors of a reshape from ``left`` to ``right``, and their sizes. For example,
+    ``[8, 16, 64] -> [128, 4, 16]`` is ``b s (h d) -> (b s) h d``. Dims without common factors get ``!`` letters."""
     fresh = (f"_{index}" for index in count())
     sizes: dict[str, int] = {}
     names: tuple[list[list[str]], list[list[str]]] = [[] for _ in left], [[] for _ in right]
@@ -42,11 +42,12 @@ def common_factors(left: list[int], right: list[int]) -> tuple[list[list[str]], 
 
 
 _EMPTY = 2**61 - 1
-"""A prime that replaces sizes of 0, so that products of sizes still show where runs of dims end."""
+"""A prime that stands for the size 0 in ``_spans``, which compares products of sizes."""
 
 
 def _spans(left: list[int], right: list[int]) -> Iterator[tuple[range, range]]:
-    """The shortest runs of dims, left and right, with equal numbers of elements; outer dims of size 1 are left out."""
+    """Yield the shortest runs of dims of ``left`` and ``right`` that have equal numbers of elements. Dims of size 1 at
+    the ends of a run are left out."""
     left_ends, right_ends = (list(accumulate((size or _EMPTY for size in shape), mul)) for shape in (left, right))
     for before, reached in pairwise(sorted({1, *left_ends} & {1, *right_ends})):
         yield (
@@ -63,7 +64,7 @@ def _dims_text(names: list[list[str]], shape: list[int]) -> str:
 
 
 def view_rule(call: Call) -> Rule:
-    """A reshape, or dims of size 1 that are added or removed: both sides are written in their common factors."""
+    """The pattern of a reshape, squeeze or unsqueeze has the common factors of both shapes."""
     left, right = list(call.tensors[0].shape), list(call.outputs[0].shape)
     names_left, names_right, sizes = common_factors(left, right)
     pattern = f"^{_dims_text(names_left, left)} -> {_dims_text(names_right, right)}"
@@ -71,7 +72,7 @@ def view_rule(call: Call) -> Rule:
 
 
 def view_local(local: Local) -> Any:
-    """Run a view, reshape or squeeze on one rank: a reshape to the shape of its part."""
+    """Run a view, reshape or squeeze on one rank as a reshape to the shape of the rank's part."""
     return local.call(aten.reshape.default, local.args[0], local.shape())
 
 
@@ -95,7 +96,7 @@ def expand_rule(call: Call) -> Rule:
 
 
 def expand_local(local: Local) -> Any:
-    """Run ``aten.expand`` on one rank, to the shape of its part."""
+    """Run ``aten.expand`` on one rank, to the shape of the rank's part."""
     return local.call(aten.expand.default, local.args[0], local.shape())
 
 
@@ -110,7 +111,7 @@ def slice_rule(call: Call) -> Rule:
 
 
 def select_rule(call: Call) -> Rule:
-    """One index of a dim (select), or every index by itself (unbind): the dim stays whole."""
+    """The dim from which select takes one index, or from which unbind takes every index, stays whole."""
     rank = call.tensors[0].dim()
     names = letters(rank, fixed=(normalize_dim(arguments(call)["dim"], rank),))
     right = operand([name for name in names if name[0] != "!"])
@@ -118,8 +119,8 @@ def select_rule(call: Call) -> Rule:
 
 
 def _part_of(whole: Tensor, part: Tensor, dim: int, names: tuple[str, str]) -> tuple[str, str]:
-    """The patterns of a tensor and of the part that slice or select takes from one dim. ``names`` are the dim's letters
-    in both, if the part has only some of its rows."""
+    """Return the patterns of a tensor and of the part that slice or select takes from one dim. If the part has only
+    some of the dim's rows, ``names`` are the letters of the dim in the tensor and in the part."""
     dim = normalize_dim(dim, whole.dim())
     left = letters(whole.dim())
     right = list(left)
@@ -132,26 +133,26 @@ def _part_of(whole: Tensor, part: Tensor, dim: int, names: tuple[str, str]) -> t
 
 
 def scatter_back_rule(call: Call) -> Rule:
-    """Gradients of slice and select: zeros except for the part that was taken."""
+    """The gradient of slice or select is zero outside of the part that was taken."""
     whole, part = _part_of(call.outputs[0], call.tensors[0], call.args[2], ("!y", "!x"))
     return make_rule(call, f"^{part} -> {whole}")
 
 
 def scatter_into_rule(call: Call) -> Rule:
-    """slice_scatter and select_scatter: the dim that is overwritten in part stays whole."""
+    """The dim that slice_scatter or select_scatter overwrites in part stays whole."""
     target, source = call.tensors
     whole, part = _part_of(target, source, arguments(call)["dim"], ("!x", "!y"))
     return make_rule(call, f"^{whole}, ^{part} -> {whole}")
 
 
 def scatter_back_local(local: Local) -> Any:
-    """Run ``aten.slice_backward`` or ``select_backward`` on one rank, with the shape of its part."""
+    """Run ``aten.slice_backward`` or ``select_backward`` on one rank, with the shape of the rank's part."""
     return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], dim: int) -> tuple[str, list[str]]:
-    """The patterns of a tensor and of the parts that it is divided into along a dim. Equal parts share factors with it:
-    ``b (3 f)`` and ``b f, b f, b f``."""
+    """Return the pattern of a tensor and the patterns of its parts along a dim. Parts of equal size have the tensor's
+    factors: ``b (3 f)`` and ``b f, b f, b f``."""
     dim, names = normalize_dim(dim, whole.dim()), letters(whole.dim())
     equal = len({part.shape[dim] for part in parts}) == 1
 
@@ -169,7 +170,7 @@ def split_rule(call: Call) -> Rule:
 
 
 def split_local(local: Local) -> Any:
-    """Run ``aten.split`` or ``split_with_sizes`` on one rank, with the sizes of its parts."""
+    """Run ``aten.split`` or ``split_with_sizes`` on one rank, with the sizes that the outputs have on this rank."""
     dim = normalize_dim(arguments(local)["dim"], len(local.shape()))
     if isinstance(local.args[1], int):
         return local.call(local.target, local.args[0], local.shape()[dim], dim)
@@ -184,7 +185,7 @@ def cat_rule(call: Call) -> Rule:
 
 
 def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Canonical cat: drops the empty tensors that PyTorch allows for history's sake; returns a single tensor as is."""
+    """Capture cat without the empty 1-d tensors that PyTorch ignores. A single remaining tensor needs no cat."""
     full = [tensor for tensor in tensors if tensor.numel() or tensor.dim() != 1]
     if len(full) == 1:
         return full[0]
@@ -192,8 +193,8 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def view(self: Tensor, size: list[int]) -> Tensor:
-    """Canonical view: of a contiguous copy where the strides do not allow a view. Strides can differ from the user's
-    step where an in-place operator was replaced by one that is not in place."""
+    """Capture a view of a contiguous copy if the strides of the tensor do not allow a view. Strides can differ from the
+    strides in the user's step, because capture replaces in-place operators."""
     if self.is_contiguous():
         return NotImplemented
     with disable_current_modes():
@@ -208,12 +209,12 @@ def view(self: Tensor, size: list[int]) -> Tensor:
 
 
 def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Canonical stack: a cat of unsqueezed tensors."""
+    """Capture stack as a cat of unsqueezed tensors."""
     return aten.cat.default([aten.unsqueeze.default(tensor, dim) for tensor in tensors], dim)
 
 
 def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
-    """Canonical pixel_shuffle: channels become pixels by a permutation."""
+    """Capture pixel_shuffle as a permutation between reshapes, which turns channels into pixels."""
     *lead, channels, height, width = self.shape
     times, count = upscale_factor, len(lead)
     whole = self.reshape(*lead, channels // times**2, times, times, height, width)
@@ -222,7 +223,7 @@ def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
 
 
 def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
-    """Canonical pixel_unshuffle: pixels become channels by a permutation."""
+    """Capture pixel_unshuffle as a permutation between reshapes, which turns pixels into channels."""
     *lead, channels, height, width = self.shape
     times, count = downscale_factor, len(lead)
     whole = self.reshape(*lead, channels, height // times, times, width // times, times)
@@ -231,7 +232,7 @@ def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
 
 
 def repeat_rule(call: Call) -> Rule:
-    """Dims repeated n times: ``b k -> (3 b) k``."""
+    """A repeated dim gets a literal factor: ``b k -> (3 b) k`` repeats the first dim three times."""
     rank, repeats = call.tensors[0].dim(), call.args[1]
     names, offset = letters(rank), len(repeats) - rank
     right = [*map(str, repeats[:offset])]

@@ -1,9 +1,9 @@
-"""LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, whichever ranks hold their parts.
+"""LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, even if ranks hold parts of them.
 
 All three scale the step of each parameter tensor (a "layer") by a ratio of two norms. If one of the norms is 0, the
 scale is 1, as in the authors' code. ``adapt_vectors=False``, also as an option of a group, does not scale parameters of
-fewer than two dims (biases, gains of norms): they take the plain step, as in MLPerf's ResNet-50 and in the LAMB
-authors' BERT. The papers' algorithms scale all parameters, which is the default.
+fewer than two dims (biases, gains of norms). These parameters take the plain step, as in MLPerf's ResNet-50 and in the
+LAMB authors' BERT. The papers' algorithms scale all parameters, which is the default.
 """
 
 from abc import abstractmethod
@@ -63,7 +63,8 @@ class _LayerWise(Optimizer):
         others: Sequence[Tensor],
         formula: Callable[[Tensor, Tensor], Tensor],
     ) -> list[Tensor | float]:
-        """``formula(norm of the parameter, norm of the other)`` for each pair, or 1 (see the top of the module)."""
+        """``formula(norm of the parameter, norm of its tensor in others)`` for each parameter, or 1 (see the
+        module)."""
         adapted = [k for k, value in enumerate(parameters) if group["adapt_vectors"] or value.dim() > 1]
         scales: list[Tensor | float] = [1.0] * len(parameters)
         if adapted:
@@ -124,8 +125,9 @@ class LARC(_LayerWise):
         λ = trust_coefficient ‖w‖ / (‖g‖ + weight_decay ‖w‖);  s = min(λ / lr, 1)
         v = momentum v + s (g + weight_decay w);  w = w - lr v
 
-    The clip variant of NVIDIA's ``apex.parallel.LARC`` around ``torch.optim.SGD`` (https://github.com/NVIDIA/apex),
-    after Y. You, I. Gitman, B. Ginsburg, 2017, arXiv:1708.03888. With s = 1 it is ``torch.optim.SGD``.
+    This is the clip variant of NVIDIA's ``apex.parallel.LARC`` around ``torch.optim.SGD``
+    (https://github.com/NVIDIA/apex), after Y. You, I. Gitman, B. Ginsburg, 2017, arXiv:1708.03888. With s = 1 it is
+    ``torch.optim.SGD``.
 
     Args:
         lr: the upper limit of every tensor's learning rate.

@@ -13,10 +13,10 @@ ranks that share a parameter must call it together, with the same parameters in 
 
 @runtime_checkable
 class NeedsShardSums(Protocol):
-    """An optimizer that is exact under every sharding if it is given a sum over the parts of a parameter.
+    """An optimizer that is exact under every sharding if it can sum over the ranks that hold a parameter's parts.
 
-    ``parallelize`` looks for this method on the optimizer that ``optimizer=`` returned, and calls it once if parameters
-    are split. In one process it is not called, and every parameter is whole.
+    ``parallelize`` looks for ``sum_shards_with`` on the optimizer that ``optimizer=`` returned, and calls it once if
+    parameters are split. In one process it is not called, and every parameter is whole.
     """
 
     def sum_shards_with(self, shard_sum: ShardSum) -> None:

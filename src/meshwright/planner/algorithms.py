@@ -1,4 +1,4 @@
-"""The communication part of a plan: the collective algorithm and the link of each axis."""
+"""Choose the collective algorithm, and find the link, of each axis of a plan."""
 
 from collections.abc import Iterable
 
@@ -10,20 +10,22 @@ from meshwright.ir.resharding import Link
 
 
 def communicating(axes: Iterable[str]) -> list[str]:
-    """The axes, outermost first, then all runs of neighbouring axes, which may communicate as one (``dp+tp``)."""
+    """The axes in the given order, then all runs of neighbouring axes, which may communicate as one joined axis
+    (``dp+tp``)."""
     names = list(axes)
     runs = [names[first:last] for first in range(len(names)) for last in range(first + 2, len(names) + 1)]
     return [*names, *(JOIN.join(run) for run in runs)]
 
 
 def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, Link]:
-    """The link of each axis (all of more than one rank), and of each run of axes that may communicate as one."""
+    """The link of each axis and of each joined axis. All ``axes`` must have more than one rank."""
     return {axis: network.link(axis_group(mesh, axis)) for axis in communicating(axes)}
 
 
 def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> dict[str, str]:
-    """The collective algorithm of each axis: the fastest that the cluster's file has measured. Without a measurement,
-    two CPU ranks of one box swap their data in one round; others use torch.distributed's own collectives."""
+    """The collective algorithm of each axis: the fastest that was measured on the cluster. If none was measured, two
+    CPU ranks of one box exchange their data in one round (``exchange``), and all other axes use the collectives of
+    torch.distributed (``native``)."""
     network = Network(cluster) if cluster is not None and cluster.device.kind == "cpu" else None
     algorithms = {}
     for axis in communicating(axes):
@@ -34,7 +36,7 @@ def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> d
 
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
-    """Whether each group of the axis lies in one box of CPU ranks; without a cluster, True."""
+    """Whether each group of ``axis`` lies inside one box of CPU ranks. Without a cluster, the result is True."""
     if cluster is None:
         return True
     if cluster.device.kind != "cpu" or not cluster.levels:

@@ -1,4 +1,4 @@
-"""The best layout of a captured model: all possible layouts are weighed in closed form, and the best are simulated."""
+"""Find the best layout of a captured model: estimate all layouts in closed form, then simulate the fastest."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -25,18 +25,19 @@ from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
-"""Number of layouts that are simulated: the fastest by the closed form."""
+"""Number of layouts that are simulated. The layouts that are fastest in closed form are taken."""
 ALIKE = 0.02
-"""Relative accuracy of predictions: among layouts within this of the fastest, the simplest is taken."""
+"""Relative accuracy of predictions. Of all layouts that are slower than the fastest by at most this fraction, the
+simplest is taken."""
 SHOWN = 8
-"""Number of alternatives that a plan lists."""
+"""Upper limit on the slower layouts that a plan lists. The limit on layouts that need too much memory is half of it."""
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-"""Ordered from most to least memory. Recomputation only costs time, so the first that fits is taken."""
+"""Kinds of recomputation, from most to least memory. Less memory costs more time, so the first that fits is taken."""
 
 
 class _Option(msgspec.Struct, frozen=True):
-    """A layout with its plan and costs, and the memory of the rank that needs most."""
+    """A layout with its plan, its costs, and the memory of the rank that needs the most memory."""
 
     plan: Plan
     work: Work
@@ -58,7 +59,7 @@ class _Option(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Sort key: faster options first, then simpler ones."""
+        """Sort key: faster options come first; of equally fast options, the simpler come first."""
         return self.predicted.step_s, _complexity(self.layout)
 
 
@@ -76,20 +77,24 @@ def plan_auto(
     seconds: float | None = None,
     progress: Progress = lambda what: None,
 ) -> Plan:
-    """The fastest plan that fits, over dp x cp x ep x tp x pp x micro-batches x schedule x chunks x recomputation x
-    ZeRO, and over sequence parallelism by its rule; for models with convolutions, over dp x mixed too.
+    """Find the fastest plan that fits in memory.
 
-    All layouts are weighed in closed form, except more micro-batches once these stop helping. The ``PLAYED`` fastest
-    are simulated. Of those within ``ALIKE`` of the fastest, the simplest is taken. ``gpipe`` is left out, because
-    ``1f1b`` takes as long with less memory. ``batch_statistics`` stays global, because the other choices are another
-    computation. The plan lists the runners-up and why they lost (``Plan.explain``).
+    The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, recomputation, ZeRO and sequence parallelism.
+    For models with convolutions, it also varies mixed axes.
 
-    ``lower`` makes the programs whose work is weighed; the other arguments are those of ``mw.plan``. When ``seconds``
-    are over, the planner still completes what it has begun and makes the plan.
+    All layouts are estimated in closed form, except larger numbers of micro-batches once they no longer make the step
+    shorter. The ``PLAYED`` fastest layouts are simulated. Of the layouts within ``ALIKE`` of the fastest, the simplest
+    is taken. ``gpipe`` is left out, because ``1f1b`` takes as long with less memory. ``batch_statistics`` stays global,
+    because its other values change the results of training. The plan lists the next-best layouts and why they were not
+    taken (``Plan.explain``).
+
+    ``lower`` makes the programs from which costs are computed; the other arguments are those of ``mw.plan``. When
+    ``seconds`` have passed, the planner estimates no further layouts and makes the plan of the best layout so far.
 
     Raises:
-        LayoutError: no layout that fits was found in time; the devices lack the step's precision; no layout divides
-            the batch; or none fits (names the layout that needs least memory, and the changes that would help).
+        LayoutError: no layout that fits was found in time; the devices do not support the step's precision; no layout
+            divides the batch; or no layout fits in memory (the message names the layout that needs the least memory,
+            and changes that would help).
     """
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
@@ -158,7 +163,8 @@ def plan_auto(
 
 @dataclass
 class _Scales:
-    """Weighs layouts. Work does not depend on the schedule, so schedules of the same cut share it."""
+    """Estimates the step time and memory of layouts. ``Work`` does not depend on the schedule, so layouts that differ
+    only in their schedule share it."""
 
     graph: Graph
     world_size: int
@@ -175,8 +181,9 @@ class _Scales:
         self._plain = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
-        """The layout as it is, if it fits; else its fastest variant that fits with ZeRO, recomputation or offload; else
-        the variant that needs least memory. ``begun`` then holds all options weighed for it."""
+        """The layout itself if it fits in ``limit`` bytes; else its fastest variant with ZeRO, recomputation or offload
+        that fits; else the variant that needs the least memory. ``begun`` then holds all options estimated for the
+        layout."""
         options = []
         self.begun = []
         levels: tuple[Literal[0, 1, 2, 3], ...] = (0,) if layout.dp == 1 else (0, 1, 2, 3)
@@ -194,8 +201,9 @@ class _Scales:
         return min(fitting, key=lambda option: option.rank)
 
     def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
-        """The layout with as little recomputation as the limit allows, or with the most if nothing fits. Strategies
-        that need less memory are tried too, and taken if they are the faster way to fit."""
+        """The layout with the least recomputation that fits in ``limit``, or with the most recomputation if none fits.
+        If recomputation must be added, strategies under the memory limit (``_careful``) are tried as another way to
+        fit, and the faster way is taken."""
         option = self._weigh(layout, self._plain)
         if option.peak_bytes <= limit:
             return option
@@ -210,14 +218,14 @@ class _Scales:
         return min(ways, key=lambda way: way.predicted.step_s, default=option)
 
     def explained(self, option: _Option, limit: float) -> Plan:
-        """The plan of an option with the best bucket sizes, and notes on what other strategies would cost."""
+        """The plan of an option, with the best bucket sizes and with notes on what other strategies would cost."""
         return self._plan(option.layout, replace(option.ask, explains=True, room_bytes=limit))
 
     def _plan(self, layout: Layout, ask: Ask) -> Plan:
         return plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
 
     def _careful(self, layout: Layout, limit: float) -> _Option | None:
-        """The layout with strategies that the integer program finds under the memory limit; None if none fit."""
+        """The layout with strategies that the integer program chooses under the memory limit; None if none fit."""
         if layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel or (layout.tp == 1 and not layout.mixed):
             return None  # the program chooses no strategies there
         try:
@@ -257,7 +265,8 @@ def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
 
 
 def _alternative(option: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:
-    """The entry of a runner-up with the reason why it lost: the part of the step that differs most."""
+    """The ``Alternative`` for a layout that was not taken. Its reason names the part of the step that takes the most
+    extra time."""
     loser, winner = option.predicted, best.predicted
     parts = {
         "computing": loser.compute_s - winner.compute_s,
@@ -306,8 +315,8 @@ def _nothing_fits(
 
 
 def _smaller_batch(batch_size: int, option: _Option, limit: float) -> int:
-    """The largest batch that would fit under the option's layout, if the memory of a micro-batch is proportional to its
-    samples; 0 if none would."""
+    """The largest batch that would fit with the option's layout; 0 if there is none. The memory of a micro-batch is
+    assumed to be proportional to its number of samples."""
     parts = option.layout.dp * option.layout.microbatches
     samples, memory = batch_size // parts, option.memory
     shrinking = memory.saved_bytes + memory.workspace_bytes

@@ -1,4 +1,4 @@
-"""Choose the sizes of buckets for which computing waits least, within the memory of a rank."""
+"""Choose the bucket sizes for which computing waits least for communication, within the memory of a rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from meshwright.schedules.collectives.choice import NATIVE, chosen
 from meshwright.schedules.pipeline import schedule_of
 
 LADDER_BYTES = tuple(2**power for power in range(20, 27))
-"""Bucket sizes that are weighed: 1 to 64 MiB."""
+"""Bucket sizes that are compared: the powers of two from 1 to 64 MiB."""
 ALIKE = 0.005
-"""Part of a stage's compute time: costs that differ by less count as equal; the size nearest to the usual one wins."""
+"""Sizes whose costs differ by less than this fraction of a stage's compute time count as equal. Of equal sizes, the one
+nearest to ``BUCKET_BYTES`` is taken."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The bucket sizes of gradients and of parameters, and the seconds per step that computing waits for both, on the
-    stage that waits longest."""
+    """A bucket size for gradients (``reduced_bytes``) and one for parameters (``gathered_bytes``). ``exposed_s`` is the
+    seconds per step that computing waits for these buckets, on the stage that waits longest."""
 
     reduced_bytes: int
     gathered_bytes: int
@@ -52,9 +53,9 @@ def fit_buckets(
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
-    """``plan`` with the bucket sizes of ``LADDER_BYTES`` for which computing waits least; notes say what other sizes
-    would cost. The peak memory of a rank stays within ``memory_bytes``, or within its peak with buckets of the usual
-    size."""
+    """Give ``plan`` the bucket sizes of ``LADDER_BYTES`` for which computing waits least. Notes in the plan say what
+    other sizes would cost. The peak memory of a rank stays within ``memory_bytes``, or within the peak that buckets of
+    ``BUCKET_BYTES`` need if that is larger."""
     scale = _Scale(lower, plan, cluster, reduced, gathered)
     if not scale.differ:
         return plan
@@ -77,19 +78,20 @@ def fit_buckets(
 
 
 def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
-    """Sort choices: first those that cost about as little as the best, most usual first; then the others by cost."""
+    """Sort choices: first those that cost about as little as the best (``ALIKE``), by their distance from the default
+    bucket size; then the others by cost."""
     most = min(choice.exposed_s for choice in choices) + ALIKE * computed_s
     return sorted(choices, key=lambda choice: (max(choice.exposed_s, most), choice.unusual, choice.exposed_s))
 
 
 def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerCost) -> int:
-    """The peak memory of the rank that needs most."""
+    """The peak memory, in bytes, of the rank that needs the most memory."""
     peaks = peak_memory(step_work(lower(plan), plan, cluster, optimizer=optimizer), schedule_of(plan))
     return max(memory.peak_bytes for memory in peaks)
 
 
 class _Scale:
-    """The costs of buckets of every size. The plan is lowered once, with buckets of one parameter each."""
+    """Computes the costs of buckets of every size. The plan is lowered once, with buckets of one parameter each."""
 
     def __init__(
         self, lower: Lower, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
@@ -117,7 +119,7 @@ class _Scale:
         return len(self.reduced) > 1 or len(self.gathered) > 1
 
     def weighed(self) -> list[Choice]:
-        """Every pair of sizes with its cost; of several sizes that give equal buckets, one is weighed."""
+        """The cost of every pair of sizes. Of several sizes that give equal buckets, only one is included."""
         self.actions = [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
         return [
             Choice(size, other, self._exposed_s(gathers, reductions))
@@ -134,25 +136,27 @@ class _Scale:
         return max(exposed_s(actions, gathers, reductions) for actions in self.actions)
 
     def plan_of(self, choice: Choice) -> Plan:
-        """The plan with buckets of these sizes."""
+        """The plan with the bucket sizes of ``choice``."""
         return msgspec.structs.replace(
             self.plan, buckets=self.reduced[choice.reduced_bytes], gathers=self.gathered[choice.gathered_bytes]
         )
 
     def holds_more(self, choice: Choice) -> bool:
-        """Whether buckets that are gathered, or reduced to parts, are above the usual size and so hold more memory."""
+        """Whether ``choice`` needs more memory than buckets of ``BUCKET_BYTES``: it has larger buckets, which are
+        gathered or reduce-scattered."""
         more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
         return more or (choice.reduced_bytes > BUCKET_BYTES and any(map(self._is_cut, self.plan.buckets)))
 
     def _is_cut(self, bucket: Bucket) -> bool:
-        """Whether the bucket's gradients are reduced to parts (Flat storage)."""
+        """Whether the bucket's gradients are reduce-scattered, because their parameters are stored Flat."""
         return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
     # --- buckets on their way ----------------------------------------------------------------------------------------
 
     def _hides(self, operation: str, bucket: Bucket) -> bool:
-        """Whether a collective runs while its rank computes. On CPUs, only collectives between boxes do: those that
-        torch.distributed's threads carry, and those of one round, which send most of their bytes at the start."""
+        """Whether a collective runs while its rank computes. On CPUs, a collective inside a box never does. A
+        collective between boxes does so if torch.distributed's threads carry it, or if it has only one round and thus
+        sends most of its bytes at its start."""
         if self.cluster.device.kind != "cpu":
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
@@ -207,7 +211,8 @@ class _Scale:
 
 
 def _distinct(members: Sequence[Member], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
-    """The buckets by size, without sizes that give the same buckets as a size nearer to the usual one."""
+    """Maps each bucket size to its buckets. Of sizes that give the same buckets, only the one nearest to
+    ``BUCKET_BYTES`` is kept."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
     size_of: dict[tuple[Bucket, ...], int] = {}
     for size in sorted(by_size, key=lambda num_bytes: abs(log2(num_bytes / BUCKET_BYTES))):

@@ -1,4 +1,4 @@
-"""Buckets of parameters that are gathered together and of gradients that are reduced together, filled in use order."""
+"""Fill buckets, in order of use, with parameters that are gathered together and gradients that are reduced together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,9 @@ BUCKET_BYTES = 8 * 2**20
 
 
 class Member(NamedTuple):
-    """A parameter that may share a bucket with parameters of the same ``key``: stages, axis, axes across, whether Flat,
-    and dtype (plus modules that share it). ``num_bytes`` is the size on one rank before ZeRO shards it."""
+    """A parameter that may share a bucket with parameters of the same ``key``. The key is (stages, axis, other axes
+    over which the gradient is summed, whether storage is Flat, dtype with the modules that share the parameter).
+    ``num_bytes`` is the size on one rank before ZeRO shards it."""
 
     key: "_Together"
     name: str
@@ -31,8 +32,9 @@ _Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
 def filled(
     members: Sequence[Member], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
 ) -> tuple[Bucket, ...]:
-    """Fill members into buckets of at most ``most_bytes`` (or of one member), and return the buckets in the order in
-    which they are full. Members that share a bucket of ``base`` share one here, whatever its size."""
+    """Fill members into buckets of at most ``most_bytes`` (a larger member has its own bucket), and return the buckets
+    in the order in which they are completed. Members that share a bucket in ``base`` share a bucket here too, whatever
+    its size."""
     home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
     pending: dict[tuple[_Together, int], list[Member]] = {}
     buckets: list[Bucket] = []
@@ -61,8 +63,9 @@ def filled(
 def gathered_members(
     graph: Graph, divided: Cut, storage: dict[str, dict[str, Placement]], axis_sizes: dict[str, int]
 ) -> tuple[Member, ...]:
-    """The parameters that are stored Flat, in the order of their first use. A parameter of several modules only shares
-    a bucket with parameters of the same modules: all parameters of a bucket live until the last use of any of them."""
+    """The parameters that are stored Flat, in the order of their first use. A parameter of several modules shares a
+    bucket only with parameters of the same modules, because all parameters of a bucket live until the last use of any
+    of them."""
     consumers = graph.consumers()
     order = {operator.name: index for index, operator in enumerate(graph.operators)}
     first = {
@@ -89,9 +92,9 @@ def reduced_members(
     storage: dict[str, dict[str, Placement]],
     mover: Mover,
 ) -> tuple[Member, ...]:
-    """The gradients that only lack a sum, in the order in which backward makes them. Several axes are summed as one
-    joined axis if ``mover`` finds that cheaper, else one after the other. The axis of Flat storage comes first: its sum
-    leaves each rank a part."""
+    """The gradients that only need a sum over ranks, in the order in which backward makes them. A sum over several axes
+    runs over one joined axis if ``mover`` finds that cheaper, else over one axis after the other. The axis of Flat
+    storage comes first, because its reduce-scatter leaves each rank only a part."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
     members: list[Member] = []
@@ -120,12 +123,12 @@ def reduced_members(
 
 
 def _summed_over(axes: list[str], mover: Mover) -> list[str]:
-    """The axes over which a bucket is summed: several in turn, or one joined axis."""
+    """The axes over which a bucket is summed: either several axes in turn, or one joined axis."""
     have: Placements = dict.fromkeys(axes, Partial("sum"))
     moves = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
     return [moves[0].axis] if len(moves) == 1 else [axis for axis in mover.sizes if axis in axes]
 
 
 def part_bytes(tensor: Tensor, placements: Placements, axis_sizes: Mapping[str, int]) -> int:
-    """The bytes of a rank's part of a tensor; the largest, if parts differ."""
+    """The bytes of a rank's part of a tensor. If the parts differ, the bytes of the largest part."""
     return prod(local_shape(tensor.shape, placements, axis_sizes)) * ITEM_BYTES[tensor.dtype]

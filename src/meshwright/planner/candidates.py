@@ -1,4 +1,4 @@
-"""Candidate layouts: all divisions of a number of ranks that the batch and the model allow."""
+"""Candidate layouts: all ways to divide a number of ranks over axes that the batch and the model allow."""
 
 import itertools
 import math
@@ -17,7 +17,8 @@ MOST_CHUNKS = 3
 @dataclass(frozen=True)
 class Axes:
     """What a layout can divide in a model besides batch and features. ``experts`` is the number of experts, or the
-    greatest common divisor of the numbers of several mixtures; ``images`` are those that convolutions read."""
+    greatest common divisor if mixture-of-experts operators have different numbers. ``images``: whether the model has
+    convolutions."""
 
     sequences: bool = False
     attention: bool = False
@@ -26,7 +27,7 @@ class Axes:
 
 
 def axes_of(graph: Graph) -> Axes:
-    """What a layout of the graph's model can divide."""
+    """Find out what a layout can divide in the model of a graph."""
     mixtures = [operator for operator in graph.operators if operator.target.startswith("meshwright.experts.")]
     experts = math.gcd(*(graph.tensors[mixture.inputs[-1]].shape[0] for mixture in mixtures)) if mixtures else 1
     sequences = Factors(graph, {}, {}).sequences()
@@ -38,8 +39,9 @@ def axes_of(graph: Graph) -> Axes:
 def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
     """Yield all candidate layouts for ``world_size`` ranks, simple layouts first.
 
-    ``cp``, ``ep`` and sequence parallelism are not combined with pipeline stages: they follow rules, and stages save
-    the same memory. If a batch has fewer samples than ranks, ``mixed`` also tries two axes, to cut images in two dims.
+    ``cp``, ``ep`` and sequence parallelism are not combined with pipeline stages, because stages already save the same
+    memory. If a batch has fewer samples than there are ranks, layouts with two mixed axes are also tried. They can cut
+    images in two dims.
     """
     for pp in divisors(world_size):
         for tp in divisors(world_size // pp):

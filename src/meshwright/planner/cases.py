@@ -1,4 +1,7 @@
-"""Tables of measured training steps: one row per run, read into setups. A bad row is left out, with the reason."""
+"""Read tables of measured training steps, with one row per run.
+
+Rows with errors are left out, and the reason is kept.
+"""
 
 import csv
 import functools
@@ -51,7 +54,7 @@ COLUMNS: dict[str, str] = {
     "peak_memory_bytes": "Measured peak of a device. May be blank.",
     "status": "ok or oom. Blank: ok.",
 }
-"""The required columns of a table, each with the values that it may hold."""
+"""Maps each required column of a table to the values that the column may hold."""
 
 OPTIONAL: dict[str, str] = {
     "head_size": "Width of a head, where it is not hidden / heads.",
@@ -65,11 +68,11 @@ OPTIONAL: dict[str, str] = {
     "inner": "Which of dp and pp has its ranks nearer to each other: dp or pp. Blank: dp.",
     "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
-"""The optional columns of a table."""
+"""Maps each optional column of a table to the values that the column may hold."""
 
 
 SPARSE = ("deepseek", "gshard")
-"""Families whose models have experts, in a number that differs by model (Mixtral models always have 8)."""
+"""Families whose models have different numbers of experts, so that a row must give the number."""
 
 SPELLINGS = {
     "schedule": {
@@ -80,14 +83,15 @@ SPELLINGS = {
         "float32": "fp32", "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8",
     },
 }  # fmt: skip
-"""Other accepted spellings of a column's values; case does not matter."""
+"""Maps a column to other accepted spellings of its values. Upper or lower case does not matter."""
 
 
 _MEANINGS = COLUMNS | OPTIONAL
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """A row: its setup, its cluster and its measurements (None: not measured, or the run was out of memory)."""
+    """One row of a table: its setup, its cluster and its measurements. ``measured_s`` is None if no time was measured
+    or the run was out of memory. ``measured_peak_bytes`` is None if no peak was measured."""
 
     name: str
     setup: Setup
@@ -106,7 +110,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]:
-    """The rows of a table (see ``COLUMNS``), and the rows that had to be left out.
+    """Read a table (see ``COLUMNS``): its usable rows, and the rows that were left out.
 
     Raises:
         FileFormatError: the file cannot be read, is empty, or lacks columns.
@@ -140,8 +144,8 @@ def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]
 
 
 def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluster) -> Setup:
-    """The setup with the fastest micro-batch that fits in the devices' memory, or with the smallest if none fits.
-    Candidates are the powers of two that divide ``largest``."""
+    """The setup with the fastest micro-batch size that fits in the devices' memory, or with size 1 if none fits.
+    ``make`` returns the setup of a size. Candidate sizes are the powers of two that divide ``largest``."""
     weighed: list[tuple[tuple[bool, float], Setup]] = []
     size = 1
     while largest % size == 0:
@@ -155,7 +159,8 @@ def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluste
 
 
 def _cluster(name: str, devices: int) -> Cluster:
-    """The named cluster with ``devices`` devices. If a run left part of its last box idle, that box counts whole."""
+    """The named cluster with ``devices`` devices. If the cluster is open-ended and needs several boxes, the number of
+    devices is rounded up to whole boxes."""
     box = load_cluster(name)
     unit = box.num_devices
     return box.resized(math.ceil(devices / unit) * unit if box.open_ended and devices > unit else devices)

@@ -1,4 +1,4 @@
-"""Checks of a plan's request: precision, operators without a rule, operators that need several micro-batches."""
+"""Check requests to the planner: precision, operators without a rule, operators that need several micro-batches."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ _BATCH_NORM = "batch_norm"
 
 
 def check_precision(asked: Precision | None, graph: Graph, cluster: Cluster | None) -> None:
-    """Check that a layout asks for no precision or for that of the captured step, and that the cluster supports it.
-    CPUs support every precision, some of them slowly.
+    """Check that a requested precision is the precision of the captured step, and that the cluster supports it. CPUs
+    support every precision, some of them slowly.
 
     Raises:
-        LayoutError: the layout asks for another precision, or the devices lack it.
+        LayoutError: the layout asks for another precision, or the devices do not support it.
     """
     refuse(LayoutError, _precision_problems(asked, graph, cluster))
 
@@ -40,7 +40,8 @@ def check_strict(graph: Graph) -> None:
     """Check that every operator has a rule.
 
     Raises:
-        RuleError: operators lack rules. Names the first, its module and source line, and the number of others.
+        RuleError: operators lack rules. The message names the first operator, its module and source line, and the
+            number of other operators.
     """
     missing = [operator for operator in graph.operators if operator.rule is None]
     if missing:
@@ -55,10 +56,10 @@ def check_strict(graph: Graph) -> None:
 
 
 def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dict[str, int], layout: Layout) -> None:
-    """Check that every operator needs data of its own micro-batch only.
+    """Check that every operator only needs data of its own micro-batch.
 
     Raises:
-        LayoutError: names the first operator that would have to wait for other micro-batches.
+        LayoutError: an operator would have to wait for other micro-batches. The message names the first such operator.
     """
     placements: dict[str, Placement] = {}
     for operator in graph.operators:

@@ -1,4 +1,4 @@
-"""Where to cut a graph into stages: at few and small live tensors, at borders of modules, into stages of equal work."""
+"""Choose where to cut a graph into stages of equal work: where few bytes are live, and at borders of modules."""
 
 import itertools
 from math import inf
@@ -12,9 +12,9 @@ from meshwright.ir.stages import cut, forward_operators
 from meshwright.planner.intra_op.decisions import block_of
 
 FLOPS_PER_S, BYTES_PER_S, SENT_BYTES_PER_S = 1e11, 2e10, 2e9
-"""Rates assumed without a cluster: compute and memory of one core, and the link between two cores."""
+"""Rates that are assumed without a cluster: compute and memory of one core, and the link between two cores."""
 INSIDE_A_BLOCK = 1.05
-"""Factor on the stage time of a cut inside a repeated block: such a cut must be this much better to be taken."""
+"""Factor on the time of a stage that ends inside a block: a cut there is taken only if it is better by this factor."""
 
 
 class _Point(NamedTuple):
@@ -26,12 +26,13 @@ class _Point(NamedTuple):
 
 
 def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[str, ...]:
-    """The first operators of stages 1, 2, ... for the cut whose slowest stage is fastest, by dynamic programming.
+    """Choose the cut whose slowest stage is fastest, by dynamic programming. Return the first operators of all stages
+    except the first stage.
 
     A stage's time is its forward and backward compute, plus the transfers over its borders in both directions.
 
     Raises:
-        LayoutError: the model has fewer than ``num_stages - 1`` points to cut at.
+        LayoutError: the model has fewer than ``num_stages - 1`` possible cuts.
     """
     if num_stages == 1:
         return ()
@@ -74,7 +75,7 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
 
 
 def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
-    """The same cut in another capture of the model (an evaluation), where single operators may be missing.
+    """Find the same cut in another capture of the model, such as an evaluation, where some operators may be missing.
 
     Raises:
         LayoutError: the capture does not use the module of a stage's first operator.
@@ -96,7 +97,8 @@ def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[float]:
-    """Seconds of each forward operator plus its backward operators: for each, the larger of compute and memory time."""
+    """Seconds of each forward operator plus its backward operators. An operator takes the larger of its compute time
+    and its memory time."""
     peak, bandwidth = FLOPS_PER_S, BYTES_PER_S
     if cluster is not None:
         peak = max(cluster.device.peak_flops_per_s.values())
@@ -112,7 +114,7 @@ def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> li
 
 
 def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
-    """Possible cuts: no neighbouring position has fewer live bytes, and both sides of the cut have a matrix product."""
+    """The possible cuts: positions with a matrix product on both sides, and no neighbour with fewer live bytes."""
     rate = SENT_BYTES_PER_S
     if cluster is not None and cluster.levels:
         rate = 1 / cluster.levels[0].beta_s_per_byte
@@ -138,7 +140,8 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
 
 
 def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
-    """The bytes of tensors made before a position and read at or after it (infinite: no cut there), by position."""
+    """For each position, the bytes of tensors that are made before it and read at or after it (infinite: no cut
+    there)."""
     place = {operator.name: index for index, operator in enumerate(forward)}
     made_at = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
     last: dict[str, int] = {}
@@ -179,7 +182,8 @@ def _block(operator: Operator) -> str:
 
 
 def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
-    """Parameters that stages of different dp or tp sizes share. No split fits all stages, so they are stored whole."""
+    """Parameters that stages of different dp or tp sizes share. No split fits all these stages, so the parameters are
+    stored whole."""
     divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
     sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
     shared = {name for name, held in divided.owners.items() if len({sizes[owner % layout.pp] for owner in held}) > 1}

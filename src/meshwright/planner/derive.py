@@ -1,4 +1,4 @@
-"""Derive from a plan's strategies: Partials that pass through operators, parameter storage (ZeRO), recomputation."""
+"""Derive the rest of a plan from its strategies: which Partials pass operators, parameter storage, recomputation."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -31,10 +31,13 @@ def pass_partials(
     settled: Iterable[str] = (),
     otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
-    """Let Partials pass through operators that are linear in them, where that costs no more than reducing first: change
-    ``strategies``, and return the placements of all outputs. A tensor from another stage is a Partial over time only.
-    On the axes ``settled`` the strategies already say which Partials pass; passes of tensors from another stage are
-    removed. Where none passes, an operator takes its factor in ``otherwise`` (operator name -> axis -> factor)."""
+    """Let Partials pass through linear operators where that costs no more than reducing the Partials first.
+
+    The function changes ``strategies`` and returns the placements of all outputs. A tensor from another stage can be a
+    Partial over ``TIME`` only. On the axes in ``settled``, the strategies already say which Partials pass; the function
+    only removes passes of tensors that come from another stage. ``otherwise`` maps an operator to the strategy that it
+    gets if no Partial passes through it.
+    """
     settled, consumers, producers = list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
     for operator in graph.operators:
@@ -91,7 +94,8 @@ def _linear_group(
 def parameter_storage(
     graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, Placement]]:
-    """The stored placements of every parameter: as its forward operators want it. If these differ, a split wins."""
+    """The placements in which every parameter is stored: the ones that its forward operators want. If one operator
+    wants the parameter split and another wants it whole, it is stored split."""
     consumers = graph.consumers()
     storage: dict[str, dict[str, Placement]] = {}
     for name in graph.parameters:
@@ -123,8 +127,7 @@ def in_parts(
     graph: Graph, layout: Layout, storage: Mapping[str, Placements], base: Stage | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The Flat parameters of a stage whose gradients are reduced in every micro-batch, and the Flat parameters that are
-    gathered for every use. ``base``, if given, decides both.
-    """
+    gathered for every use. If ``base`` (the stage of an existing plan) is given, it decides both."""
     flat = [name for name, placements in storage.items() if flat_axis(placements)]
     if base is not None:
         reduced, released = set(base.gradients), set(base.released)
@@ -139,7 +142,8 @@ def _trained(graph: Graph) -> set[str]:
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:
-    """Starred names that a stage recomputes in backward: attention operators (``selective``) or blocks (``full``)."""
+    """The starred names of attention operators (``selective``) or blocks (``full``) that a stage recomputes in
+    backward."""
     forward = [op for op in operators if op.name not in divided.late and not op.prologue]
     if kind == "selective":
         return tuple(dict.fromkeys(starred(op.name) for op in forward if op.target.startswith(_ATTENTION)))
@@ -149,7 +153,8 @@ def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[
 
 
 def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
-    """Strategies by starred name if all repetitions agree, else by name; an operator replicated in all is left out."""
+    """Group strategies by starred name if all repetitions of an operator agree, else by name. Operators that are
+    replicated in all repetitions are left out."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in strategies:
         groups[starred(name)].append(name)

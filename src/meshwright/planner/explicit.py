@@ -1,4 +1,7 @@
-"""From layout to plan: stages over pp, micro-batches over time, other axes by their rules or by the integer program."""
+"""Make the plan of a layout: its stages, and the factors that the mesh axes split in every operator.
+
+Explicit rules or the integer program choose the factors.
+"""
 
 import math
 from collections import defaultdict
@@ -45,11 +48,12 @@ class Ask:
     """Options of the planner.
 
     ``explains``: note what other strategies would cost. ``memory_bytes``: the memory limit of a rank that the integer
-    program must respect. ``whole``: parameters that must not be split. ``by_rule``: tensor parallelism as Megatron-LM
-    divides it by hand (columns, then rows; whole heads; the vocabulary where that pays), for comparisons.
-    ``fits_buckets``: choose bucket sizes, instead of the usual size. ``room_bytes``: the memory limit of a rank for
-    this choice (default: the device's memory). ``lower`` makes the programs whose costs decide on strategies (``tp``,
-    mixed axes and pins), bucket sizes and interiors. ``known`` caches solutions.
+    program must respect. ``whole``: parameters that must not be split. ``by_rule``: split ``tp`` by the explicit rule
+    of Megatron-LM (``tensor_rule``) instead of by the integer program, for comparisons. ``fits_buckets``: choose bucket
+    sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
+    chosen (default: the device's memory). ``lower`` makes programs. Their costs decide on the strategies of ``tp``,
+    mixed axes and pins, on bucket sizes, and on interiors (``planner.interiors``). ``known`` caches the solutions of
+    the integer program.
     """
 
     explains: bool = True
@@ -71,11 +75,11 @@ def plan_layout(
     cluster: Cluster | None = None,
     ask: Ask | None = None,
 ) -> Plan:
-    """The plan of ``layout`` for ``graph`` on ``world_size`` ranks.
+    """Make the plan of ``layout`` for ``graph`` on ``world_size`` ranks.
 
     Raises:
-        LayoutError: the layout does not fit the ranks, the batch, the heads, the cut points, or names unknown modules
-            in ``pin``.
+        LayoutError: the layout does not fit the number of ranks, the batch, the attention heads or the points where the
+            graph can be cut; or its ``pin`` names unknown modules.
         ScheduleError: the schedule is not defined for this number of micro-batches.
     """
     check_precision(layout.precision, graph, cluster)
@@ -83,11 +87,12 @@ def plan_layout(
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
-    """``plan``, adapted to another capture of the same model: a ragged last batch, or an evaluation. Storage stays, and
-    so do the strategies of operators that the plan names.
+    """Adapt ``plan`` to another capture of the same model, such as a smaller last batch or an evaluation. The storage
+    of parameters stays the same. Operators that the plan names keep their strategies.
 
     Raises:
-        LayoutError: the new batch does not divide over dp.
+        LayoutError: the new batch is too small for dp, does not divide into the micro-batches, or does not use a module
+            at which a stage begins.
     """
     layout = plan.layout
     parts = layout.microbatches * math.lcm(*(axes.get("dp", 1) for axes in layout.stage_sizes or ({"dp": layout.dp},)))
@@ -97,7 +102,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
 
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
-    """The plan of a layout. If stages differ in their sizes, it is assembled from one plan per pipeline rank."""
+    """The plan of a layout. If stages have different axis sizes, it is assembled from one plan per pipeline rank."""
     if not layout.stage_sizes:
         return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
@@ -205,7 +210,8 @@ class _Planner:
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _choose(self) -> None:
-        """Apply the pins. Then either rules choose the other strategies, or the integer program solves around pins."""
+        """Apply the pins. Explicit rules choose the other strategies later, or the integer program chooses them
+        here."""
         self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
         mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
         ruled = self.ask.by_rule or self.layout.sequence_parallel
@@ -219,8 +225,8 @@ class _Planner:
             self._solve(self._of_space() if self.space else self.pins)
 
     def _follow_rules(self) -> None:
-        """Add the strategies that the rules of the axes give, unless already decided. With a ``base`` plan, an operator
-        that an axis does not fit stays whole."""
+        """Add the strategies that the explicit rule of each axis gives, unless a strategy is already decided. With a
+        ``base`` plan, an operator that an axis cannot split stays whole on that axis."""
         required = self.base is None
         for axis in (*DATA_AXES, "ep"):
             if axis in self.sizes:
@@ -238,7 +244,7 @@ class _Planner:
             self._split_batch(TIME)
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
-        """Choose the factors of all axes but time by the integer program."""
+        """Let the integer program choose the factors that all axes except ``TIME`` split."""
         key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
                self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
         if key not in self.ask.known:
@@ -260,14 +266,14 @@ class _Planner:
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
 
     def _of_space(self) -> dict[str, Strategy]:
-        """The pins and the splits of the spatial axes; the integer program solves the other axes around both."""
+        """Join the pins with the splits of the spatial axes. The integer program takes both as given."""
         strategies = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
         rule = SpatialRule(Factors(self.graph, self.sizes, strategies), defaultdict(dict))
         self.axis_notes += rule.split(self.space, required=True)
         return {name: strategy for name, strategy in strategies.items() if strategy}
 
     def _require_heads(self, axis: str) -> None:
-        """Raise a LayoutError if the axis divides no head factor of an attention that is not pinned on it."""
+        """Raise a LayoutError if ``axis`` cannot split the heads of an attention operator that is not pinned on it."""
         for operator in self.graph.operators if axis in self.sizes else ():
             rule, attends = operator.rule, operator.target.startswith("meshwright.attention.")
             if rule is not None and attends and axis not in self.pins.get(operator.name, {}):
@@ -325,7 +331,8 @@ class _Planner:
             yield "batch", f"a global batch of {size} does not divide over {over}", remedy
 
     def _split_batch(self, axis: str) -> None:
-        """Split the batch factor of every operator, unless already decided; note the operators that cannot split it."""
+        """Split the batch over ``axis`` where an operator's factor is not decided. Note operators with an unsplittable
+        batch."""
         for operator in self.graph.operators:
             strategy = self.strategies[operator.name]
             if axis in strategy or (axis == TIME and operator.prologue):

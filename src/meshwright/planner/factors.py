@@ -1,4 +1,4 @@
-"""Which factors an operator can still split, given the strategies chosen so far."""
+"""Find the factors that an operator can still split, given the strategies chosen so far."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from meshwright.ir.plan import Strategy
 
 @dataclass
 class Factors:
-    """A graph, the sizes of the mesh axes, and the strategies chosen so far; planning adds to these."""
+    """A graph, the sizes of the mesh axes, and the strategies chosen so far; planning adds further strategies."""
 
     graph: Graph
     sizes: dict[str, int]
@@ -23,8 +23,8 @@ class Factors:
         return self.graph.factor_classes[name].role == "batch"
 
     def sequences(self) -> set[str]:
-        """The factor classes that are a sequence: dim 1 of tokens and labels, and the positions of attention's queries
-        and keys."""
+        """The factor classes of sequences: dim 1 of integer inputs with two dims (tokens and labels), and the positions
+        of queries and keys in attention."""
         graph = self.graph
         given = [graph.tensors[name] for name in graph.inputs]
         dims = [tensor.dims[1] for tensor in given if len(tensor.shape) == 2 and tensor.dtype.startswith("int")]
@@ -34,7 +34,8 @@ class Factors:
         return {name for dim in dims for name in dim if not self.is_batch(name)}
 
     def letter_of(self, operator: Operator, names: set[str], axis: str) -> str | None:
-        """The first letter of the classes ``names`` that the operator can split over ``axis``."""
+        """The first letter of the factor classes ``names`` that the operator can split over ``axis``; None if there is
+        none."""
         letters = (letter for letter, name in operator.classes.items() if name in names)
         return next((letter for letter in letters if self.fits(operator, letter, axis)), None)
 
@@ -45,7 +46,7 @@ class Factors:
         )
 
     def fits(self, operator: Operator, letter: str, axis: str) -> bool:
-        """Whether the operator can split its factor ``letter`` over ``axis``, besides its other splits."""
+        """Whether the operator can split its factor ``letter`` over ``axis``, in addition to its other splits."""
         rule, strategy = operator.rule, self.strategies[operator.name]
         if rule is None or not rule.splittable(letter):
             return False
@@ -56,8 +57,9 @@ _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.expand.", "
 
 
 def repeated_heads(graph: Graph) -> set[str]:
-    """The operators that repeat keys and values for the query heads that share them, and the operators that add up the
-    gradients of the copies. A gather before the former and a scatter after the latter move fewer bytes."""
+    """The names of operators that repeat keys and values for the query heads that share them, and of operators that add
+    up the gradients of the copies. If these operators stay whole, a gather before the repetition and a scatter after
+    the addition move fewer bytes."""
     producers, consumers = graph.producers(), graph.consumers()
 
     def before(name: str) -> tuple[Operator, str] | None:
@@ -89,8 +91,9 @@ def repeated_heads(graph: Graph) -> set[str]:
 
 
 def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
-    """The index of the head factor that an axis splits, among ``sizes``: key and value heads, then query heads of each.
-    It is the first factor that divides evenly, else the first with at least one head for every rank.
+    """The index in ``sizes`` of the head factor that an axis splits. If query heads share keys and values, ``sizes``
+    has the number of key and value heads, then the number of query heads for each. The first factor that divides evenly
+    is taken, else the first with at least one head for every rank.
 
     Raises:
         LayoutError: every factor has fewer heads than the axis has ranks.

@@ -1,4 +1,4 @@
-"""Follow an existing plan for another batch shape or an evaluation: operators keep their strategies in the plan."""
+"""Follow an existing plan for another batch size or an evaluation: operators keep the strategies of the plan."""
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Shard
@@ -8,7 +8,7 @@ from meshwright.planner.factors import Factors
 
 
 def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
-    """Give every operator its strategy in ``base``, as far as that fits its sizes here."""
+    """Give every operator its strategy in the plan ``base``, as far as the sizes of its factors allow."""
     held = cut(factors.graph, firsts).stage_of
     for operator in factors.graph.operators:
         for axis, choice in base.stages[held.get(operator.name, 0)].strategy(operator.name).items():
@@ -19,7 +19,7 @@ def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
 
 
 def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
-    """Split operators that have no factor on ``axis`` like their inputs, starting from the storage in ``base``."""
+    """Split operators without a factor on ``axis`` as their inputs are split, starting from the storage in ``base``."""
     graph, placed = factors.graph, dict[str, str | None]()
     for name in graph.parameters:
         shard = base.storage(name).get(axis)

@@ -1,4 +1,4 @@
-"""Predict the step of a plan: simulate its schedule with its work, and find the memory of every pipeline rank."""
+"""Predict the step of a plan: simulate its schedule, and find the peak memory of every pipeline rank."""
 
 import msgspec
 
@@ -17,7 +17,7 @@ from meshwright.simulate.faults import Faults
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted step of the plan with this ``digest``; ``memory`` is by pipeline rank."""
+    """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank."""
 
     digest: str
     work: Work
@@ -30,12 +30,12 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.memory, key=lambda memory: memory.peak_bytes)
 
     def trace(self) -> Trace:
-        """The predicted trace: the work of every rank, and the memory it holds."""
+        """The predicted trace: the work of every rank, and the memory that the rank holds."""
         return msgspec.structs.replace(self.played.trace(), plan=self.digest)
 
     @property
     def prediction(self) -> Prediction:
-        """The step time and the peak memory alone."""
+        """The predicted step time and peak memory."""
         return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes)
 
 
@@ -51,12 +51,12 @@ def foretell(
     faults: Faults | None = None,
     work: Work | None = None,
 ) -> Foretold:
-    """Lower ``plan``, and simulate one training step of it on ``cluster``, whose devices have ``threads`` threads.
+    """Lower ``plan``, and simulate one training step of it on ``cluster``, with ``threads`` threads per device.
 
-    ``work``: the work of the step, if known already from a plan that differs only in its schedule.
+    ``work``: the work of the step, if it is already known from a plan that differs only in its schedule.
 
     Raises:
-        PlanError: the plan's stages have different submeshes, which are not simulated.
+        PlanError: the plan's stages have different submeshes, which cannot be simulated.
         ClusterError: the cluster is too small.
     """
     if plan.uneven:

@@ -1,4 +1,4 @@
-"""Choose the convolutions that compute their own rows first, while halos travel, because that takes less time."""
+"""Choose the convolutions that compute their interior rows first, while halos travel, because that takes less time."""
 
 from collections.abc import Mapping
 
@@ -9,15 +9,16 @@ from meshwright.planner.intra_op.prices import Prices
 
 
 def interiors(graph: Graph, prices: Prices, strategies: Mapping[str, Strategy], hides: bool) -> tuple[str, ...]:
-    """Starred names of the convolutions, and of their gradients, that should compute their interior first. ``hides``:
-    whether rows travel while the device computes."""
+    """Starred names of the convolutions and their gradients that should compute their interior rows (those without a
+    halo) first. ``hides``: whether halos travel while the device computes."""
     names = [operator.name for operator in graph.operators if pays(prices, operator, strategies[operator.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
 
 
 def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) -> bool:
-    """Whether an operator takes less time if it computes its interior first. It then need not copy its part next to the
-    halo, and the halo travels meanwhile (if ``hides``), but the borders need small kernels of their own."""
+    """Whether an operator takes less time if it computes its interior rows first. The operator then need not copy its
+    part next to the halo, and with ``hides`` the halo travels at the same time. But the border rows need small kernels
+    of their own."""
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
         return False
     whole, first = (prices.program(operator, strategy, interior_first) for interior_first in (False, True))
@@ -27,8 +28,8 @@ def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) ->
 
 
 def played_s(prices: Prices, program: OperatorProgram, operator: Operator, hides: bool) -> float:
-    """The seconds from an operator's first node to its last. Halos of a forward input that a gradient reads again cost
-    nothing: the forward pass has already fetched them."""
+    """The seconds from the start of an operator's first node to the end of its last. If a gradient reads a halo of a
+    forward input, the halo costs nothing, because forward has already fetched it."""
     now, ready = 0.0, {}
     for node in program.nodes:
         if node.starts is not None:

@@ -1,5 +1,8 @@
-"""Data or tensor parallelism for each layer of a network of unlike layers, over the same ranks: dynamic programming
-over the placement of the values between layers (Krizhevsky 2014 chose by hand)."""
+"""Choose data or tensor parallelism for each layer of a network whose layers differ. All layers use the same ranks.
+
+Dynamic programming over the placement of the values between layers finds the fastest choices (Krizhevsky 2014 chose by
+hand).
+"""
 
 from typing import Literal
 
@@ -19,7 +22,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.convnet import ConvNet, NetLayer
 
 Way = Literal["data", "outputs", "inputs"]
-"""The part of a layer that is divided over ranks: its images, the outputs of its weights, or their inputs."""
+"""What the ranks divide in a layer: the images (``data``), the outputs of the weights, or the inputs of the weights."""
 
 Place = Literal["images", "features", "whole"]
 """What each rank holds between two layers: part of the images, part of the features of all images, or everything."""
@@ -29,12 +32,14 @@ PLACES: dict[Way, tuple[Place, Place]] = {
     "outputs": ("whole", "features"),
     "inputs": ("features", "whole"),
 }
-"""For each way, the place that a layer's inputs must have and the place of its outputs."""
+"""Maps each way to the place that the inputs of a layer must have, and the place of its outputs."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The way chosen for a layer, and its seconds: ``compute_s`` of forward and backward, ``moving_s`` to move its
-    inputs and their gradients (and add up outputs), ``gradients_s`` to add up gradients over ranks, ``optimizer_s``."""
+    """The way that is chosen for a layer, and its cost. ``compute_s`` is the seconds of forward and backward.
+    ``moving_s`` is the seconds to move inputs and their gradients between ranks, and to add up outputs. ``gradients_s``
+    is the seconds to add up the gradients of the weights over ranks. ``optimizer_s`` is the seconds to update the
+    weights. ``held_bytes`` is the memory that a rank holds for the layer."""
 
     layer: str
     way: Way
@@ -46,13 +51,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        """Seconds of the layer in all."""
+        """Total seconds of the layer."""
         return self.compute_s + self.moving_s + self.gradients_s + self.optimizer_s
 
 
 class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of a network, divided over ``ranks`` ranks. ``all_data_s`` is the seconds of a step with every layer
-    data parallel, for comparison (None where the ranks do not divide the images)."""
+    """The layers of a network, divided over ``ranks`` ranks. ``all_data_s`` is the seconds of a step in which every
+    layer is data parallel, for comparison (None if the ranks do not divide the images)."""
 
     network: str
     ranks: int
@@ -72,8 +77,8 @@ def divide_layers(
     images: int,
     precision: Precision = "fp16",
 ) -> Layerwise:
-    """The fastest ways for all layers, on all devices of a cluster or on ``devices`` of a named cluster. Branches are
-    assumed to run one after the other.
+    """Choose the fastest way for every layer of a network on a cluster. ``devices`` is the number of devices of a
+    cluster that is given by name. Branches of the network are assumed to run one after the other.
 
     Raises:
         LayoutError: the network is unknown, or neither the images nor the features of some layer divide by the number
@@ -105,10 +110,11 @@ def divide_layers(
 
 
 def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks: int) -> float:
-    """Seconds to bring a value (``num_bytes`` when whole) to the place that a layer needs, and its gradient back.
+    """Seconds to bring a value from place ``have`` to place ``need``, and its gradient back. ``num_bytes`` is the size
+    of the whole value.
 
-    If the layer needs the whole value, the gradient on each rank is a term of a sum. A reduce-scatter brings it back,
-    or an all-reduce if all ranks had the whole value. Other gradients have the place of the value.
+    If the layer needs the whole value, the gradient on each rank is a term of a sum. A reduce-scatter brings the
+    gradient back, or an all-reduce if all ranks had the whole value. Other gradients have the place of the value.
     """
     group = Group(ranks)
     if ranks == 1 or have == need != "whole":
@@ -163,8 +169,8 @@ def choice_of(
 def _best(
     net: ConvNet, cluster: Cluster, images: int, precision: Precision, only: Way | None
 ) -> tuple[Choice, ...] | None:
-    """The fastest choices for all layers; None if ranks cannot divide some layer. Dynamic programming: after every
-    layer it keeps, for each ``Place`` of the layer's outputs, the fastest choices so far."""
+    """The fastest choices for all layers, by dynamic programming; None if the ranks cannot divide some layer. After
+    every layer, the fastest choices so far are kept for each ``Place`` of the layer's outputs."""
     best: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {None: (0.0, ())}
     for layer in net.layers:
         reached: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {}

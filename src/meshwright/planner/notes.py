@@ -11,11 +11,11 @@ from meshwright.ir.plan import Note, starred
 from meshwright.ir.program import Lower
 
 ModuleNotes = dict[str, dict[str, tuple[str, str]]]
-"""The split and its reason, by module and axis."""
+"""Maps a module and an axis to the split and its reason."""
 
 
 def module_notes(graph: Graph, notes: ModuleNotes, missed: Set[str], data_parallel: bool) -> tuple[Note, ...]:
-    """One note for each module with weights; repeated modules share one note if all agree.
+    """One note for each module with weights; repeated modules share one note if their notes are equal.
 
     Args:
         missed: operators that the data-parallel axis does not split.
@@ -41,7 +41,8 @@ def module_notes(graph: Graph, notes: ModuleNotes, missed: Set[str], data_parall
 
 
 def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
-    """A note for every module with its split and the reason; repeated modules share one note if all agree."""
+    """A note for every module with its split and the reason; repeated modules share one note if their notes are
+    equal."""
     groups: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for module, line in lines.items():
         groups[starred(module)].add(line)
@@ -50,8 +51,8 @@ def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
 
 
 def unsplit_notes(graph: Graph, mesh: Mesh, cluster: Cluster | None, lower: Lower | None) -> tuple[Note, ...]:
-    """One note for every operator that no rule splits (repeated operators share one): why, and its cost on every rank,
-    in bytes, and in seconds if the cluster is known."""
+    """One note for every operator that has no rule; repeated operators share one note. The note says why there is no
+    rule, and what the operator costs on every rank: in bytes and, if the cluster is known, in seconds."""
     totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     costs = NodeCosts(mesh, cluster) if cluster is not None else None
     for operator in graph.operators:

@@ -1,4 +1,4 @@
-"""Pins: the factors that a user fixes for single modules. The planner solves the rest around them."""
+"""Pins: the factors that a user fixes for single modules. The planner chooses all other factors around the pins."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from meshwright.planner.words import STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
-    """Whether a pin's glob matches a module's path, or the path of a module that contains it."""
+    """Whether a pin's glob matches the path of ``module``, or the path of a module that contains it."""
     return fnmatch.fnmatchcase(module, glob) or (glob != "" and fnmatch.fnmatchcase(module, f"{glob}.*"))
 
 
 def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> dict[str, Strategy]:
-    """The factor that each operator is pinned to, by operator name and axis; an empty factor means no split. If several
+    """Read the pins: a map from operator name and axis to the pinned factor. An empty factor means no split. If several
     pins match an operator, the pin that names more of its path wins. Equally exact pins must agree.
 
     Args:
         pins: maps module globs to ``factor@axis``, or to several of these separated by spaces. A factor is ``batch``
             (or ``sample``), ``none``, a letter of an operator (``f``), a word of ``planner.words``, or, where no
             matched operator has such a letter, a factor class of the graph (``f1``).
-        axes: the names of the mesh's axes. Pins on axes of one rank are checked, but divide nothing.
+        axes: the names of the mesh's axes. Pins on axes of one rank are checked, but split nothing.
 
     Raises:
-        LayoutError: a pin names no module, axis or factor, or contradicts another.
+        LayoutError: a pin names an unknown module, axis or factor, or contradicts another pin.
     """
     strategies: dict[str, Strategy] = {}
     by: dict[tuple[str, str], str] = {}
@@ -100,7 +100,8 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
-    """Sort key for how exactly a glob names a module: the full path first, then by characters that are no wildcards."""
+    """Sort key for how exactly a glob names a module. The full path is most exact; else the number of characters that
+    are no wildcards counts."""
     return glob == module, sum(letter not in "*?" for letter in glob)
 
 

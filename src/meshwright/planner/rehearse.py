@@ -1,4 +1,4 @@
-"""The rehearsal: a step's pipeline schedule, timed action by action with each stage's own cost."""
+"""Rehearse a step: time its pipeline schedule action by action, with the cost of each stage."""
 
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
@@ -10,12 +10,12 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
 
 LONGEST = 200_000
-"""Upper limit on the actions of a schedule that is timed; this many take about a second."""
+"""Upper limit on the number of actions of a schedule that is timed. Timing so many actions takes about a second."""
 
 
 def rehearse(setup: Setup, cluster: Cluster) -> float | None:
-    """The seconds of a step of ``setup``: its pipeline, timed action by action, plus the gradients and optimizer after
-    it. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
+    """The seconds of a step of ``setup``: its pipeline, timed action by action, plus the reduction of gradients and the
+    optimizer after the pipeline. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
@@ -24,8 +24,9 @@ def rehearse(setup: Setup, cluster: Cluster) -> float | None:
 
 
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
-    """The rehearsed step as a trace, with one rank per stage (its first): spans named as the schedule's actions, and
-    the memory that a rank holds, which rises with forwards and falls with backwards. None as in ``rehearse``."""
+    """The rehearsed step as a trace that has one rank for each pipeline rank. Spans have the names of the schedule's
+    actions. The memory of a rank rises with each forward and falls with each backward. The result is None if
+    ``rehearse`` gives None."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
@@ -78,7 +79,8 @@ def _schedule(setup: Setup) -> Schedule | None:
 
 
 def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
-    """The seconds of each kind of action, by stage. A rank waits for its send; one direction is half of ``send_s``."""
+    """The seconds of each kind of action, for each stage. A rank waits for its send, which takes half of ``send_s``
+    (the seconds of both directions)."""
     costs = []
     for index, stage in enumerate(stages):
         back_s = send_s / 2 if index else 0.0

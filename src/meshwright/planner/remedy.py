@@ -12,7 +12,7 @@ from meshwright.ir.cluster import Cluster
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One change, as a user would write it (``recompute = "full"``), with the step time and peak memory it leads to."""
+    """One change, as a user would write it (``recompute = "full"``), with the step time and peak memory that result."""
 
     text: str
     setup: Setup
@@ -21,8 +21,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None = None) -> Change | None:
-    """The single change that makes the setup fit its devices (or ``memory_bytes``) and costs the least time. None if it
-    fits already, or if no single change is enough. If no change fits clearly, one that fits marginally is taken."""
+    """The single change that makes the setup fit its devices (or ``memory_bytes``) and costs the least time. None if
+    the setup fits already, or if no single change is enough. If no change makes it fit clearly, a change that makes it
+    fit marginally is taken."""
     if verdict(estimate_memory(setup, cluster), cluster, memory_bytes) == "fits":
         return None
     candidates = []

@@ -1,4 +1,4 @@
-"""The search: screen every layout of a catalog model on its devices in closed form, then rehearse the best."""
+"""Search the layouts of a catalog model: estimate all of them in closed form, then time the best action by action."""
 
 import itertools
 import math
@@ -21,15 +21,16 @@ from meshwright.planner.rehearse import rehearse
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4, 6, 8)
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
-"""The pipeline schedules that a search weighs by default."""
+"""The pipeline schedules that a search considers by default."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 THINNED = 0.97
-"""The front keeps a slower option only if it needs less than this part of a faster option's memory, or costs less."""
+"""A slower option stays on the ``front`` only if, compared with each faster option there, it costs less or needs less
+than this fraction of the memory."""
 
 REHEARSED = 12
-"""How many of the best options (one for each dp, tp, pp, cp, ep) are timed action by action."""
+"""Number of combinations of dp, tp, pp, cp and ep whose best option is timed action by action, the fastest first."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,9 +41,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory
     verdict: Occupancy
     usd: float | None = None
-    """US dollars of a step; None where no price is known."""
+    """Price of a step in US dollars; None if the price of the device is unknown."""
     rehearsed_s: float | None = None
-    """Seconds of a step, timed action by action (``planner.rehearse``); only the best few options have it."""
+    """Seconds of a step, timed action by action (``planner.rehearse``); None except for the best options."""
 
     @property
     def step_s(self) -> float:
@@ -56,12 +57,12 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequence_s(self) -> float:
-        """Seconds for one sequence of the batch."""
+        """Seconds of a step divided by the number of sequences in the batch."""
         return self.step_s / self.setup.global_batch
 
     @property
     def sequence_usd(self) -> float | None:
-        """US dollars for one sequence of the batch; None where no price is known."""
+        """Price of a step in US dollars, divided by the number of sequences in the batch; None if unknown."""
         return None if self.usd is None else self.usd / self.setup.global_batch
 
     @property
@@ -70,14 +71,15 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return self.memory.peak_bytes
 
     def slower_than(self, best: "Option") -> str:
-        """Text: by how much this option is slower than ``best``, and which part of the step differs most."""
+        """Text that says by how much this option is slower than ``best``, and which part of its step takes the most
+        extra time."""
         parts = [(getattr(self.estimate, key) - getattr(best.estimate, key), name) for key, name in PARTS.items()]
         most_s, name = max(parts)
         return f"{100 * (self.step_s / best.step_s - 1):.1f} % slower, most of all {name} (+{most_s:.3g} s)"
 
     @property
     def text(self) -> str:
-        """The layout in a line: ``dp=2 tp=8 pp=4 micro_batch=1 1f1b recompute=full``."""
+        """The layout as one line of text, such as ``dp=2 tp=8 pp=4 micro_batch=1 1f1b recompute=full``."""
         setup, axes = self.setup, ("dp", "tp", "pp", "cp", "ep")
         words = [f"{axis}={getattr(setup, axis)}" for axis in axes if getattr(setup, axis) > 1] or ["dp=1"]
         words.append(f"micro_batch={setup.micro_batch}")
@@ -95,9 +97,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found: the number of setups it weighed (``considered``), the ``options`` that fit (fastest first,
-    one for each dp, tp, pp, cp, ep), the ``front`` of step time, memory and price, and, if nothing fits, the
-    ``nearest``: the option that needs least memory."""
+    """The result of a search. ``considered`` is the number of setups that were estimated. ``options`` has, for each
+    combination of dp, tp, pp, cp and ep, the best setup that fits; the best options come first. ``front`` has the
+    options that no other option beats in step time, memory and price together. If nothing fits, ``nearest`` is the
+    option that needs the least memory."""
 
     considered: int
     options: tuple[Option, ...]
@@ -105,7 +108,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     nearest: Option | None = None
 
     def explain(self) -> str:
-        """Why the first option is first: where each of the next five loses its time."""
+        """Text that says why the first option is best: for each of the next five, the part of the step that is
+        slower."""
         if not self.options:
             return "nothing fits"
         best = self.options[0]
@@ -139,10 +143,11 @@ def search(
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SCHEDULES,
 ) -> SearchResult:
-    """Weigh all setups of a model, on all devices of a cluster or on ``devices`` of a named cluster.
+    """Estimate all setups of a model on a cluster, and sort the setups that fit in memory.
 
-    ``sequence`` is the sequence length for a named model (0: the catalog's). ``usd_per_hour`` is the price of a device;
-    the default is the catalog's. ``schedules`` are the schedules that pipelines may have.
+    ``devices`` is the number of devices of a cluster that is given by name. ``sequence`` is the sequence length of a
+    model that is given by name (0: the length in the catalog). ``usd_per_hour`` is the price of a device (default: the
+    price in the catalog). ``schedules`` are the pipeline schedules to consider.
 
     Raises:
         LayoutError: the model is unknown, or no layout divides the model, the batch and the devices.
@@ -188,8 +193,8 @@ def search(
 
 
 def front(options: Iterable[Option]) -> tuple[Option, ...]:
-    """Options that no other option beats in time, memory and price together, fastest first. They may be for different
-    devices, batches and clusters. If one of two prices is unknown, time and memory decide."""
+    """The options that no other option beats in time, memory and price together, fastest first. Options may be for
+    different devices, batches and clusters. If the price of one of two options is unknown, time and memory decide."""
     kept: list[Option] = []
     for option in sorted(
         options, key=lambda candidate: (candidate.sequence_s, candidate.peak_bytes, candidate.sequence_usd or 0.0)
@@ -206,7 +211,7 @@ def _beats(faster: Option, other: Option) -> bool:
 
 
 def _rank(option: Option) -> tuple[bool, float]:
-    """Sort key: options that surely fit come before options that may fit; then faster ones first."""
+    """Sort key: options that surely fit come before options that may fit; in both groups, faster options come first."""
     return option.verdict != "fits", option.step_s
 
 
@@ -244,7 +249,8 @@ def _setups(
 
 
 def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
-    """Yield every micro-batch, schedule, recomputation, ZeRO stage and expert-parallel size for given axes."""
+    """Yield the setups of ``axes`` with all micro-batches, schedules, recomputation kinds, ZeRO stages and ``ep``
+    sizes."""
     model, dp, pp = axes.model, axes.dp, axes.pp
     chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:

@@ -1,6 +1,10 @@
-"""Rules for sequences and experts: cp divides the sequence, ep the experts, tp the sequence between its blocks.
+"""Explicit rules for sequences and experts.
 
-With ``required``, a model that an axis cannot divide is an error. Otherwise (for a given plan) it stays whole.
+The axis ``cp`` splits sequences, and ``ep`` splits experts. With sequence parallelism, ``tp`` splits the sequences of
+operators in which it splits nothing else.
+
+With ``required``, it is an error if an axis cannot split the model. Otherwise (to follow a given plan), the model stays
+whole on that axis.
 """
 
 from meshwright.errors import LayoutError
@@ -10,7 +14,7 @@ from meshwright.planner.factors import Factors, repeated_heads
 
 
 def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
-    """Split experts over ``axis`` in mixture-of-experts operators; all other operators split the batch there."""
+    """Split the experts of mixture-of-experts operators over ``axis``, on which all other operators split the batch."""
     mixtures = [operator for operator in factors.graph.operators if operator.target.startswith("meshwright.experts")]
     for operator in mixtures:
         if axis in factors.strategies[operator.name]:
@@ -31,7 +35,8 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
 
 
 def split_sequence(factors: Factors, axis: str, context: str, *, required: bool) -> None:
-    """Split every operator's sequence. Attention splits queries; ``context`` says how it gets all keys and values."""
+    """Split every operator's sequence over ``axis``. Attention splits its queries; ``context`` (``gather`` or ``ring``)
+    says how it gets all keys and values."""
     sequences = factors.sequences()
     whole = repeated_heads(factors.graph) if context == "gather" else set()
     for operator in factors.graph.operators:
@@ -58,7 +63,8 @@ def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> La
 
 
 def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
-    """The sequence splits of operators with a batch and a sequence, for use where tp leaves the operator whole."""
+    """The sequence splits of all operators with a batch and a sequence. They are used where tp leaves an operator
+    whole."""
     sequences = factors.sequences()
     strategies: dict[str, Strategy] = {}
     for operator in factors.graph.operators:

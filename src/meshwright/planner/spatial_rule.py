@@ -1,7 +1,8 @@
-"""The spatial axes: sz, sy and sx split the depth, height and width of images, and of all tensors made from them.
+"""The rule of the spatial axes: sz, sy and sx split the depth, height and width of images.
 
-Depth, height and width are the last dims of convolutions, pooling, padding and resizing. Their sizes differ between
-the levels of a network. Each operator splits its own spatial dims, as long as the parts are whole.
+The rule holds for all tensors that are made from images. Depth, height and width are the last dims of convolutions,
+pooling, padding and resizing. Their sizes differ between the levels of a network. Each operator splits its own spatial
+dims, unless its rule does not allow this split.
 """
 
 from collections.abc import Iterator
@@ -18,17 +19,18 @@ _FROM_THE_BACK = {"sx": 1, "sy": 2, "sz": 3}
 
 
 class SpatialRule:
-    """Splits spatial dims over the spatial axes, and notes which modules split them, and why some cannot."""
+    """Splits spatial dims over the spatial axes. Notes say which modules are split, and why some operators stay
+    whole."""
 
     def __init__(self, factors: Factors, notes: ModuleNotes) -> None:
         self.factors, self.notes = factors, notes
         self.whole: list[Note] = []
 
     def split(self, axes: list[str], *, required: bool) -> list[Note]:
-        """Split the spatial dims of all operators over ``axes``. Returns notes on the operators that cannot.
+        """Split the spatial dims of all operators over ``axes``. Returns notes on the operators that cannot be split.
 
         Raises:
-            LayoutError: no operator can split over an axis, and the split is ``required``.
+            LayoutError: ``required`` is set, and no operator can be split over one of the axes.
         """
         graph, parameters = self.factors.graph, set(self.factors.graph.parameters)
         spatial = {axis: self._classes(axis) for axis in axes}
@@ -65,7 +67,8 @@ class SpatialRule:
                     yield operator, operator.rule, choice
 
     def _classes(self, axis: str) -> set[str]:
-        """The factor classes that an axis splits: the outermost of each dim, because parts are runs of rows."""
+        """The factor classes that an axis splits: the outermost class of each dim, because each part is a run of
+        rows."""
         classes = {
             operator.classes[letter]
             for operator, rule, choice in self._images(axis)
@@ -75,7 +78,7 @@ class SpatialRule:
         return {name for name in classes if not self.factors.is_batch(name)}
 
     def _of_image(self, operator: Operator, axis: str) -> str | None:
-        """The factor of an image operator that splits the axis's dim; None if it has no such dim."""
+        """The factor of an image operator that splits the dim of ``axis``; None if the operator has no such dim."""
         if operator.rule is None:
             return None
         if space_rank(operator, len(operator.rule.parsed.inputs[0].dims)) == 1:  # ``sy`` splits the one dim of a signal

@@ -1,4 +1,4 @@
-"""The explicit rule of tensor parallelism: heads, column then row in every block, and vocabularies where that pays."""
+"""The explicit rule of tensor parallelism: it splits heads, hidden features, and vocabularies where that pays."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.notes import ModuleNotes
 
 MIN_VOCABULARY = 1024
-"""Without a cluster, a vocabulary of fewer entries is replicated."""
+"""If no cluster is given, a vocabulary of fewer entries is replicated."""
 
 _CONTRACTIONS = ("aten.mm.", "aten.bmm.", "aten.mv.", "meshwright.attention.", "meshwright.experts.")
 _CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
@@ -22,8 +22,9 @@ class TensorRule:
         self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
 
     def split(self, axis: str) -> None:
-        """Split over ``axis``, column then row: one matrix product makes a factor class, another reduces it, and no
-        operator between them needs it whole. Heads first, then hidden features in order, then vocabularies that pay."""
+        """Split over ``axis``, first columns, then rows: one matrix product makes a factor class, another reduces it,
+        and no operator between them needs it whole. Attention heads are split first, then hidden features in order,
+        then vocabularies for which a split pays."""
         chosen: dict[str, str] = {}
         heads, hidden, vocabulary = self._candidates()
         head_classes: list[tuple[str, str]] = []
@@ -59,7 +60,8 @@ class TensorRule:
         self._note_whole(axis)
 
     def _candidates(self) -> tuple[dict[tuple[str, ...], str], list[str], list[str]]:
-        """Factor classes to split: attention heads (classes of a dim: first module), hidden features, vocabularies."""
+        """The factor classes that may be split: attention heads, hidden features, vocabularies. Heads are given as a
+        map from the factor classes of a head dim to the first module with this dim."""
         heads: dict[tuple[str, ...], str] = {}
         produced: dict[str, None] = {}
         reduced: dict[str, None] = {}
@@ -97,7 +99,8 @@ class TensorRule:
         return name not in taken and not conflicts and self._splits_everywhere(name, axis, decompose)
 
     def _splits_everywhere(self, name: str, axis: str, decompose: bool) -> bool:
-        """Whether every operator that meets the class can split it. Decompositions count only with ``decompose``."""
+        """Whether every operator whose tensors have the factor class can split it. Decompositions count only with
+        ``decompose``."""
         if self.graph.factor_classes[name].size < self.sizes[axis]:
             return False
         for operator in self.graph.operators:
@@ -117,8 +120,9 @@ class TensorRule:
         return True
 
     def _vocabulary_pays(self, name: str, axis: str) -> tuple[bool, str]:
-        """Whether a split of the vocabulary saves more compute than its two all-reduces of the hidden states cost. Per
-        element of the hidden states: 6 V (1 - 1/t) flops against 2 · 2 (t-1)/t · bytes."""
+        """Whether splitting the vocabulary saves more time of computing than its two all-reduces of the hidden states
+        cost, and the reason as text. With V entries and t ranks, the split saves 6 V (1 - 1/t) FLOPs for each element
+        of the hidden states, and sends 4 (t-1)/t times the bytes of the element."""
         size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
         if self.cluster is None or not self.cluster.levels:
             return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"

@@ -21,7 +21,8 @@ class TimeIsOverError(Exception):
 
 
 class TimeLimit:
-    """Ends a search after ``seconds`` (None: never), and reports its work to ``progress`` and, less often, to the log.
+    """Ends a search after ``seconds`` (None: never), and reports the current work to ``progress`` and, less often, to
+    the log.
 
     Raises:
         LayoutError: ``seconds`` is not a number above 0.

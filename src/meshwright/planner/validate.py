@@ -1,4 +1,4 @@
-"""Compare predictions with measurements: the errors over a table of cases, next to those of one constant efficiency."""
+"""Compare predictions with the measurements of a table. The baseline is a prediction with one constant efficiency."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from meshwright.planner.cases import Case, LeftOut, read_cases
 
 
 class CaseDeviation(msgspec.Struct, frozen=True, kw_only=True):
-    """The prediction for one case. ``measured_s`` is None without a measured time, as for a run out of memory."""
+    """The prediction for one case. ``measured_s`` is None if there is no measured time, for example because the run was
+    out of memory."""
 
     case: str
     predicted_s: float
@@ -23,12 +24,15 @@ class CaseDeviation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Validation(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of the predicted step times in percent (12.3 is 12.3 %), over the rows with a time.
+    """Errors of predicted step times in percent (12.3 is 12.3 %), over all rows with a measured time.
 
-    ``mape`` is the mean of |predicted / measured - 1|, ``p90`` its 90th percentile, ``bias`` the mean with its sign,
-    ``spearman`` the rank correlation, ``baseline_mape`` the ``mape`` of the constant efficiency that fits this table
-    best; all are None if no time was measured. ``oom_balanced_accuracy`` (0 to 1) is the mean of two fractions: of runs
-    and of out-of-memory failures that were predicted right; None if no row failed.
+    ``mape`` is the mean of |predicted / measured - 1|, ``p90`` its 90th percentile, and ``bias`` the mean of the signed
+    error. ``spearman`` is the rank correlation of predictions and measurements. ``baseline_mape`` is the ``mape`` of a
+    prediction with the constant efficiency that fits this table best. All these errors are None if no time was
+    measured.
+
+    ``oom_balanced_accuracy`` (0 to 1) is the mean of two fractions: how many of the runs were predicted to fit, and how
+    many of the out-of-memory failures were predicted not to fit. It is None if no row failed.
     """
 
     cases: int
@@ -43,7 +47,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate(path: str | os.PathLike[str]) -> Validation:
-    """Predict every row of a table (``planner.cases.COLUMNS``) and compare with its measurement.
+    """Predict every row of a table (see ``planner.cases.COLUMNS``), and compare it with the row's measurement.
 
     Raises:
         FileFormatError: the file cannot be read or lacks columns.
@@ -73,8 +77,9 @@ def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validati
 
 
 def constant_efficiency_mape(at_peak_s: np.ndarray, measured_s: np.ndarray) -> float:
-    """The least mean error, in percent, of ``at_peak_s / efficiency`` over all efficiencies. Each row's error is
-    piecewise linear in 1 / efficiency, so the best efficiency makes the prediction of some row exact."""
+    """The smallest mean error, in percent, of the prediction ``at_peak_s / efficiency`` with one efficiency for all
+    rows. The error of each row is piecewise linear in 1 / efficiency, so the best efficiency makes the prediction of
+    some row exact."""
     candidates = measured_s / at_peak_s
     return float(min(100 * np.abs(at_peak_s * candidate / measured_s - 1).mean() for candidate in candidates))
 

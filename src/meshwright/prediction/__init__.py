@@ -76,7 +76,8 @@ def predict(
 ) -> Forecast:
     """Predict a training step of ``model`` on ``cluster``, in closed form.
 
-    ``layout`` holds fields of ``cost.setup.Setup``. Without ``dp``, it is what the other axes leave of ``devices``.
+    ``layout`` holds fields of ``cost.setup.Setup``. If ``dp`` is not given, it is ``devices`` divided by the sizes of
+    the other axes.
 
     Raises:
         LayoutError: the model is unknown, or the layout does not fit model, batch or devices.

@@ -19,7 +19,8 @@ SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
 """Vector sizes in bytes; crossovers are searched between neighbours."""
 ITEM_BYTES = 4
 MAX_RANKS, MAX_SHARING = 64, 16
-"""Most ranks of a comparison, and of one with shared links: some algorithms send a message for every pair of ranks."""
+"""The most ranks of a comparison, without and with shared links. Some algorithms send a message for every pair of
+ranks."""
 
 
 class AllReduceTime(msgspec.Struct, frozen=True):
@@ -41,7 +42,7 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class AllReduceTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows, fastest first, and the fastest algorithm by size: without contention, and on shared links."""
+    """A comparison: its rows, fastest first, and the fastest algorithms by size, alone and on shared links."""
 
     operation: str
     cluster: str
@@ -106,7 +107,8 @@ def _in_bytes(counts: Count) -> Count:
 
 
 def _crossovers(seconds: Mapping[str, list[float]]) -> tuple[Best, ...]:
-    """The fastest algorithm from each crossover on, given the seconds at all ``SIZES``; linear in between."""
+    """The fastest algorithm from each crossover on, given each algorithm's seconds at all ``SIZES``; seconds in between
+    are interpolated."""
     best: list[Best] = []
     if not seconds:
         return ()

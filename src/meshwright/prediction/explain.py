@@ -71,8 +71,9 @@ def explain(
     scaling: Sequence[tuple[int, SearchResult]] = (),
     command: str = "",
 ) -> PageContent | None:
-    """The report on the best layout of a search on ``cluster``; if nothing fits, on the layout that lacks least memory;
-    None without either. ``scaling``: the results of searches on other numbers of devices."""
+    """The report on the best layout of a search on ``cluster``. If nothing fits, the report is on the layout that lacks
+    the least memory; None if there is no such layout. ``scaling``: the results of searches on other numbers of
+    devices."""
     best = result.options[0] if result.options else result.nearest
     if best is None:
         return None

@@ -1,4 +1,4 @@
-"""Pages that explain a plan or a run to readers who did not make it: one self-contained HTML file, without network."""
+"""Pages that explain a plan or a run to readers who did not make it: each is one HTML file that needs no network."""
 
 from meshwright.report.page import Alternative, PageContent, Part, SweepPoint, render
 from meshwright.report.run_files import RunFiles, read_run

@@ -44,7 +44,8 @@ def timeline(trace: Trace) -> str:
 
 
 def memory(trace: Trace, limit_bytes: float) -> str:
-    """Memory over time: a line for each rank (of many ranks, for some), and a line for the device's memory."""
+    """Memory over time: a line for each rank (for some ranks, if there are many), and a line for the device's
+    memory."""
     shown = svg.some_of(trace.ranks)
     most = max(limit_bytes, *(trace.peak_bytes(rank) for rank in shown)) * 1.05
     last_s = max(sample.time_s for sample in trace.memory) or 1.0

@@ -10,7 +10,7 @@ from meshwright.report.template import rendered
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a step's time or memory, with its meaning; ``size`` in seconds or bytes."""
+    """A part of a step's time or memory, with its meaning. ``size`` is in seconds or bytes."""
 
     name: str
     size: float
@@ -41,8 +41,8 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 class PageContent(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a plan's report: the request, the verdict with its reason (``sentence``), and the facts behind it.
 
-    ``facts`` are names and values; ``layout`` has names, values and meanings. ``trace`` covers one rank of each
-    pipeline stage; without a trace the page has no pictures over time.
+    ``facts`` are pairs (name, value), and ``layout`` has triples (name, value, meaning). ``trace`` covers one rank of
+    each pipeline stage; without a trace the page has no pictures over time.
     """
 
     model: str
@@ -63,7 +63,7 @@ class PageContent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(report: PageContent) -> str:
-    """The report as one HTML page with styles and pictures inside; light or dark, as the reader's system."""
+    """The report as one HTML page with styles and pictures inside; light or dark, like the reader's system."""
     trace = report.trace
     return rendered(
         "plan.html.j2",

@@ -22,7 +22,7 @@ _CHARACTER = 6.4
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a plot: points (x, y) with ascending x, its colour (0 to 7), its style, and its text in the legend
-    (empty: it has no entry)."""
+    (empty: the line is not in the legend)."""
 
     name: str
     legend: str
@@ -39,8 +39,9 @@ def begun_at_zero(trace: Trace) -> Trace:
 
 
 def timelines(traces: Mapping[str, Trace]) -> str:
-    """The timelines of every rank, one trace (by name, such as predicted and measured) above the other, on a common
-    time scale. Lanes: the actions that compute, below them waits, and communication."""
+    """The timelines of every rank on a common time scale. ``traces`` maps a name, such as predicted or measured, to a
+    trace; the traces of a rank stand one below the other. Each has a lane for compute, for waits and for
+    communication."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items()}
     ranks = sorted({rank for trace in drawn.values() for rank in trace.ranks})
     whole_s = max(trace.duration_s for trace in drawn.values())
@@ -74,8 +75,8 @@ def timelines(traces: Mapping[str, Trace]) -> str:
 
 
 def memory_lines(traces: Mapping[str, Trace]) -> str:
-    """The memory of every rank (of some, if there are many) over a step, one line per trace; the last trace's lines are
-    solid. Empty if no trace has samples."""
+    """The memory of every rank over a step, or of some ranks if there are many. A rank has one line per trace; the
+    lines of the last trace are solid. Empty if no trace has samples."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items() if trace.memory}
     if not drawn:
         return ""
@@ -106,8 +107,8 @@ def plot(
     lines: Sequence[Line], label: str, *, x_text: Callable[[float], str], y_text: Callable[[float], str],
     y_unit: float = 1.0, from_zero: bool = False,
 ) -> str:  # fmt: skip
-    """A plot of lines with axes and a legend. The vertical axis is marked at round multiples of ``y_unit``;
-    ``from_zero``: it begins at 0. Empty without points."""
+    """A plot of lines with axes and a legend. The vertical axis is marked at round multiples of ``y_unit``; with
+    ``from_zero`` it begins at 0. The result is empty if there are no points."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""

@@ -18,8 +18,8 @@ Closeness = Literal["good", "close", "bad"]
 
 
 def render_run(run: RunFiles, command: str = "") -> str:
-    """The run as one HTML page with styles and pictures inside; light or dark, as the reader's system. The page lists
-    files that the run lacks, and ``command`` as the command that made it."""
+    """The run as one HTML page with styles and pictures inside; light or dark, like the reader's system. The page lists
+    the files that the run lacks, and shows ``command`` as the command that made the page."""
     traces = named_traces(run)
     losses = [
         run_drawing.Line(
@@ -68,7 +68,8 @@ def verdict(ratio: float) -> Closeness:
 
 
 def _verdicts(ledger: Ledger) -> dict[LedgerRow, Closeness]:
-    """The verdicts of the rows whose error matters: a time with a small error relative to the step gets none."""
+    """The verdicts of the rows whose error matters. A time whose error is small relative to the step gets no
+    verdict."""
     least_s = TOLD * ledger.measured_step_s
     return {
         row: verdict(row.ratio)
@@ -100,7 +101,7 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _layout(plan: Plan) -> list[tuple[str, str, str]]:
-    """The plan's decisions: names, values and meanings."""
+    """The plan's decisions as triples (name, value, meaning)."""
     rows = [(axis.name, f"{axis.size}", _AXES.get(axis.name, "")) for axis in plan.mesh.axes]
     rows.append(("global batch", f"{plan.batch_size}", "samples of all ranks in a step"))
     if plan.microbatches > 1:

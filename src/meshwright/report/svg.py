@@ -12,7 +12,7 @@ MOST_LINES = 8
 
 
 def picture(height: float, label: str, parts: Iterable[str]) -> str:
-    """A picture ``WIDTH`` wide; ``label`` says what it shows."""
+    """A picture that is ``WIDTH`` wide; ``label`` describes it."""
     opened = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
     return "".join([opened, *parts, "</svg>"])
 
@@ -59,7 +59,7 @@ def legend(entries: Iterable[tuple[int, str]]) -> str:
 
 
 def time_axis(left: float, bottom: float, until_s: float, scale: float) -> list[str]:
-    """A line at ``bottom`` with five steps of time; ``scale`` is in units a second."""
+    """A time axis at ``bottom`` with five steps; ``scale`` is the width of one second in the picture's units."""
     parts = [line("axis", left, bottom, left + scale * until_s, bottom)]
     for step in range(6):
         at_s = until_s * step / 5
@@ -76,7 +76,7 @@ def some_of(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def thinned(samples: Sequence[tuple[float, float]], most: int = 1500) -> list[tuple[float, float]]:
-    """At most ``most`` samples: the highest of each run of neighbours."""
+    """At most ``most`` samples: the highest sample of each group of neighbours."""
     if len(samples) <= most:
         return list(samples)
     each = math.ceil(len(samples) / most)
@@ -84,7 +84,7 @@ def thinned(samples: Sequence[tuple[float, float]], most: int = 1500) -> list[tu
 
 
 def kind(what: str) -> str:
-    """The class of an action's box: f, b, i, w, or rest."""
+    """The CSS class of an action's box: f, b, i, w, or rest."""
     if what in ("forward", "backward"):
         return what[0]
     letters = what.lstrip("0123456789")[:1].lower()

@@ -11,8 +11,9 @@ _US = 1e6
 
 def trace_events(*traces: Trace) -> bytes:
     """Traces as JSON in the trace event format (Google, "Trace Event Format": X, C and M events), in microseconds from
-    each trace's first event. Overlapping spans of a stream are on separate tracks, because tracks only nest. Each trace
-    has its own processes, the first trace's on top; with several traces, process names include the source."""
+    each trace's first event. Overlapping spans of a stream are on separate tracks, because spans of one track can only
+    nest. Each trace has its own processes, and those of the first trace are on top. With several traces, process names
+    include the source."""
     events: list[dict[str, Any]] = []
     stride = 1 + max((rank for trace in traces for rank in trace.ranks), default=0)
     for number, trace in enumerate(traces):

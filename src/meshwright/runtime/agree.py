@@ -31,7 +31,8 @@ def check_same(where: str, what: str, value: str) -> None:
 
 
 def everywhere(where: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank, and return its result. If ranks fail, all raise the error of the first of these."""
+    """Run ``action`` on every rank, and return its result. If ranks fail, all raise the error of the first failed
+    rank."""
     result, failure = None, None
     try:
         result = told(where, action)
@@ -45,7 +46,7 @@ def everywhere(where: str, action: Callable[[], T]) -> T:
 
 def told(where: str, action: Callable[[], T]) -> T:
     """Run ``action``, and convert its errors to errors that can be sent to other ranks. An OSError becomes a DiskError,
-    also where torch's writer wraps it. Any other error that is not a MeshwrightError becomes a CheckpointError."""
+    even if another error wraps it. Any other error that is not a MeshwrightError becomes a CheckpointError."""
     try:
         return action()
     except MeshwrightError:

@@ -1,4 +1,4 @@
-"""Measures the links between ranks: messages and collectives by size, inside boxes and across them.
+"""Measures the links between ranks: the times of messages and collectives of each size, inside boxes and across them.
 
 two boxes of two     box        0 1    2 3       a group is a box; all boxes at once
                      network    0 2    1 3       a group has one rank of each box; all such groups at once
@@ -28,14 +28,17 @@ from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, NAT
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 
 OURS = "ring"
-"""An algorithm of our own. Groups are made with it, so that they have the connections that our algorithms need."""
+"""One of Meshwright's own algorithms. Groups are made with it, so that they have the connections that these algorithms
+need."""
 HOPELESS_BYTES, HOPELESS = 2**22, 3.0
-"""From this many bytes on, an algorithm slower than this multiple of the fastest is not measured at larger sizes."""
+"""An algorithm is not measured at larger sizes if, at ``HOPELESS_BYTES`` or more, it takes more than ``HOPELESS`` times
+as long as the fastest algorithm."""
 
 BLOCK_S, MOST_CALLS, LEAST_BLOCKS = 1e-3, 50, 3
-"""Calls are timed in blocks: approximate seconds of a block, its maximum number of calls, minimum number of blocks."""
+"""Calls are timed in blocks. These are the approximate seconds of a block, the maximum number of calls in a block, and
+the minimum number of blocks."""
 WARM_S = 0.01
-"""Maximum seconds of untimed calls before the timed ones: calls take longer after a pause in which cores were idle."""
+"""Maximum seconds of untimed calls before the timed calls, because calls take longer after the cores were idle."""
 
 Advance = Callable[[str], None]
 Call = Callable[[], object]
@@ -45,9 +48,9 @@ _Pair = tuple[str, Channel | None, bool]
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Sizes of messages in bytes, the collective operations, and how often each is timed. All sizes are measured in
-    ``sweeps`` passes; in a pass, a size is timed in at most ``repeats`` blocks of calls, for about ``most_s`` seconds.
-    The result is the median over sweeps: sweeps lie apart in time, and other load on the machine comes and goes."""
+    """What is measured: messages of ``bytes`` bytes and the collective ``operations``. All sizes are measured in each
+    of ``sweeps`` passes. In a pass, a size is timed in at most ``repeats`` blocks of calls, for about ``most_s``
+    seconds. The result is the median over the passes. Passes lie apart in time, because other load comes and goes."""
 
     bytes: tuple[int, ...] = (64, *(2**power for power in range(12, 27)))
     repeats: int = 30
@@ -64,8 +67,8 @@ class Places(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Ranks that are measured together, and the level of the links between them. ``fan_outs``, if the group spans
-    several levels: the number of members at each level, innermost first."""
+    """Ranks that are measured together, and the level of the links between them. If the group spans several levels,
+    ``fan_outs`` is the number of members at each level, innermost first."""
 
     group: AxisGroup
     level: str
@@ -73,8 +76,8 @@ class _Group(NamedTuple):
 
 
 def boxes_of_world() -> Places:
-    """The boxes of the world's ranks; one box of one rank without torch.distributed. Raise a LaunchError if boxes have
-    different numbers of ranks, or if the ranks of a box are not consecutive."""
+    """Return how all ranks are distributed over boxes; without torch.distributed, one box of one rank. Raise a
+    LaunchError if boxes have different numbers of ranks, or if the ranks of a box are not consecutive."""
     if not dist.is_initialized():
         return Places(1, 1)
     world = dist.group.WORLD
@@ -97,7 +100,7 @@ def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTi
 
 
 def sweeps(sizes: Sizes, places: Places, advance: Advance) -> Iterator[list[CollectiveTiming]]:
-    """Yield all rows after each sweep, each with the median of its times so far. Every rank must call it."""
+    """After each sweep, yield all rows, each with the median of its times so far. Every rank must call it."""
     seconds: dict[CollectiveTiming, list[float]] = {}
     pairs, groups = list(_pairs(places, dist.get_rank())), list(_groups(places, dist.get_rank()))
     memory = torch.zeros(max(sizes.bytes) // 4)  # shared by all calls: new memory is slower at first
@@ -125,7 +128,8 @@ def _sweep(
 
 
 def _pairs(places: Places, rank: int) -> Iterator[_Pair]:
-    """This rank's partners: the level, the channel (None: this rank has no partner), and whether it sends first."""
+    """Yield for each level: its name, the channel to this rank's partner (or None), and whether this rank sends
+    first."""
     num_boxes, each = places
     for level, index, count, stride in ((BOX, rank % each, each, 1), (NETWORK, rank // each, num_boxes, each)):
         if count > 1:
@@ -155,8 +159,8 @@ def _groups(places: Places, rank: int) -> Iterator[_Group]:
 def _by_size(
     level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance
 ) -> Iterator[CollectiveTiming]:
-    """Yield the rows of every algorithm and size. Short vectors are not measured with algorithms that work in pieces,
-    and long vectors not with algorithms that were far slower than the fastest (``HOPELESS``)."""
+    """Yield a row for every algorithm and size. Algorithms that cut vectors into pieces are measured only with long
+    vectors. Algorithms that were far slower than the fastest (``HOPELESS``) are not measured with longer vectors."""
     left = list(names)
     for size in sizes.bytes:
         seconds: dict[str, float] = {}
@@ -206,8 +210,8 @@ def _collective(operation: Operation, group: AxisGroup, value: Tensor) -> Call:
 
 
 def _in_step(call: Call, sizes: Sizes) -> float:
-    """The seconds of a call that all ranks make together, again and again; a call itself waits for the other ranks.
-    The result is the median over blocks of calls, on the slowest rank."""
+    """Time a call that all ranks repeat together, and return its seconds. The call itself must wait for the other
+    ranks. The result is the median over blocks of calls, on the slowest rank."""
     call()
     meet()
     start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The contents of a checkpoint, and the checks whether a trainer can load them.
+"""The contents of a checkpoint, and the checks that a trainer can load it.
 
 torch.distributed.checkpoint stores tensors (parameters, buffers, and optimizer state of a parameter's shape) by name,
 as chunks of whole tensors (``runtime/shards.py``). ``trainer.pt`` holds, as plain data, small values that are the same
-on every rank (step, seed, hyperparameters, positions). ``runtime/manifest.py`` describes the files on the disk,
-``runtime/resumable.py`` the order in which they are written and read.
+on every rank (step, seed, hyperparameters, positions). ``runtime/manifest.py`` describes the files on the disk.
+``runtime/resumable.py`` decides in which order they are written and read.
 """
 
 import io
@@ -62,7 +62,7 @@ def _tensor_names(parameters: LocalParameters) -> list[str]:
 
 
 def check_finite(parameters: LocalParameters) -> None:
-    """Raise a CheckpointError if a trainable parameter of this rank is NaN or infinite: it is not worth saving."""
+    """Raise a CheckpointError if a trainable parameter of this rank holds NaN or infinity: it is not worth saving."""
     for name, parameter in parameters.trainable.items():
         if not torch.isfinite(parameter.detach()).all():
             raise CheckpointError(
@@ -86,7 +86,7 @@ def plain(what: str, value: T) -> T:
 
 
 def packed(value: Any) -> bytes:
-    """Plain data as the bytes of ``trainer.pt``."""
+    """Serialize plain data to the bytes of ``trainer.pt``."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -98,8 +98,8 @@ def unpacked(data: bytes) -> Any:
 
 
 def examined(parameters: LocalParameters, path: Path) -> Manifest:
-    """Return the manifest of a checkpoint of this model. Raise a CheckpointError if the checkpoint is of another model
-    or in another precision, and the errors of ``manifest.read``."""
+    """Read a checkpoint's manifest, and check that it fits this model. Raise a CheckpointError if the checkpoint is of
+    another model or in another precision. Also raise the errors of ``manifest.read``."""
     found, graph = manifest.read(path), parameters.graph
     here = saved_tensors(parameters)
     for name in here | found.tensors:
@@ -135,7 +135,8 @@ def check_state(
     loader: Stateful | None,
     extra: Extra,
 ) -> None:
-    """Raise a CheckpointError if ``state`` lacks a fitting optimizer state, the loader's position, or an extra."""
+    """Raise a CheckpointError if ``state`` lacks the optimizer's state, the loader's position, or the state of an
+    object in ``extra``, or if the optimizer's state does not fit."""
     if optimizer is not None:
         optimizer_state.check(parameters, optimizer, state["optimizer"], where)
     if loader is not None and state["loader"] is None:

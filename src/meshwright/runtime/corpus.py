@@ -1,4 +1,4 @@
-"""The demo's text: English and code that every Python installation has, in a training and a held-out part."""
+"""The demo's text: English and code that every Python installation has, split into a training and a held-out part."""
 
 import hashlib
 import importlib
@@ -19,11 +19,12 @@ _LEAST_SOURCE_BYTES = 1_000_000
 
 
 def standard_library_text(train_bytes: int = 8_000_000, held_out_bytes: int = 256_000) -> tuple[bytes, bytes]:
-    """Training and held-out text (UTF-8) of at most these bytes: Python's language reference, then the standard
-    library's sources. Raise a DataError if this Python was installed without ``pydoc_data`` or readable sources.
+    """Return training and held-out text (UTF-8) of at most these sizes. The texts are from Python's language reference
+    and then from the standard library's sources. Raise a DataError if this Python was installed without ``pydoc_data``
+    or readable sources.
 
-    A document goes as a whole to one of the texts, in the order of the hashes of document names. One Python version
-    therefore always gives the same two texts. Other versions give other texts: compare losses only within a version.
+    A document is never split between the two texts. Documents are ordered by the hashes of their names, so a Python
+    version always gives the same two texts. Other versions give other texts: compare losses only within a version.
     """
     topics, sources = language_topics(), library_sources()
     return split_documents([*by_hash(topics), *by_hash(sources)], train_bytes, held_out_bytes)
@@ -74,17 +75,18 @@ def library_sources() -> dict[str, bytes]:
 
 
 def by_hash(documents: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
-    """Sort documents by the hashes of their names: an even mixture, the same on every file system."""
+    """Sort documents by the hashes of their names. This mixes them evenly, in the same order on every file system."""
     return sorted(documents.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
 
 
 def split_documents(
     documents: Iterable[tuple[str, bytes]], train_bytes: int, held_out_bytes: int
 ) -> tuple[bytes, bytes]:
-    """Training and held-out text, joined from whole (name, text) documents in the given order, if they fit.
+    """Join whole (name, text) documents, in the given order, to a training and a held-out text. Documents that do not
+    fit are left out.
 
-    Every eighth document is a candidate for the held-out text, all others are for training. A candidate that repeats
-    paragraphs of the training text is in neither.
+    Every eighth document is a candidate for the held-out text, and all others are for training. A candidate is in
+    neither text if more than a tenth of it repeats paragraphs of the training text.
     """
     texts = [text for _, text in documents]
     candidates = texts[::_HELD_OUT_EVERY]

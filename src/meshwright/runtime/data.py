@@ -1,4 +1,4 @@
-"""Loaders of text and tensors: every rank has the same global order of samples, takes its shard, and can resume."""
+"""Loaders of text and tensors: all ranks use one global order of samples, read only their shard, and can resume."""
 
 import hashlib
 import os
@@ -21,24 +21,25 @@ class Loader(ABC):
     """Iterates over samples in batches, in an order that depends only on (seed, epoch).
 
     A global batch is the next ``batch_size`` samples of that order. ``shard=(i, n)`` yields part i of n equal,
-    contiguous parts of every global batch (as torch.chunk cuts it). Any number of ranks therefore reads the same
-    data in the same order, and a run can continue on another number of ranks.
+    contiguous parts of every global batch (as torch.chunk cuts it). The data and their order therefore do not depend on
+    the number of ranks, and a run can continue on another number of ranks.
 
-    With ``epochs=None`` a loop never ends. With ``epochs=k`` a ``for`` loop ends after k epochs, and the next loop
-    runs the next k. A loader has one position, which advances with every batch: if a loop is left early, the next
-    loop continues there. ``rewind`` starts again.
+    With ``epochs=None`` a ``for`` loop over the loader never ends. With ``epochs=k`` the loop ends after k epochs, and
+    the next loop runs the next k epochs. A loader has one position, which advances with every batch: if a loop is left
+    early, the next loop continues there. ``rewind`` goes back to the first batch.
 
     Args:
         num_samples: size of the data set.
         batch_size: samples in a global batch.
         seed: seed of the order.
-        shuffle: a new random order each epoch; ``False`` keeps the data's own.
+        shuffle: ``True``: a new random order in each epoch; ``False``: the order of the data set.
         shard: (index, count): which part of each global batch to yield.
-        drop_last: leave out an epoch's last batch where it is smaller than ``batch_size``.
+        drop_last: leave out the last batch of an epoch if it is smaller than ``batch_size``.
         epochs: how many epochs one ``for`` loop runs.
 
     Raises:
-        DataError: no samples, fewer than one batch, or a batch that the shards do not divide.
+        DataError: an argument is out of range, there are too few samples for a batch, or the shards do not divide a
+            batch.
     """
 
     _where = "data"
@@ -83,7 +84,7 @@ class Loader(ABC):
 
     @abstractmethod
     def _gather(self, index: Tensor) -> Batch:
-        """The samples at ``index`` [b], int64, as tensors with batch dim 0."""
+        """Return the samples at the positions ``index`` (int64, shape [b]), as tensors whose dim 0 is the batch."""
 
     @abstractmethod
     def _describe(self) -> str:
@@ -117,7 +118,7 @@ class Loader(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, of the last batch that was yielded."""
+        """The epoch of the last batch that was yielded; the first epoch is 0."""
         return self._epoch
 
     @cached_property
@@ -129,7 +130,8 @@ class Loader(ABC):
         """Yield batches of this size from now on, continuing at the next sample.
 
         Raises:
-            DataError: the size exceeds the number of samples, or the shards do not divide it; nothing has changed.
+            DataError: the size is not from 1 to the number of samples, or the shards do not divide it. The loader is
+                then unchanged.
         """
         if batch_size < 1 or batch_size > self.num_samples:
             raise self._error(
@@ -144,7 +146,8 @@ class Loader(ABC):
         self._epoch, self._position, self._resumed = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position, as ints, bools and strings. It does not depend on shard or batch size."""
+        """Return the loader's position as ints, bools and strings. It does not depend on the shard or the batch
+        size."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -154,10 +157,10 @@ class Loader(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of the loader that wrote ``state``; its shards and batch size may differ from these.
+        """Go to the position of the loader that wrote ``state``. That loader may have had another shard and batch size.
 
         Raises:
-            DataError: the state is incomplete, or of other data or another order; nothing has changed then.
+            DataError: the state is incomplete, or belongs to other data or another order. The loader is then unchanged.
         """
         if missing := [key for key in _STATE_KEYS if key not in state]:
             raise self._error(
@@ -191,7 +194,8 @@ class Loader(ABC):
         return torch.randperm(self.num_samples, generator=generator)
 
     def _check_divides(self, size: int, batch_size: int) -> None:
-        """Raise a DataError unless the shards divide ``size``: ``batch_size``, or that of an epoch's last batch."""
+        """Raise a DataError unless the shards divide ``size``: the ``batch_size``, or the size of an epoch's last
+        batch."""
         count = self.shard[1]
         if size % count == 0:
             return
@@ -208,20 +212,21 @@ class Loader(ABC):
 
 
 class TextLoader(Loader):
-    """Windows of text: ``tokens`` [b, s] and ``targets`` [b, s], int64; a target is the token after its position.
+    """Windows of text: ``tokens`` [b, s] and ``targets`` [b, s], int64. The target of a token is the token that
+    follows.
 
-    Windows follow each other without a gap, so that every token is a target once per epoch, except the first token
-    and a rest that is shorter than a window.
+    Each window begins where the window before it ends. So every token is a target once per epoch, except the first
+    token of the text and the tokens at its end that do not fill a window.
 
     Args:
-        data: the text, or the path of a file, or several paths whose texts are joined in that order.
+        data: the text as bytes, or the path of a file, or several paths whose texts are joined in that order.
         sequence_length: s, in tokens.
         tokenizer: maps text to token ids (``AutoTokenizer.from_pretrained(...).encode``); ``None``: bytes are tokens.
         batch_size, seed, shard, shuffle, drop_last, epochs: as in ``Loader``.
 
     Raises:
-        DataError: a file that cannot be read, text that is not UTF-8 (with a tokenizer), empty or too short data,
-            a batch that the shards do not divide.
+        DataError: a file cannot be read, the text is not UTF-8 (with a tokenizer), the data are empty or too short, or
+            the shards do not divide a batch.
     """
 
     def __init__(
@@ -265,15 +270,15 @@ class TextLoader(Loader):
 class TensorLoader(Loader):
     """Batches of rows of tensors in memory: ``{name: tensor[n, ...]}`` gives batches ``{name: tensor[b, ...]}``.
 
-    Images from arrays, for example: ``TensorLoader({"image": images, "label": labels}, batch_size=64)``.
+    For example, for images: ``TensorLoader({"image": images, "label": labels}, batch_size=64)``.
 
     Args:
         tensors: at least one tensor, all with the same number of rows n.
         batch_size, seed, shuffle, shard, drop_last, epochs: as in ``Loader``.
 
     Raises:
-        DataError: no tensors, a value that is not a tensor, different numbers of rows, no rows, fewer than one batch,
-            a batch that the shards do not divide.
+        DataError: there are no tensors, a value is not a tensor, the numbers of rows differ, there are too few rows for
+            a batch, or the shards do not divide a batch.
     """
 
     def __init__(
@@ -333,7 +338,7 @@ def _read(data: bytes | str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 
 def _tokenize(text: bytes, tokenizer: Callable[[str], Sequence[int]] | None, where: str) -> Tensor:
-    """Token ids [n], in the smallest integer type that holds them."""
+    """Return the token ids [n]: bytes as uint8 without a tokenizer, else int32."""
     if tokenizer is None:
         # A copy, because a tensor must not share immutable bytes; frombuffer refuses empty ones.
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

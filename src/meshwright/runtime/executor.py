@@ -1,7 +1,8 @@
-"""Runs a schedule on this rank: a table maps kinds of action to methods, and values are kept only while needed.
+"""Runs a schedule on this rank: each kind of action has a method, and values are kept only while they are needed.
 
 A stage's program (``lower/stage.py``) names the values that each function takes and returns. Values of the whole step
-(parameters, inputs, prologue) lie in one table per stage, values of a micro-batch in one per stage and micro-batch.
+(parameters, inputs, results of the prologue) are kept in one dict per stage. Values of a micro-batch are kept in one
+dict per stage and micro-batch.
 """
 
 import time
@@ -30,14 +31,17 @@ _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 Place = tuple[slice, ...]
-"""A box of a tensor: a slice of every dim."""
+"""A box: a rectangular block of a tensor, given by one slice for every dim."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """The messages by which a tensor crosses a border between stages, seen from one end: (peer rank, box of this rank's
-    part). After receiving, ranks that hold the same part may complete it among themselves: each sends its box ``mine``
-    to the ``others`` and receives their boxes."""
+    """The messages by which this rank sends or receives a tensor that crosses between two stages.
+
+    Each of ``messages`` is (peer rank, box of this rank's part). Receiving ranks that hold the same part may receive
+    only boxes of it, and then exchange these boxes: this rank sends its box ``mine`` to the peers in ``others`` and
+    receives their boxes. Each of ``others`` is (peer rank, box that the peer sends). A box that is None is not sent.
+    """
 
     messages: tuple[tuple[int, Place], ...]
     mine: Place | None = None
@@ -45,13 +49,14 @@ class Route:
 
     @property
     def peers(self) -> set[int]:
-        """The ranks at the other ends."""
+        """The ranks that this rank sends to or receives from."""
         return {peer for peer, _ in (*self.messages, *self.others)}
 
 
 @dataclass
 class StepResult:
-    """The results of a step on this rank: gradients and buffers by name; loss and metrics on the last stage's rank."""
+    """The results of a step on this rank, by name. The executor returns loss and metrics (``scalars``) only on ranks of
+    the last stage."""
 
     scalars: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -98,7 +103,7 @@ def empty(value: Value, device: torch.device) -> Tensor:
 
 
 class Clock:
-    """Records when phases begin in a function of several phases: it calls ``begin`` (``note`` of ``lower_stage``)."""
+    """Records when each phase begins in a function that runs several phases: the function calls ``begin``."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[str, float]] = []
@@ -110,7 +115,8 @@ class Clock:
             recorder.sample()  # the values kept for backward are at their peak
 
     def note(self, recorder: Recorder, begun_s: float) -> bool:
-        """Record spans of computing since ``begun_s``: the prologue, or all phases. Return whether it was all."""
+        """Record one compute span per phase since ``begun_s``. Return True if one function ran all phases; if False,
+        only the prologue has run."""
         done_s, phases = time.perf_counter(), self._begun or [(PROLOGUE, begun_s)]
         starts = [begun_s, *(start_s for _, start_s in phases[1:])]
         for (phase, _), start_s, end_s in zip(phases, starts, [*starts[1:], done_s], strict=True):
@@ -121,11 +127,12 @@ class Clock:
 
 
 class Executor:
-    """Runs one schedule again and again. ``routes`` has one route per transfer, by stage and kind of action. Messages
-    travel over ``channels``, by rank. Functions of ``stages`` that the schedule does not run are freed. Functions of
-    several phases report the start of each phase to ``clock``.
+    """Runs the same schedule in every step. ``routes`` maps a stage and a kind of action to one route for each of its
+    transfers. ``channels`` maps a peer rank to the channel for its messages. Functions of ``stages`` that the schedule
+    does not run are freed. A function that runs several phases reports the start of each phase to ``clock``.
 
-    ``live_activations`` is the peak number of (stage, micro-batch) pairs with kept values in the last run.
+    ``live_activations`` is the largest number of (stage, micro-batch) pairs whose values were kept at one time in the
+    last run.
     """
 
     def __init__(
@@ -171,7 +178,7 @@ class Executor:
         inputs: Mapping[str, Tensor],
         keys: Callable[[int], int],
     ) -> StepResult:
-        """Run one step. ``keys`` gives the random key of each micro-batch."""
+        """Run one step. ``keys`` maps the number of a micro-batch to its random key."""
         self._recorder = note = current() or Recorder()
         self.live_activations = 0
         self._keys = keys
@@ -210,7 +217,7 @@ class Executor:
         return result
 
     def _be_at(self, stage: int, microbatch: int | None = None) -> None:
-        """Note this rank's place in the schedule, unless the schedule is one stage with one micro-batch."""
+        """Set the place in the schedule that errors name, unless the schedule is one stage with one micro-batch."""
         if self.schedule.num_stages * self.schedule.num_microbatches > 1:
             be_at(_At(stage, microbatch))
 
@@ -246,13 +253,13 @@ class Executor:
         step.clear()
 
     def _call(self, stage: _Stage, name: str) -> None:
-        """Run a function of the whole step, and keep its results."""
+        """Run the function of phase ``name``, which runs once a step, and keep its results."""
         phase = stage.phases[name]
         returned = stage.functions[name](self._arguments(stage, 0, phase, {}))
         stage.step.update(zip(phase.outputs, returned, strict=True))
 
     def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
-        """A micro-batch's part of a value of the whole step."""
+        """Return the slice ``name``: a micro-batch's part of a value of the whole step."""
         piece = stage.program.slices[name]
         whole: Tensor = stage.step[piece.source]
         count = self.schedule.num_microbatches
@@ -295,7 +302,7 @@ class Executor:
         self.live_activations = max(self.live_activations, len(self._live))
 
     def _backward(self, stage: _Stage, action: Action) -> None:
-        """Run backward as a whole, or one of its two parts: values that the second part needs stay until then."""
+        """Run the whole backward, or one of its two parts. The first part keeps the values that the second needs."""
         microbatch, name = _microbatch(action), PHASE_OF[action.kind]
         if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
@@ -315,7 +322,7 @@ class Executor:
 
     @staticmethod
     def _collect(stage: _Stage, values: Values) -> None:
-        """Keep the values of a micro-batch that the whole step needs; later micro-batches replace earlier ones."""
+        """Keep the values of a micro-batch that the end of the step reads. A later micro-batch overwrites them."""
         stage.step.update((name, value) for name, value in values.items() if name in stage.of_step)
 
     # --- sending and receiving ---------------------------------------------------------------------------------------
@@ -344,7 +351,7 @@ class Executor:
         self._coming[action.stage, _microbatch(action), action.kind] = coming
 
     def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:
-        """Wait for the values that are received for the micro-batch, and return all of its values."""
+        """Wait for the values that the micro-batch receives, and return all values that are kept for it."""
         microbatch = _microbatch(action)
         live = self._live.setdefault((action.stage, microbatch), {})
         coming = self._coming.pop((action.stage, microbatch, kind), ())

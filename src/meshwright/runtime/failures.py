@@ -22,12 +22,12 @@ from meshwright.ir import files
 
 
 def file_of(directory: Path, rank: int, name: str) -> Path:
-    """The path of one of a rank's files that are named above."""
+    """The path of a rank's file ``name``: ``status``, ``log``, ``failure`` or ``traceback``."""
     return directory / "ranks" / f"{rank}.{name}"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank failed. ``ours``: with a MeshwrightError; ``lost_peer``: because it lost another rank."""
+    """How a rank failed. ``ours``: it raised a MeshwrightError. ``lost_peer``: it failed because it lost a rank."""
 
     rank: int
     time_ns: int
@@ -40,7 +40,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status:
-    """What this rank is doing, in a file that outlives it: ``at step 3``, ``while saving step 10``."""
+    """A file that says what this rank is doing, such as ``at step 3``. The file outlives the rank."""
 
     LENGTH = 80
 
@@ -50,19 +50,19 @@ class Status:
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
 
     def set(self, doing: str) -> None:
-        """Write what this rank does from now on. It takes microseconds; errors of the disk are ignored."""
+        """Write what this rank does from now on. This takes microseconds; disk errors are ignored."""
         with suppress(OSError):
             os.pwrite(self._file, doing[: self.LENGTH].ljust(self.LENGTH).encode(), 0)
 
     @staticmethod
     def read(directory: Path, rank: int) -> str:
-        """What a rank was last doing; empty if it wrote nothing."""
+        """Return what a rank was last doing; an empty text if it wrote nothing."""
         path = file_of(directory, rank, "status")
         return path.read_text().strip() if path.exists() else ""
 
 
 def record(error: BaseException, directory: Path, rank: int) -> Failure:
-    """Write the error with which this rank fails to its files, and return it as data."""
+    """Write this rank's error to its files ``traceback`` and ``failure``, and return it as data."""
     ours = error if isinstance(error, MeshwrightError) else None
     # The nearest class that the launcher knows too.
     kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
@@ -99,7 +99,7 @@ GUARD = 'often a script must have what it does under `if __name__ == "__main__":
 
 
 def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
-    """The error of the rank that failed first; ``rank`` is the one that the agent saw fail."""
+    """Return the error of the rank that failed first; ``rank`` is the rank that torch's agent saw fail first."""
     paths = [file_of(directory, index, "failure") for index in range(num_ranks)]
     failures = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
     own = [failure for failure in failures if not failure.lost_peer]
@@ -117,7 +117,7 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:
-    """The error that the launcher raises for a rank's failure. A MeshwrightError of the rank is raised as it was."""
+    """Return the error that the launcher raises for a rank's failure. A MeshwrightError keeps its class and text."""
     doing = Status.read(directory, failure.rank)
     if failure.ours:
         kind: type[MeshwrightError] = getattr(errors, failure.kind)

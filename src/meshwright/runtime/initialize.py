@@ -1,4 +1,4 @@
-"""Initial values of models on the meta device, module by module: every rank draws the same values."""
+"""Initializes models on the meta device, module by module. Every rank draws the same values."""
 
 import zlib
 from collections.abc import Callable
@@ -14,30 +14,31 @@ from meshwright.torch_private import TorchDispatchMode
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Keep = Callable[[str, nn.Parameter], bool]
-"""A function that is given a parameter with its values, and keeps this rank's part; False: it stays whole."""
+"""A function that takes the name of a parameter and the parameter with its values, and keeps this rank's part. It
+returns False if the parameter is to stay whole."""
 
 
 class SplitParameter(nn.Parameter):
     """A meta tensor in the caller's module, in place of a parameter that is split over ranks.
 
-    A write to it, or to its ``data``, would be lost. Either changes ``_version``, by which the write is detected.
+    A write to it, or to its ``data``, would be lost. Both writes change ``_version``, so that they can be detected.
     """
 
     data = property(lambda self: self.detach(), lambda self, value: increment_version(self))
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | None = None) -> None:
-    """Give initial values to tensors on the meta device: by each module's ``reset_parameters``, then by the
-    ``_init_weights`` of the model that contains it (Hugging Face's way). Children come first, and every module is
-    seeded by its path. Tensors that have values keep them.
+    """Give initial values to tensors on the meta device. Each module's ``reset_parameters`` is called first, then the
+    ``_init_weights`` of the model that contains the module (as in Hugging Face). Children come before their parents.
+    The random seed of a module depends on its path. Tensors that already have values keep them.
 
-    With ``keep`` the whole model need not fit in memory. As soon as a block (an item of a list of modules, or a module
-    without children) has its values, ``keep`` takes this rank's part of its parameters, which then return to the meta
-    device. Parameters that had values, or that modules share, stay whole. All parameters stay whole if a module
-    changes parameters of the blocks below it.
+    With ``keep`` the whole model need not fit in memory. A block is an item of a list of modules, or a module without
+    children. As soon as a block has its values, ``keep`` takes this rank's part of its parameters, and the parameters
+    in the model return to the meta device. Parameters that already had values, or that several modules share, stay
+    whole. If a module changes parameters of the blocks inside it, all parameters stay whole.
 
     Raises:
-        CaptureError: nothing initialises a module's tensors.
+        CaptureError: nothing initializes a module's tensors.
         LayoutError: a parameter is split over the ranks of another trainer.
     """
     for name, parameter in model.named_parameters():
@@ -101,11 +102,11 @@ def _fill(
 
 
 class _LaterChange(Exception):  # noqa: N818 - a signal between two functions, no error
-    """A module's initialisation changes parameters of its blocks that are on the meta device again."""
+    """A module's initialization changes parameters of an inner block that are already on the meta device again."""
 
 
 class _NoChangeOnMeta(TorchDispatchMode):
-    """Raises ``_LaterChange`` if an initialisation writes to a tensor without memory: the write would be lost."""
+    """Raises ``_LaterChange`` if an initialization writes to a meta tensor, because the write would be lost."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._schema.is_mutable and isinstance(args[0], Tensor) and args[0].is_meta:
@@ -156,13 +157,13 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, own: list[str]) 
 
 
 def _with_parents(path: str) -> list[str]:
-    """``a.b`` -> ``a.b``, ``a``, and the model itself."""
+    """Return the paths of a module and of all modules that contain it: ``a.b`` gives ``a.b``, ``a`` and ``""``."""
     names = path.split(".") if path else []
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
 
 
 def _missing(module: nn.Module) -> list[str]:
-    """Names of the module's own tensors on the meta device."""
+    """Return the names of the module's own tensors that are on the meta device."""
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     return [name for tensors in own for name, value in tensors.items() if value is not None and value.is_meta]
 

@@ -1,4 +1,4 @@
-"""Batches given to a trainer: each rank's part, and checks against the captured batch and between ranks."""
+"""Batches given to a trainer: each rank's part, and checks against the captured batch and other ranks' batches."""
 
 import zlib
 from collections.abc import Mapping
@@ -15,8 +15,9 @@ from meshwright.ir.placement import Placements, Shard, bounds, local_shape
 
 
 class Parts:
-    """How the tensors of a batch are cut over the ranks: samples over the data axes, and rows over other axes if all
-    operators that read a tensor read the same rows (``cuts``, by name of the tensor)."""
+    """How the tensors of a batch are split over the ranks. Samples are split over the data axes. Rows are split over
+    other axes if all operators that read a tensor read the same rows. ``cuts`` maps the name of a tensor to these
+    splits of its rows."""
 
     def __init__(self, captured: Leaves, placements: Mapping[str, Placements], groups: Mapping[str, AxisGroup]) -> None:
         self.groups = groups
@@ -32,7 +33,7 @@ class Parts:
 
     @property
     def slices(self) -> dict[str, tuple[slice, ...]]:
-        """The slices of the global batch that this rank needs, by name of a tensor of the batch."""
+        """Maps the name of a tensor in the batch to the slices of the global tensor that this rank needs."""
         slices = {}
         for name, every in self._every.items():
             ends = [(0, size) for size in self._whole[name]]
@@ -50,7 +51,7 @@ class Parts:
         return bool(cuts) and tuple(value.shape[1:]) == local_shape(self._whole[name], cuts, *sizes_of(self.groups))[1:]
 
     def whole_shape(self, name: str, value: Tensor, samples: int) -> tuple[int, ...]:
-        """The global shape of a local tensor, if the global one has ``samples`` times as many samples."""
+        """Return the shape of a local tensor's global tensor, which has ``samples`` times as many samples."""
         shape = [value.shape[0] * samples, *value.shape[1:]]
         for shard in self.cuts[name].values() if self.is_cut(name, value) else ():
             shape[shard.dim] = self._whole[name][shard.dim]
@@ -82,7 +83,7 @@ def check_alike(leaves: Leaves, captured: Leaves) -> None:
 
 
 def kind_of(value: object) -> str:
-    """A tensor's dtype (``float32``), or the class of another leaf."""
+    """The dtype of a tensor (such as ``float32``), or the class name of a leaf that is not a tensor."""
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -110,7 +111,8 @@ def compare_over_ranks(leaves: Leaves, part: int) -> None:
 
 
 def _in_words(value: object) -> str:
-    """Text that is the same for equal leaves in any process; for other objects, only their class."""
+    """Describe a leaf by text that is the same in every process: shape and dtype of a tensor, value of a number or
+    string, class name of another object."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {kind_of(value)}"
     return repr(value) if isinstance(value, bool | int | float | complex | str | None) else kind_of(value)

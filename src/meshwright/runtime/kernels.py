@@ -1,4 +1,4 @@
-"""The functions that lowered graphs call for collective operators, without PyTorch's dispatcher."""
+"""The functions that lowered graphs call for collective operators, directly instead of through PyTorch's dispatcher."""
 
 from types import MappingProxyType
 

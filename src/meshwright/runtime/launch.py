@@ -1,4 +1,4 @@
-"""Starting ranks and torch.distributed: under plain python, torchrun, mpirun, or our own launcher."""
+"""Starts torch.distributed on a rank: under plain python, torchrun, mpirun, or Meshwright's own launcher."""
 
 import atexit
 import contextlib
@@ -21,21 +21,22 @@ from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
 TOGETHER_S = 0.3
-"""Ranks whose programs end within this many seconds end together."""
+"""If all ranks end within this many seconds, they count as ending together."""
 HEAR_S = 3.0
-"""Seconds that a rank that ends earlier stays reachable, so that other ranks learn of its end and report it."""
+"""Seconds that a rank stays reachable if it ends before the others, so that they learn of its end and report it."""
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }  # fmt: skip
-"""Open MPI's names for torchrun's environment variables."""
+"""Maps torchrun's environment variables to Open MPI's names for them."""
 _SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|TORCH_NCCL_ASYNC)_\w+")
 
 
 def start(device: torch.device | str | None = None) -> torch.device:
-    """Start torch.distributed if a launcher has set its environment and it is not started yet.
+    """Start torch.distributed if a launcher has set its environment variables and it is not started yet.
 
-    It is ended in order at the end of the program. Ranks wait ``MESHWRIGHT_TIMEOUT_S`` seconds (600) for each other.
+    It is shut down at the end of the program. Ranks wait at most ``MESHWRIGHT_TIMEOUT_S`` seconds (default: 600) for
+    each other.
 
     Returns:
         The device of this rank.
@@ -89,14 +90,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def finish() -> None:
-    """End torch.distributed in order: no rank leaves while another rank still needs it."""
+    """Shut down torch.distributed once all ranks have met: no rank leaves while another rank still needs it."""
     if dist.is_initialized():
         meet()
         dist.destroy_process_group()
 
 
 def launched() -> bool:
-    """Whether this process is a rank that a launcher (torchrun, mpirun, our own) has started."""
+    """Whether this process is a rank that a launcher (torchrun, mpirun, Meshwright's own) has started."""
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _MPI["RANK"] in os.environ
 
 
@@ -116,13 +117,13 @@ def num_cores() -> int:
 
 
 def cache_directory() -> Path:
-    """Meshwright's directory for files that can be made again, in ``XDG_CACHE_HOME``, else in ``~/.cache``."""
+    """Meshwright's cache directory, in ``XDG_CACHE_HOME`` or else in ``~/.cache``: all its files can be made again."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "meshwright"
 
 
 def memory_bytes() -> int:
-    """The bytes of memory that this process may use: the machine's, or the limit of its control group."""
+    """The bytes of memory that this process may use: the machine's memory, or the limit of its control group."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         num_bytes = min(num_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -130,7 +131,7 @@ def memory_bytes() -> int:
 
 
 def num_devices() -> int:
-    """The number of ranks that suits this machine: its CUDA devices, else its cores."""
+    """The number of ranks that suits this machine: one for each CUDA device, or one for each core if there is none."""
     return torch.cuda.device_count() if torch.cuda.is_available() else num_cores()
 
 
@@ -140,9 +141,9 @@ def environment() -> dict[str, str]:
 
 
 def take_environment(environment: dict[str, str]) -> None:
-    """Take the launcher's environment, but for the variables that torch's agent has set for this rank. Without this, a
-    rank has the environment of the server that it was forked from, which may be older. Variables that PyTorch reads
-    when it is imported count as they were then, but for ``OMP_NUM_THREADS``."""
+    """Replace this rank's environment variables with the launcher's, except for variables that torch's agent has set.
+    Without this, the rank has the environment of the fork server, which may be older. Variables that PyTorch reads only
+    at import keep the effect that they had in the server. ``OMP_NUM_THREADS`` is applied again."""
     agents = {name: value for name, value in os.environ.items() if _SET_BY_AGENT.fullmatch(name)}
     os.environ.clear()
     os.environ.update(environment | agents)
@@ -184,8 +185,8 @@ def _number(name: str, default: str) -> int:
 
 
 def _take_over_from_mpi() -> None:
-    """Under Open MPI's mpirun, set the variables that torchrun would set. Rank 0 sends, through MPI, the address at
-    which ranks meet. Raise a LaunchError if mpi4py is not installed and MASTER_ADDR is not set."""
+    """Under Open MPI's mpirun, set the variables that torchrun would set. Rank 0 broadcasts, through MPI, the address
+    and port at which ranks meet. Raise a LaunchError if mpi4py is not installed and MASTER_ADDR is not set."""
     if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
         return
     os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})
@@ -239,8 +240,9 @@ def _join(backend: str) -> None:
 
 
 def _finish_at_exit(attendance: Attendance | None, keeps_store: bool) -> None:
-    """End in order if all ranks end now. Otherwise tell ranks that still wait for this one that it ends: this code
-    cannot know whether the program ends by ``sys.exit(1)``, or is done while other ranks go on without it."""
+    """Shut down torch.distributed if all ranks end now. Otherwise stay reachable for a while, so that ranks that wait
+    for this rank learn that it ends. A rank may end by ``sys.exit(1)``, or may just be done before the others: this
+    function cannot know which."""
     if attendance is None or not dist.is_initialized():
         return
     error = getattr(sys, "last_value", None)

@@ -22,14 +22,14 @@ from meshwright.runtime.trainer import Trainer
 log = logging.getLogger("meshwright")
 
 TRACED = 7
-"""Number of steps at the end of a run whose traces are kept."""
+"""Number of steps whose traces are kept: the last steps of a run."""
 
 
 class Progress(Protocol):
     """Shows the progress of activities; ``Silent`` shows nothing."""
 
     def begin(self, what: str, total: int = 0) -> None:
-        """Begin the activity ``what``, of ``total`` parts (0: not known). It ends the activity before it."""
+        """Begin the activity ``what``, which has ``total`` parts (0: unknown). The activity before it ends."""
 
     def advance(self) -> None:
         """Count one more finished part."""
@@ -39,7 +39,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Progress that is not shown."""
+    """Shows no progress."""
 
     def begin(self, what: str, total: int = 0) -> None:
         """Do nothing."""
@@ -67,15 +67,16 @@ class HeldOut(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Loop:
-    """Trains up to step ``options.steps`` (``[train]`` of RUN.toml); ``resume`` first loads the latest checkpoint.
+    """Trains until step ``options.steps``. Call ``resume`` before ``run`` to continue from the latest checkpoint.
 
     Args:
         loader: yields this rank's part of each global batch.
-        held_out: the same for the held-out data, one epoch per loop; None: no data are held out.
+        held_out: yields this rank's part of the held-out data, one epoch per ``for`` loop; None: no data are held out.
+        options: the table ``[train]`` of RUN.toml.
         batch_sizes: samples in the global batch of each step; None: always the batch size of ``loader``.
         bytes_are_tokens: whether the loss is per byte, so that bits per byte can be reported.
 
-    ``traces`` are the traces of this rank's last steps, at most ``TRACED``.
+    ``traces`` holds the traces of this rank's last steps, at most ``TRACED``.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Loop:
         return path
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Train. Even after an error, metrics.jsonl holds the metrics of the steps made. Raise a CheckpointError if the
-        last step could not be saved; in earlier saves an error of the disk is only a warning."""
+        """Train until the last step. Even after an error, metrics.jsonl holds the metrics of all finished steps. Raise
+        a CheckpointError if the last step could not be saved. In earlier saves a disk error is only a warning."""
         trainer, steps, first = self.trainer, self.options.steps, self.trainer.step_number + 1
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
@@ -186,7 +187,7 @@ class Loop:
             self.loader.resize(size)
 
     def _after(self, step: int) -> None:
-        """Log, evaluate and save, where one of these is due after ``step``."""
+        """Log, evaluate or save, whichever is due after ``step``."""
         due, last = self.options, step == self.options.steps
         if step % due.log_every == 0 or last:
             self._tell()
@@ -209,8 +210,8 @@ class Loop:
 
 
 def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
-    """Check a batch size before the first step. Raise a LayoutError if it does not divide over ranks and micro-batches,
-    a DataError if the data or the ranks' parts of a batch do not allow it."""
+    """Check a batch size before the first step. Raise a LayoutError if the size does not divide over data-parallel
+    ranks and micro-batches. Raise a DataError if the loader refuses the size."""
     parts = trainer.data_shard[1] * trainer.plan.microbatches
     if size % parts:
         raise LayoutError(
@@ -226,9 +227,10 @@ def _check_batch(size: int, trainer: Trainer, loader: Loader) -> None:
 def resumed_schedule(
     trainer: Trainer, hyperparameters: dict[str, Any], factors: Sequence[float]
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning-rate schedule ``hyperparameters["lr"]`` times ``factors``, positioned at the trainer's step.
+    """Return the learning-rate schedule ``hyperparameters["lr"] * factors[step]``, positioned at the trainer's step.
 
-    ``factors`` are by step; the last one stays. Hyperparameters are those given here, not those of a checkpoint.
+    The last element of ``factors`` holds for all later steps too. The optimizer takes ``hyperparameters`` instead of
+    those that were loaded from a checkpoint.
     """
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:

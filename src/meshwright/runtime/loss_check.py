@@ -1,4 +1,4 @@
-"""The check that a step's loss is finite: before the update on a CPU, one step late on a device that runs ahead."""
+"""Checks that the loss of a step is finite: before the update on a CPU, and one step later on an accelerator."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ class LossCheck:
     """Raises a NonFiniteLossError for a loss that is NaN or infinite.
 
     On an accelerator the host does not wait for the loss of a step. The loss is copied to the host, and checked when
-    the next step has been queued. The update of the refused step has been made by then, and the error says so.
+    the next step has been queued. By then, the step with the refused loss has updated the parameters, and the error
+    says so.
 
         host     queue 1 | queue 2, check 1   | queue 3, check 2
         device           | step 1 ▸ loss 1    | step 2 ▸ loss 2
@@ -26,8 +27,8 @@ class LossCheck:
         self._pending: tuple[Tensor, int, torch.cuda.Event | None] | None = None
 
     def check(self, loss: Tensor, step: int) -> None:
-        """Check the loss of step number ``step``, which has not changed parameters yet; if ``late``, check the loss of
-        the step before it."""
+        """Check the loss of step number ``step`` before the step changes parameters. If ``late``, check the previous
+        step's loss instead."""
         if not self.late:
             refuse_unless_finite(loss, step, UNCHANGED)
             return
@@ -40,7 +41,7 @@ class LossCheck:
         self._pending = host, step, copied
 
     def settle(self) -> None:
-        """Check the loss that is still pending, if any. A refused loss raises only once."""
+        """Check the loss that is still pending, if any. A loss that is not finite raises an error only once."""
         if self._pending is None:
             return
         loss, step, copied = self._pending

@@ -1,13 +1,14 @@
-"""A checkpoint's directory: data under a unique name, and a manifest. Replacing the manifest completes a save.
+"""The directory of a checkpoint: a data directory with a unique name, and a manifest, which is replaced last.
 
     ckpt/
       manifest.json       step, model, plan, and every file of the data with its size and checksum
       data-9c41d0e2/      the tensors (torch.distributed.checkpoint) and trainer.pt
       data-77aa01b3/      a save under way: it is not read until the manifest names it
 
-A save that fails or is killed at any point leaves the old manifest and the old data unchanged; the next save removes
-the files that it wrote. Only a directory with a valid manifest is a checkpoint and may be removed. Only files that a
-save wrote are removed from it; other files stay. This module handles only files, without torch.
+A save that fails or is killed at any point leaves the old manifest and the old data unchanged. The next save removes
+the files of the failed save. Only a directory with a valid manifest is a checkpoint and may be removed. When a
+checkpoint is removed, only files that a save wrote are removed; other files stay. This module only handles files, and
+does not use torch.
 """
 
 import hashlib
@@ -32,7 +33,8 @@ log = logging.getLogger("meshwright")
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|trainer\.pt|\.trainer\.pt\..*")
-"""The files that a save writes into its data directory, and temporary files that a killed save leaves there."""
+"""Matches the names of files that a save writes into its data directory, and of temporary files that a killed save
+leaves there."""
 _TEMPORARY = f".{MANIFEST}."  # left by files.write_atomically if it was killed
 _STEP = re.compile(r"step-\d{8,}")
 
@@ -59,8 +61,8 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The contents of a checkpoint. ``plan`` is the plan that ran. A checkpoint loads under any plan, but only the same
-    plan takes over its amendments."""
+    """The description of a checkpoint. ``plan`` is the plan under which it was saved. A checkpoint can be loaded under
+    any plan, but the amendments of ``plan`` are restored only under the same plan."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -79,8 +81,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def begin(path: Path, num_bytes: int) -> str:
-    """Begin a save of ``num_bytes`` in ``path``. Return a new name for the data directory. Raise a CheckpointError if
-    ``path`` is a file, or a directory with other files; a DiskError if it cannot be written to, or has no room."""
+    """Prepare ``path`` for a save of ``num_bytes``, and return a new name for the data directory. Raise a
+    CheckpointError if ``path`` is a file, or a directory with other files. Raise a DiskError if the disk has no
+    room."""
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
@@ -96,7 +99,7 @@ def begin(path: Path, num_bytes: int) -> str:
 
 
 def no_room(path: Path, num_bytes: int) -> DiskError | None:
-    """The error to raise if ``num_bytes`` do not fit on the disk of ``path``; None if they fit."""
+    """Return the error to raise if ``num_bytes`` do not fit on the disk of ``path``, or None if they fit."""
     there = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     free = shutil.disk_usage(there).free
     if free >= num_bytes:
@@ -118,7 +121,7 @@ def abandon(path: Path, data: str) -> None:
 
 
 def commit(path: Path, manifest: Manifest) -> None:
-    """Make the data that ``manifest`` names the checkpoint, then remove the data of earlier saves."""
+    """Complete a save: write ``manifest``, which names the new data directory, and remove the data of earlier saves."""
     _sync(path / manifest.data)
     _sync(path)
     checksum = _checksum(json.loads(files.encode_json(manifest)))
@@ -130,8 +133,8 @@ def commit(path: Path, manifest: Manifest) -> None:
 
 def read(path: Path) -> Manifest:
     """Return the manifest of a checkpoint, and check that its files exist with the saved sizes. Raise a
-    DamagedCheckpointError if the manifest is missing or changed, or if a file is missing or has another size; a
-    CheckpointError if ``path`` is no checkpoint, or was written by a newer version."""
+    DamagedCheckpointError if the manifest is missing or changed, or if a file is missing or has another size. Raise a
+    CheckpointError if ``path`` is no checkpoint, or if a newer version of Meshwright wrote it."""
     manifest = _parsed(path)
     for name, saved in manifest.files.items():
         file = path / manifest.data / name
@@ -143,7 +146,7 @@ def read(path: Path) -> Manifest:
 
 
 def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
-    """Sizes and checksums of files."""
+    """Return the size and checksum of each file."""
     saved_files = {}
     for name in names:
         with (directory / name).open("rb") as file:
@@ -153,15 +156,15 @@ def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
 
 
 def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
-    """Raise a DamagedCheckpointError that names the first file whose checksum differs from the one that was written."""
+    """Raise a DamagedCheckpointError that names the first file whose size or checksum differs from its saved one."""
     for name, expected in saved.items():
         if written(directory, [name])[name] != expected:
             raise _damaged("its checksum is not the one that was written", directory / name)
 
 
 def steps_in(directory: Path) -> list[str]:
-    """The names of a directory's checkpoints, complete or not, with the latest step first. Directories with such a name
-    that no save wrote are left out."""
+    """Return the names of the checkpoints in a directory, complete or not, with the latest step first. Directories that
+    are named like a checkpoint but were not written by a save are left out."""
     if not directory.is_dir():
         return []
     named = [entry for entry in directory.iterdir() if entry.is_dir() and _STEP.fullmatch(entry.name)]
@@ -170,19 +173,20 @@ def steps_in(directory: Path) -> list[str]:
 
 
 def latest_step(directory: Path) -> int:
-    """The latest step whose checkpoint in ``directory`` was completely written; -1 if none was."""
+    """Return the latest step that has a complete checkpoint in ``directory``, or -1 if there is none."""
     names = (name for name in steps_in(directory) if _is_valid(directory / name))
     return next((int(name.removeprefix("step-")) for name in names), -1)
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint: ``step-00000120``."""
+    """The name of a step's checkpoint, such as ``step-00000120``."""
     return f"step-{step:08d}"
 
 
 def prune(directory: Path, newest: str, keep: int) -> list[str]:
-    """Keep ``newest`` and the ``keep`` - 1 latest checkpoints before it, and remove earlier ones. Return the names of
-    later ones, which stay. A directory without a valid manifest is neither counted nor removed."""
+    """Keep ``newest`` and the ``keep`` - 1 latest checkpoints before it, and remove earlier checkpoints. Later
+    checkpoints stay, and their names are returned. A directory without a valid manifest is neither counted nor
+    removed."""
     names = [name for name in steps_in(directory) if _is_valid(directory / name)]
     place = names.index(newest)
     for name in names[place + keep :]:
@@ -192,7 +196,7 @@ def prune(directory: Path, newest: str, keep: int) -> list[str]:
 
 
 def _parsed(path: Path) -> Manifest:
-    """Return the manifest of ``path`` if its checksum is right; raises as ``read`` does."""
+    """Return the manifest of ``path`` if its checksum is right. Otherwise raise the errors that ``read`` describes."""
     try:
         data = (path / MANIFEST).read_bytes()
     except OSError as error:
@@ -222,7 +226,7 @@ def _damaged(problem: str, where: Path | str) -> DamagedCheckpointError:
 
 
 def _is_valid(path: Path) -> bool:
-    """Whether the directory is a checkpoint of ours that was completely written."""
+    """Whether the directory is a complete checkpoint that Meshwright wrote."""
     with suppress(CheckpointError):
         _parsed(path)
         return True
@@ -238,7 +242,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _remove_data(path: Path, kept: str = "") -> None:
-    """Remove the data of all saves, also of killed ones, from a checkpoint, except the data directory ``kept``."""
+    """Remove from a checkpoint the data of all saves, even killed saves, except the data directory ``kept``."""
     for entry in _entries(path):
         if _DATA.fullmatch(entry.name) and entry.name != kept and entry.is_dir():
             _remove(entry, [file for file in _entries(entry) if _DATA_FILE.fullmatch(file.name)])
@@ -277,7 +281,7 @@ def _absent(path: Path, error: OSError) -> CheckpointError:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Whether the file is a manifest of ours, even if it was changed or has another version."""
+    """Whether the file is a manifest of Meshwright. It may be changed or have another version."""
     try:
         raw = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -286,7 +290,7 @@ def _is_manifest(file: Path) -> bool:
 
 
 def _is_data(directory: Path) -> bool:
-    """Whether a save wrote the directory: its name and all of its files are those of a save."""
+    """Whether a save wrote the directory: its name and the names of all its files have the form that a save uses."""
     named = _DATA.fullmatch(directory.name) is not None and directory.is_dir()
     return named and all(_DATA_FILE.fullmatch(file.name) for file in _entries(directory))
 

@@ -16,33 +16,34 @@ BUSY_SPREAD = 0.15
 """A ``spread`` above this means that other programs use the machine."""
 BOX = "box"
 DEFAULT_LINE = (30e-6, 3.65e-10)
-"""α and β of a level over which no message was sent, as measured with gloo (torch 2.13) on another machine."""
+"""α and β of a level that was not measured. They come from gloo (torch 2.13) on another machine."""
 
 Seconds = dict[str, list[tuple[float, float]]]
-"""Maps a kind of call to (size, seconds of a call)."""
+"""Maps a kind of operator to a list of (size of a call, seconds of the call)."""
 
 
 class Measured(msgspec.Struct):
-    """What was measured under one condition: on one core alone, with several threads, or on all cores at once."""
+    """Measurements under one condition: on one core alone, with several threads, or on all cores at once."""
 
     seconds: Seconds = {}
     kernel_s: float = 0.0
     """Seconds to dispatch a kernel."""
     peaks: dict[str, float] = {}
-    """The best FLOP/s of products, by dtype."""
+    """Maps a dtype to the best FLOP/s of matrix products."""
     others: dict[tuple[str, float], float] = {}
-    """Maps kind and size to the product's other size: bytes of operands if square, FLOPs if flat. Convolutions with
-    kernels of one pixel are flat."""
+    """Maps the kind and size of a matrix product or convolution to its other size: its bytes if the size is FLOPs, its
+    FLOPs if the size is bytes."""
     taken_s: float = 0.0
-    """Seconds of processor time of all calls."""
+    """Seconds of all calls on the clock that timed them: processor time on one thread, wall-clock time on several."""
     passed_s: float = 0.0
-    """Seconds of all calls on the wall clock."""
+    """Wall-clock seconds of all calls."""
     drift: float = 0.0
-    """The standard deviation of a call's time between sweeps, as a fraction: the median of all calls."""
+    """The standard deviation of a call's time over sweeps, as a fraction of its mean: the median of this number over
+    all calls."""
 
     @property
     def spread(self) -> float:
-        """Wall-clock time of the calls over their processor time, minus 1: how long they waited for a processor."""
+        """How long calls on one thread waited for a processor: wall-clock time over processor time, minus 1."""
         return max(0.0, self.passed_s / max(self.taken_s, 1e-9) - 1)
 
 
@@ -56,10 +57,11 @@ def made_cluster(
     cores: int,
     boxes: int = 1,
 ) -> Cluster:
-    """The cluster file's contents: peaks are the best of anything that was measured, curves are fractions of them.
-    Each of the ``boxes`` has ``cores`` cores; ``ranks`` ranks measured in each.
+    """Make a cluster from measurements. Peaks are the best measured rates, and curves are fractions of the peaks. Each
+    of the ``boxes`` has ``cores`` cores; ``ranks`` ranks took part in each box.
 
-    Calls with several threads are timed by the wall clock, so on a busy machine their times are left out.
+    Calls with several threads are timed by the wall clock, so their times (``threaded``) are left out on a busy
+    machine.
     """
     alone = _without_operands(alone)
     peaks = dict(alone.peaks)
@@ -115,7 +117,7 @@ def made_cluster(
 
 
 def levels_of(timings: list[CollectiveTiming], cores: int, boxes: int) -> tuple[Level, ...]:
-    """The levels of ``boxes`` boxes of ``cores`` cores each, from the messages that were measured at each level."""
+    """Return the levels of ``boxes`` boxes with ``cores`` cores each, from the times of messages at each level."""
     return tuple(_level(name, fan_out, timings) for name, fan_out in ((BOX, cores), (NETWORK, boxes)) if fan_out > 1)
 
 
@@ -130,11 +132,11 @@ def _level(name: str, fan_out: int, timings: list[CollectiveTiming]) -> Level:
 
 
 def _while_others_train(alone: Measured, together: Measured) -> Measured:
-    """The seconds of kernels while other ranks train. In ``together``, all ranks run the same kernels at the same time.
+    """Estimate the times of kernels while other ranks train. In ``together``, all ranks ran the same kernels at once.
 
-    Ranks nearly always compute, so cores that share arithmetic (hyperthreads of a core) share it all the time: kinds
-    bound by arithmetic take their time from ``together``. Memory is shared only while several ranks want it, and in a
-    step only some kernels do: kinds bound by memory take the mean of alone and together.
+    Ranks compute nearly always, so hyperthreads of a core always share its arithmetic units. Kinds bound by arithmetic
+    therefore keep their times from ``together``. Only some kernels of a step are bound by memory, so ranks share the
+    memory's bandwidth only part of the time. Kinds bound by memory get the mean of ``alone`` and ``together``.
     """
     seconds = {}
     for kind, points in together.seconds.items():
@@ -144,8 +146,8 @@ def _while_others_train(alone: Measured, together: Measured) -> Measured:
 
 
 def _without_operands(measured: Measured) -> Measured:
-    """Split products and convolutions into multiplying and operand work: flat ones show the operands' time, square ones
-    the rest."""
+    """Split the times of matrix products and convolutions into arithmetic and work on operands (``ir/kind.py``). Flat
+    calls, which do few FLOPs per byte, show the time of work on operands. In other calls the rest is arithmetic."""
     split: Seconds = {}
     for kind, operands in OPERANDS.items():
         if kind not in measured.seconds or operands not in measured.seconds:
@@ -166,7 +168,7 @@ def _without_operands(measured: Measured) -> Measured:
 
 
 def _at(num_bytes: float, flat: list[tuple[float, float]], rates: list[float]) -> float:
-    """The seconds of operands, at the rate of the measured size nearest to theirs."""
+    """Return the seconds that ``num_bytes`` of operands take, at the rate of the nearest measured size."""
     nearest = min(range(len(flat)), key=lambda index: abs(math.log(flat[index][0] / num_bytes)))
     return num_bytes / rates[nearest]
 
@@ -192,13 +194,13 @@ def _curves(measured: Measured, peak: float, bandwidth: float) -> dict[str, Curv
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """α and β of messages: the time of the smallest message, and the time of each byte beyond it."""
+    """Return α and β of messages: the time of the smallest message, and the time of each further byte."""
     (least, first), (most, last) = min(points), max(points)
     return first, max(1e-13, (last - first) / max(1.0, most - least))
 
 
 def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
-    """Why a calibration must be made again; empty if it still holds."""
+    """Return why a calibration must be repeated; an empty text if it is still valid."""
     calibration = cluster.calibration
     if calibration is None:
         return "it was not measured"

@@ -9,7 +9,8 @@ import torch
 
 
 def memory_reader(device: torch.device) -> Callable[[], int] | None:
-    """A function that returns the bytes held now: allocated on CUDA, else resident; None if they are not reported."""
+    """Return a function that reads the bytes held now (allocated on CUDA, else resident); None if there is no such
+    count."""
     if device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(device)
     return ResidentMemory() if sys.platform == "linux" else None
@@ -34,10 +35,10 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of glibc's
 
 
 def keep_memory() -> None:
-    """Let glibc's allocator keep memory that a step frees, for the next step. Otherwise the system takes it back and
-    zeroes it again page by page, which costs a tenth of some steps on a CPU (docs/decisions/0012-memory-is-kept.md).
-    Other allocators stay as they are. Blocks over 20 MiB still come from the system: they are few, and would leave the
-    largest holes in the heap."""
+    """Let glibc's allocator keep memory that a step frees, for the next step. Otherwise the memory goes back to the
+    system, which zeroes every page before its next use. On a CPU this can cost a tenth of a step's time
+    (docs/decisions/0012-memory-is-kept.md). Other allocators stay as they are. Blocks over 20 MiB still come from the
+    system: they are few, and would leave the largest holes in the heap."""
     settings = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if settings is not None:
         settings(_TRIM_THRESHOLD, 2**31 - 1)

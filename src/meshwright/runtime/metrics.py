@@ -36,15 +36,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass
 class Meter:
-    """Collects the metrics of steps as tensors. Reading them waits for the device, and happens only when a line is due.
+    """Collects the metrics of steps as tensors. Reading tensors waits for the device, so it is done only for a log
+    line.
 
     Args:
         path: path of metrics.jsonl; None: no file (ranks other than 0).
         steps: number of steps of the whole run.
         items_per_step, unit: number and name of the items of a step, such as 4096 and ``tok``.
         flops_per_step: FLOPs of the whole batch.
-        peak_flops_per_s: peak of all ranks together; 0: not known, ``mfu`` is not shown.
-        predicted_step_s: predicted seconds of a step; 0: not known, ``pred/meas`` is not shown.
+        peak_flops_per_s: peak of all ranks together; 0: unknown, and ``mfu`` is not shown.
+        predicted_step_s: predicted seconds of a step; 0: unknown, and ``pred/meas`` is not shown.
     """
 
     path: Path | None
@@ -71,13 +72,14 @@ class Meter:
         self._last = now
 
     def grow(self, factor: float) -> None:
-        """Multiply the work of a step by ``factor`` from now on; the prediction no longer holds."""
+        """Multiply the work of a step by ``factor`` from now on. The predicted time no longer holds, and is dropped."""
         self.items_per_step = round(self.items_per_step * factor)
         self.flops_per_step *= factor
         self.predicted_step_s = 0.0
 
     def read(self) -> str:
-        """Write the rows of the steps since the last call. Return the log line of the last step ("": no steps)."""
+        """Write the rows of the steps since the last call. Return the last step's log line ("" if there were no
+        steps)."""
         if not self._pending:
             return ""
         rows = [row | {name: value.item() for name, value in metrics.items()} for row, metrics in self._pending]
@@ -90,8 +92,10 @@ class Meter:
         return self._line(rows[-1], elapsed_s / len(rows))
 
     def _line(self, row: StepMetrics, step_s: float) -> str:
-        """``step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04``; unknown
-        numbers are left out."""
+        """Return a step's log line, of which the following is an example. Numbers that are unknown are left out.
+
+        step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04
+        """
         parts = [f"step {row['step']}/{self.steps}", f"loss {row['loss']:.4f}"]
         if (norm := row.get("grad_norm")) is not None:
             parts.append(f"grad_norm {norm:.3g}" if norm < 0.01 else f"grad_norm {norm:.2f}")
@@ -129,7 +133,7 @@ class Meter:
             log.warning("%s: there was no room for the rows from step %d on", self.path, self._unwritten[0]["step"])
 
     def rewind(self, step: int) -> list[StepMetrics]:
-        """Cut off the rows after ``step``, whose steps will be made again. Return the rows up to ``step``."""
+        """Remove the rows after ``step``, because these steps will be made again. Return the rows up to ``step``."""
         if self.path is None or not self.path.exists():
             return []
         rows: list[StepMetrics] = []

@@ -1,12 +1,12 @@
-"""Optimizer state that lies on the host between steps: chunks are copied to the device, one ahead, and back.
+"""Keeps optimizer state on the host between steps: chunks are copied to the device, one chunk ahead, and then back.
 
     copies    bring 0 | bring 1 |  send 0, bring 2  |  send 1, ...
     device            | step 0  |  step 1           |  step 2
 
-After S. Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.1.2, except that the step itself runs on the device, so
-that any optimizer works. The optimizer is called once for every chunk of parameters, and only these have gradients
-then. On CUDA the host's memory is pinned, and copies run on a stream of their own. On a CPU both memories are the same,
-and only the order is exercised.
+This follows S. Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.1.2, except that the optimizer's step runs on the
+device, so that any optimizer works. The optimizer is called once for every chunk of parameters. During a call only the
+parameters of its chunk have gradients. On CUDA the host's memory is pinned, and copies run on their own stream. On a
+CPU, host and device memory are the same, so copies save nothing there and only their order can be tested.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 CHUNK_BYTES = 2**26
-"""Bytes of the parameters that are stepped together."""
+"""Approximate bytes of the parameters in a chunk, which are updated together."""
 
 
 class Offloader:
-    """Steps an optimizer whose state lies on the host. Ranks that share parameters hold them in the same order."""
+    """Steps an optimizer whose state lies on the host. Ranks that share parameters hold these parameters in the same
+    order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +31,7 @@ class Offloader:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Step all parameters that have a gradient, and release the gradients."""
+        """Update all parameters that have a gradient, and release the gradients."""
         gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -53,7 +54,7 @@ class Offloader:
         return torch.cuda.stream(self._copies) if self._copies is not None else nullcontext()
 
     def _wait(self) -> None:
-        """Let the device's work wait for the copies requested so far."""
+        """Let later work on the device wait for the copies that were requested so far."""
         if self._copies is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._copies)
 
@@ -110,7 +111,8 @@ def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _moved(
     optimizer: Optimizer, chunk: Sequence[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
-    """Yield state tensors of their parameter's shape. Small state (step counts) stays where the optimizer put it."""
+    """Yield the state tensors that have the shape of their parameter. Other state (step counts) stays where the
+    optimizer put it."""
     for parameter in chunk:
         state = optimizer.state.get(parameter, {})
         for key, value in list(state.items()):

@@ -1,4 +1,4 @@
-"""The user's optimizer, made over this rank's parameters, and refused if it would train otherwise than on one rank."""
+"""Makes the user's optimizer over this rank's parameters; refuses it if it would train otherwise than on one rank."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +19,16 @@ OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 ELEMENT_WISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-"""Optimizers of torch.optim that update every element by itself, so that a part of a tensor trains as in the whole."""
+"""Optimizers of torch.optim that update each element independently, so that splitting a tensor changes no update."""
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers for which PyTorch has a fused kernel, also on the CPU: it reads and writes every tensor once."""
+"""Optimizers for which PyTorch has a fused kernel, also on the CPU. This kernel reads and writes a tensor only once."""
 NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
 _REMEDY = "pass a function such as lambda p: torch.optim.AdamW(p, lr=3e-4), of all the parameters that it is given"
 
 
 def check_factory(factory: Any, max_grad_norm: Any) -> None:
-    """Raise an OptimizerError unless ``factory`` is a function (or None), and not an optimizer that is already made,
-    and the norm to clip by is a positive number (or None)."""
+    """Raise an OptimizerError unless ``factory`` is a function or None (it may not be an optimizer that is already
+    made), and ``max_grad_norm`` is a positive number or None."""
     if isinstance(factory, Optimizer):
         raise _refused(f"it is a {type(factory).__name__} that is already made, over the whole model's parameters")
     if factory is not None and not callable(factory):
@@ -41,11 +41,11 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
-    """Make the optimizer over this rank's parts of the parameters; it holds none if only other stages are trained.
+    """Make the optimizer over this rank's parts of parameters. It holds none if only stages of other ranks are trained.
 
-    ``fused``: use PyTorch's fused kernel if it exists and the caller has not chosen. Raise an OptimizerError if the
-    factory fails, returns no optimizer or one over other tensors, or if its optimizer needs whole tensors and some are
-    split.
+    With ``fused``, use PyTorch's fused kernel if there is one and the factory has not chosen an implementation. Raise
+    an OptimizerError if the factory fails or returns no optimizer. Also raise it if the optimizer holds other tensors,
+    or needs whole tensors while some parameters are split.
     """
     given = parameters.trainable
     idle = not given and bool(parameters.follow())
@@ -85,8 +85,8 @@ def _refused(problem: str) -> OptimizerError:
 
 
 def shard_sum(parameters: LocalParameters) -> ShardSum:
-    """Return a function that sums over the ranks that hold the parts of parameters, with one all-reduce per axis for
-    parameters that are split alike. Ranks that share a split parameter hold the same parameters in one order."""
+    """Return a function that sums values over the ranks that hold the parts of parameters. It makes one all-reduce per
+    axis for all parameters that are split alike. Ranks that share split parameters hold them in the same order."""
     axes_of = {id(parameters[name]): parameters.split_axes(name) for name in parameters}
 
     def summed(of: Sequence[Tensor], values: Tensor) -> Tensor:

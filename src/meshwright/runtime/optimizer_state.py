@@ -4,8 +4,9 @@
      "groups": [{"parameters": ["wte.weight", ...], "options": {"lr": 3e-4, "betas": (0.9, 0.999), ...}}],
      "states": {"wte.weight": {"tensors": {"exp_avg": torch.float32, ...}, "values": {"step": tensor(120.)}}}}
 
-State tensors of a parameter's shape are split like the parameter. ``tensors`` holds only their dtypes, and
-``runtime/shards.py`` stores the tensors. All other state (``step``) is the same on every rank; ``values`` holds it.
+State tensors that have the shape of their parameter are split like the parameter. ``tensors`` holds only their dtypes;
+``runtime/shards.py`` stores the tensors themselves. ``values`` holds all other state, such as ``step``, which is the
+same on every rank.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from meshwright.runtime.shards import Part, part_of
 from meshwright.runtime.state import LocalParameters
 
 HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
-"""Options that belong to a run and its device, not to the trained state: they are not saved."""
+"""Options that say how an optimizer computes, and that depend on the run and its device. They are not saved."""
 
 LEAVE = "load(..., optimizer=False) leaves the optimizer as it is"
 
@@ -27,8 +28,9 @@ States = dict[str, dict[str, Any]]
 
 
 def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Part]]:
-    """Return the optimizer's state, and its split tensors by their names in a checkpoint. Raise a CheckpointError if it
-    holds a parameter that is not the model's, or state that is split in an unknown way."""
+    """Return the optimizer's state, and this rank's parts of its tensors by their names in a checkpoint. Raise a
+    CheckpointError if the optimizer holds a parameter that is not the model's, or if a parameter is split and a state
+    tensor has another shape."""
     states: States = {}
     parts: dict[str, Part] = {}
     for name, (parameter, _) in _named(parameters, optimizer).items():
@@ -63,7 +65,7 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
 
 
 def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the states of all ranks to one state. Ranks of different stages hold different parameters."""
+    """Join the states of all ranks into one state. Ranks of different stages hold different parameters."""
     groups = []
     for same in zip(*(rank_state["groups"] for rank_state in saved), strict=True):
         names = dict.fromkeys(name for group in same for name in group["parameters"])
@@ -73,8 +75,8 @@ def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any] | None, where: str) -> None:
-    """Raise a CheckpointError if ``optimizer`` cannot load a saved state: the state is missing (None), or it is of
-    another optimizer, of other parameters or of other groups."""
+    """Raise a CheckpointError if ``optimizer`` cannot load a saved state: because there is none (None), or because the
+    state belongs to another optimizer, other parameters or other groups."""
     if saved is None:
         raise CheckpointError("there is no optimizer state", where=where, remedy=LEAVE)
     name = type(optimizer).__name__
@@ -99,10 +101,11 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
 def make_room(
     parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any]
 ) -> tuple[States, dict[str, Part]]:
-    """Return the state by parameter name, and its tensors by their names in a checkpoint. Values are as saved; tensors
-    are zeros that a load must fill, except for padding.
+    """Return the state by parameter name, and the parts of its tensors by their names in a checkpoint. Values that are
+    not tensors of the parameter's shape are the saved ones. The tensors have the saved dtypes, and hold zeros that a
+    load must replace (except for padding).
 
-    Dtypes are as saved. As with ``Optimizer.load_state_dict``, everything but the step is on the parameter's device.
+    As with ``Optimizer.load_state_dict``, all tensors are on the parameter's device, usually except for ``step``.
     """
     result: States = {}
     parts: dict[str, Part] = {}
@@ -148,7 +151,7 @@ def _device(key: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.d
 
 
 def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str]:
-    """Names by the identity of parameters; the optimizer itself may not know any names."""
+    """Map the ``id`` of each parameter to its name, because the optimizer itself may not know any names."""
     names = {id(parameter): name for name, parameter in parameters.trainable.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -162,7 +165,7 @@ def _name_of(parameters: LocalParameters, optimizer: Optimizer) -> dict[int, str
 
 
 def _named(parameters: LocalParameters, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
-    """Each parameter that the optimizer holds, with its group, by name."""
+    """Map the name of each parameter that the optimizer holds to the parameter and its group."""
     names = _name_of(parameters, optimizer)
     return {
         names[id(parameter)]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]

@@ -1,8 +1,9 @@
-"""Training in a low precision on this rank: the check of its device, the loss scale, and skipped steps.
+"""Training in a low precision on this rank: the check of the device, the loss scale, and skipped steps.
 
-Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3: weights, gradients and optimizer state are
-float32. The loss is scaled before a backward in float16, because gradients below 6e-8 are 0 there. The scale is
-dynamic, with the constants of ``torch.amp.GradScaler``. It is a power of two, so that scaling rounds nothing.
+As in Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3, weights, gradients and optimizer state are
+float32. Before a backward in float16, the loss is multiplied by a scale, because gradients below 6e-8 are 0 in float16.
+The scale adapts to the gradients, with the constants of ``torch.amp.GradScaler``. It is a power of two, so that scaling
+rounds nothing.
 """
 
 import logging
@@ -27,7 +28,7 @@ LEAST_SCALE = 2.0**-14
 GROWTH_STEPS = 2000
 """Steps without overflow after which the scale is doubled."""
 MOST_SKIPPED = 8
-"""Skipped steps in a row after which training fails, in a precision without a scale that could be lowered."""
+"""Number of consecutive skipped steps after which training fails, in a precision whose loss scale is always 1."""
 _NEEDS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
 _ARM = {"bfloat16": ("bf16",), "float16": ("fp16", "fphp")}
 
@@ -55,14 +56,14 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
 
 
 def missing_instructions(precision: Precision) -> tuple[str, ...]:
-    """Instruction sets that this CPU lacks, any one of which a low precision needs; () if the CPU has one of them."""
+    """Return the instruction sets of which a low precision needs one, if this CPU has none of them; else ()."""
     known = torch.cpu.get_capabilities()
     wanted = _NEEDS[precision] if known.get("architecture") == "x86_64" else _ARM[precision]
     return () if any(known.get(name) for name in wanted) else wanted
 
 
 class LossScale:
-    """The scale of the loss (always 1, except for float16), and the decision which steps are skipped. All ranks skip a
+    """Holds the scale of the loss (always 1, except for float16), and decides which steps are skipped. All ranks skip a
     step if a gradient or the loss is not finite on any rank."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
@@ -91,7 +92,8 @@ class LossScale:
         return not float(found_inf)
 
     def note(self, finite: bool, step: int, *, tells: bool = True) -> None:
-        """Adapt the scale to step number ``step``, made or skipped. Raise a LossScaleError if no scale helps."""
+        """Adapt the scale after step ``step``, which is skipped if not ``finite``. Raise a LossScaleError if no scale
+        helps."""
         if finite:
             self.good_steps, self.skipped = self.good_steps + 1, 0
             if self.dynamic and self.good_steps % GROWTH_STEPS == 0:
@@ -121,6 +123,6 @@ class LossScale:
         return {"precision": self.precision, "value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state; if it is of another precision, or None, the current scale stays."""
+        """Restore a state. If the state is None or of another precision, the current scale stays."""
         if state is not None and state["precision"] == self.precision:
             self.value, self.good_steps, self.skipped = state["value"], state["good_steps"], 0

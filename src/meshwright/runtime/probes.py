@@ -1,4 +1,4 @@
-"""Probes: calls of a few sizes for each kind of operator, whose seconds are measured. No model is needed."""
+"""Probes: calls whose time is measured, in a few sizes for each kind of operator. They need no model."""
 
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -20,7 +20,8 @@ DTYPES = ("float32", "float64", "bfloat16")
 
 class Probe(msgspec.Struct, frozen=True):
     """A call to measure: its kind (``ir/kind.py``), its size (FLOPs, or bytes of inputs and outputs), and its function.
-    ``other``, only of products and convolutions: the bytes if ``size`` is FLOPs, the FLOPs if ``size`` is bytes."""
+    ``other`` is set only for products and convolutions: their bytes if ``size`` is FLOPs, their FLOPs if ``size`` is
+    bytes."""
 
     kind: str
     size: float
@@ -29,19 +30,19 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def kernel_probe() -> Probe:
-    """A call so small that its time is only that of its dispatch."""
+    """A call so small that nearly all of its time is dispatch."""
     left, right = torch.ones(1), torch.ones(1)
     return Probe("dispatch", 0.0, lambda: torch.add(left, right))
 
 
 def matmul_probe(side: int, dtype: str) -> Probe:
-    """A square product whose second operand is transposed, as in linear layers."""
+    """A product of square matrices. The second operand is transposed, as in linear layers."""
     matrix = torch.randn(side, side).to(getattr(torch, dtype))
     return Probe("matmul", 2.0 * side**3, lambda: torch.mm(matrix, matrix.t()), 3.0 * matrix.nbytes)
 
 
 def flat_probe(side: int) -> Probe:
-    """A product of a few rows with weights that other weights have pushed out of the caches."""
+    """A product of a few rows with weights that are not in the caches, because other weights were used in between."""
     rows = torch.randn(FLAT, side)
     size = (side * side + 2 * FLAT * side) * 4
     weights = cycle(list(torch.randn(max(2, COLD_BYTES // 2 // size), side, side)))
@@ -49,7 +50,7 @@ def flat_probe(side: int) -> Probe:
 
 
 def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
-    """Attention and convolution; ``scale`` multiplies the lengths and the image sides."""
+    """Attention and convolution; ``scale`` multiplies the sequence lengths and the sides of images."""
     for batch, length in ((1, 64), (2, 128), (4, 256)):
         yield from _attention(batch, max(8, int(length * scale)))
     for batch, channels, side in ((2, 16, 16), (8, 32, 16), (8, 64, 32)):
@@ -59,7 +60,7 @@ def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
 
 
 def _attention(batch: int, length: int) -> Iterator[Probe]:
-    """Queries, keys and values lie side by side, as one projection leaves them."""
+    """Probes of attention. Queries, keys and values lie side by side in memory, as one joint projection writes them."""
     joined = torch.randn(batch, length, 3, 4, 64)
     query, key, value = (part.transpose(1, 2) for part in joined.unbind(2))
     flops = 4.0 * query.numel() * length
@@ -84,7 +85,7 @@ def _convolution(batch: int, channels: int, side: int) -> Iterator[Probe]:
 
 
 def _flat_convolution(batch: int, channels: int, side: int) -> Probe:
-    """A convolution with kernels of one pixel: most of its time goes to the order of its images."""
+    """A convolution with kernels of one pixel, which spends most of its time on the memory layout of its images."""
     image, weight = torch.randn(batch, channels, side, side), torch.randn(channels, channels, 1, 1)
     rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     size, flops = 2.0 * image.nbytes + weight.nbytes, 2.0 * image.numel() * channels
@@ -93,7 +94,7 @@ def _flat_convolution(batch: int, channels: int, side: int) -> Probe:
 
 def memory_probes(elements: tuple[int, ...] = (2**14, 2**18, 2**21)) -> Iterator[Probe]:
     """Operators that are bound by memory, in float32, for each number of ``elements``. A call uses other tensors than
-    the call before it, because in a step much else runs between the making of a tensor and its use."""
+    the call before it, because in a step much other work runs between the creation of a tensor and its use."""
     for count in elements:
         pool = list(torch.rand(max(2, COLD_BYTES // 8 // count), count))
         yield from _element_wise(pool)
@@ -151,7 +152,7 @@ def _by_index(pool: list[Tensor]) -> Iterator[Probe]:
 
 
 def _update(count: int) -> Probe:
-    """An update of parameters that other parameters have pushed out of the caches."""
+    """An update of parameters that are not in the caches, because other parameters were used in between."""
     size = count * ITEM_BYTES["float32"]
     several = [torch.randn(count) for _ in range(2 * max(1, COLD_BYTES // (2 * size)))]
     pairs = cycle(list(zip(several[::2], several[1::2], strict=True)))

@@ -1,6 +1,6 @@
-"""Our own launcher: runs a function on several ranks of this machine, and raises the error of the first failed rank.
+"""Meshwright's launcher: runs a function on ranks of this machine, and raises the error of the first rank that fails.
 
-The ranks are processes of torch's elastic agent. ``runtime/failures.py`` describes the files that they leave behind.
+Torch's elastic agent starts the ranks as processes. ``runtime/failures.py`` describes the files that they leave behind.
 """
 
 import atexit
@@ -30,16 +30,17 @@ from meshwright.runtime.failures import Failure, Status, as_error, file_of, firs
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
-"""Whether to start all ranks again after this error; the path is where the files of the failed attempt then lie."""
+"""A function that returns whether to start all ranks again after an error. Before they start, the files of the failed
+attempt are moved to the directory that is its second argument."""
 
 STOP_S = 5
-"""Seconds that stopped ranks may take to end before they are killed."""
+"""Seconds that ranks may take to end after they were told to stop. After that they are killed."""
 MOST_RANKS = 256
 """Maximum number of ranks (processes) on one machine."""
 PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
-"""Modules that every rank needs. One server imports them once; ranks are forks of it."""
+"""Modules that every rank needs. A fork server imports them once, and ranks are forks of this server."""
 LINGER_S = 10.0
-"""Seconds that a rank that lost another rank waits to be stopped, so that the other rank's failure is seen first."""
+"""Seconds that a rank waits before it ends, if it lost another rank: so the other rank's failure is seen first."""
 
 
 def run_ranks(
@@ -52,20 +53,22 @@ def run_ranks(
 ) -> T:
     """Run ``function(*args)`` on ``num_ranks`` ranks of this machine, and return rank 0's result.
 
-    The function must be a top-level function of an importable module; arguments and results must be picklable. A
-    single rank runs in this process. If one of several ranks fails, the others end within seconds. Ctrl-C stops all.
+    The function must be a top-level function of an importable module; arguments and results must be picklable. A single
+    rank runs in this process. If one of several ranks fails, the others end within seconds. Ctrl-C stops all ranks.
 
     Args:
-        directory: for the files that ranks leave behind; no other ``run_ranks`` may use it at the same time. Default: a
-            temporary directory, which stays after an error of a rank, because the error names it.
-        port: port of this machine at which the ranks meet; 0: a free port.
-        again: is called if one of several ranks was killed, lost the others, or raised an error not of Meshwright.
+        directory: directory for the files that ranks leave behind; no other ``run_ranks`` may use it at the same time.
+            None: a temporary directory, which is kept if a rank fails, because the error names it.
+        port: port of this machine through which the ranks find each other; 0: any free port.
+        again: called if one of several ranks was killed, lost the others, or raised an error that is not a
+            MeshwrightError. If it returns True, all ranks are started again.
 
     Raises:
-        MeshwrightError: the error that a rank raised; if several ranks raised one, the first.
-        FailedRankError: a rank raised another error, was killed, or ended.
-        LaunchError: more ranks than ``MOST_RANKS``; the port is taken; another run uses the directory; or the script
-            that calls this function calls it again when it is imported, as every rank does.
+        MeshwrightError: the error that a rank raised; if several ranks raised errors, the first of them.
+        FailedRankError: a rank raised an error that is not a MeshwrightError, was killed, or exited.
+        LaunchError: more ranks than ``MOST_RANKS``; the port is taken; another run uses the directory; or the calling
+            script is not guarded by ``if __name__ == "__main__"``: every rank imports the script and would start ranks
+            again.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own test
@@ -157,7 +160,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
 def _rank(
     function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str]
 ) -> T | None:
-    """Run the function as one rank, and record its failure if it fails. ``environment`` holds the environment variables
+    """Run ``function`` as one rank, and record its error if it fails. ``environment`` holds the environment variables
     of the launcher."""
     threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
@@ -181,7 +184,7 @@ def _rank(
 
 
 def _end_with_launcher() -> None:
-    """End this rank at once when the launcher has ended in any way, even by a kill."""
+    """End this rank as soon as the launcher has ended, even if the launcher was killed."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()
@@ -189,7 +192,8 @@ def _end_with_launcher() -> None:
 
 
 def _fail(failure: Failure) -> NoReturn:
-    """End this rank at once, without waiting for ranks that will not answer."""
+    """End this rank without cleanup, which could wait for ranks that will not answer. A rank that has lost another rank
+    first waits ``LINGER_S`` seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     if failure.lost_peer:
@@ -198,7 +202,7 @@ def _fail(failure: Failure) -> NoReturn:
 
 
 def _redirect_output(log: Path, *, keep_python: bool) -> None:
-    """Send the output of this process to a file; ``keep_python``: only the output of C and C++ code."""
+    """Redirect this process's output to a file. With ``keep_python``, redirect only the output of C and C++ code."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -216,7 +220,7 @@ def _redirect_output(log: Path, *, keep_python: bool) -> None:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A temporary directory, which is kept after an error of a rank."""
+    """Make a temporary directory, and remove it at the end unless a MeshwrightError was raised."""
     path = Path(tempfile.mkdtemp(prefix="meshwright-ranks-"))
     try:
         yield path
@@ -245,11 +249,11 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 class _Signals:
-    """Notes signals to stop while ranks run, and kills the ranks; the launcher then finds them ended.
+    """Handles SIGINT, SIGTERM and SIGHUP while ranks run: it kills the ranks, and the launcher then finds them ended.
 
-    An exception raised in a signal handler could get lost anywhere in the agent. Ranks start with SIGINT blocked, so
-    that Ctrl-C, which reaches all processes of a terminal, does not stop a rank in the middle of its imports. In this
-    process a thread that does not block SIGINT receives it.
+    The handler itself raises no exception, because torch's agent could swallow it. Ranks start with SIGINT blocked:
+    Ctrl-C reaches all processes of a terminal, and must not stop a rank in the middle of its imports. In the launcher,
+    the main thread blocks SIGINT too, and another thread receives it.
     """
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -278,7 +282,7 @@ class _Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def raise_received(self) -> None:
-        """Raise KeyboardInterrupt after Ctrl-C, SystemExit after another signal to stop; else do nothing."""
+        """Raise KeyboardInterrupt if SIGINT was received, SystemExit if SIGTERM or SIGHUP was; else do nothing."""
         if self._received == signal.SIGINT:
             raise KeyboardInterrupt from None
         if self._received is not None:
@@ -295,7 +299,7 @@ class _Signals:
 
 
 def _start_server() -> None:
-    """Start the server that forks ranks, unless it or another library's server runs already."""
+    """Start multiprocessing's fork server, which forks the ranks, unless this process has already started it."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     try:
         forkserver.ensure_running()
@@ -308,8 +312,8 @@ def _start_server() -> None:
 
 
 def _start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker before SIGINT is blocked, because starting it unblocks SIGINT. Its
-    warning about resources of killed ranks is switched off, because it cleans them up anyway."""
+    """Start multiprocessing's resource tracker before SIGINT is blocked, because its start unblocks SIGINT. The
+    tracker's warning about resources of killed ranks is switched off: the tracker cleans up these resources anyway."""
     option = "ignore:resource_tracker:UserWarning"
     sys.warnoptions.append(option)
     try:
@@ -320,7 +324,7 @@ def _start_resource_tracker() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the agent, which logs its own tracebacks for errors that are reported here in one line."""
+    """Silence torch's elastic agent, which would log tracebacks of errors that the launcher reports in one line."""
     with ExitStack() as restored:
         for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
             logger = logging.getLogger(name)

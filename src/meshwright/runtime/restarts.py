@@ -1,4 +1,4 @@
-"""Restarts all ranks from the last checkpoint after a rank was lost, as long as that helps."""
+"""Decides whether all ranks start again from the last checkpoint after a failure."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from meshwright.errors import RankError
 from meshwright.runtime import manifest
 
 TRIES = 3
-"""Failures at one place, with no checkpoint between them, after which ranks are not started again."""
+"""Number of failures at one place, with no new checkpoint between them, after which ranks are not started again."""
 
 
 class Restarts:
-    """Decides, for ``run_ranks(..., again=...)``, to start again unless the run would fail for ever.
+    """Decides whether ``run_ranks(..., again=...)`` starts the ranks again: yes, unless the run would fail for ever.
 
-    A machine may lose a rank anywhere. A failure that lies in the model or its data happens at the same place each
-    time, such as ``at step 57``. The third failure at a place is the last, unless a later checkpoint was written in
-    between. The places between two checkpoints are finite in number, so restarting ends.
+    A machine may lose a rank at any place. A failure caused by the model or its data happens at the same place each
+    time, such as ``at step 57``. After the third failure at one place the ranks are not started again, unless a later
+    checkpoint was written in between. There are finitely many places between two checkpoints, so restarts end.
 
     Args:
         checkpoints: the directory that ``save_in`` writes to.
-        say: is called with a text for each failure and its consequence.
+        say: called with a text for each failure and its consequence.
     """
 
     def __init__(self, checkpoints: Path, say: Callable[[str], object]) -> None:
@@ -29,7 +29,7 @@ class Restarts:
         self._failures: Counter[str] = Counter()
 
     def __call__(self, error: RankError, kept: Path) -> bool:
-        """Whether to start again."""
+        """Return whether to start the ranks again."""
         saved = manifest.latest_step(self._checkpoints)
         if saved > self._saved:
             self._saved = saved

@@ -34,13 +34,14 @@ from meshwright.runtime.state import LocalParameters, full_state_dict, load_stat
 log = logging.getLogger("meshwright")
 
 OTHER_BYTES = 16 * 2**10
-"""Approximate bytes of a checkpoint on the disk besides tensors and state."""
+"""Approximate bytes that a checkpoint takes on the disk besides its tensors and ``trainer.pt``."""
 
 Path_ = str | os.PathLike[str]
 
 
 class Resumable:
-    """The part of a trainer that saves and loads. Every rank must call each method, with a directory that all share."""
+    """The part of a trainer that saves and loads checkpoints. All ranks must call each method, with a shared
+    directory."""
 
     plan: Plan
     graph: Graph
@@ -61,15 +62,16 @@ class Resumable:
         self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, blocking: bool = True
     ) -> None:
         """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
-        ``{"scheduler": scheduler}``). A checkpoint that was at ``path`` stays until the new one is complete.
+        ``{"scheduler": scheduler}``). An older checkpoint at ``path`` stays until the new one is complete.
 
-        ``blocking=False`` copies the data and writes them while steps go on; the next save, a load and
-        ``wait_for_save`` wait for it. An error is then first logged as a warning; ``wait_for_save`` raises it.
+        With ``blocking=False`` the data are copied, and then written while training continues. The next save, a load
+        and ``wait_for_save`` first wait until the data are written. If such a save fails, a warning is logged at once,
+        and ``wait_for_save`` raises the error.
 
         Raises:
-            CheckpointError: on every rank; the checkpoint at ``path`` has not changed. The error may be that of an
-                earlier save with ``blocking=False``.
-            NonFiniteLossError: the loss of the last step is not finite, which a CUDA device had not reported yet.
+            CheckpointError: this save has failed, or an earlier save with ``blocking=False``. All ranks raise it. The
+                checkpoint at ``path`` has not changed.
+            NonFiniteLossError: the loss of the last step, which is checked late on a CUDA device, is not finite.
         """
         self._save(path, loader, extra or {}, blocking=blocking, keep=0)
 
@@ -82,8 +84,9 @@ class Resumable:
         extra: Extra | None = None,
         blocking: bool = True,
     ) -> Path:
-        """``save`` as ``directory/step-00000120``, and return that path. When the checkpoint is complete, all
-        checkpoints but the latest ``keep`` are removed. A CheckpointError if ``keep`` is less than 1."""
+        """Save a checkpoint as ``directory/step-00000120`` (for step 120), and return this path. When it is complete,
+        all earlier checkpoints but the latest ``keep`` - 1 are removed. Raise a CheckpointError if ``keep`` is below
+        1."""
         if keep < 1:
             raise CheckpointError(f"keep is {keep}", where=f"{directory}", remedy="keep at least 1 checkpoint")
         path = Path(directory) / manifest.step_name(self.step_number)
@@ -126,7 +129,7 @@ class Resumable:
         )
 
     def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
-        """This rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``."""
+        """Return this rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``."""
         checkpoint.check_finite(self.parameters)
         parts, kept = checkpoint.model_parts(self.parameters), None
         if self._optimizer is not None:
@@ -142,10 +145,10 @@ class Resumable:
         }
 
     def wait_for_save(self) -> None:
-        """Wait for a save with ``blocking=False``.
+        """Wait until a save with ``blocking=False`` is done.
 
         Raises:
-            CheckpointError: the last such save has failed; raised once, on every rank. The checkpoint before it stays.
+            CheckpointError: that save has failed. All ranks raise the error, only once. The earlier checkpoint stays.
         """
         if (error := self.saver.wait()) is not None:
             raise error
@@ -153,14 +156,15 @@ class Resumable:
     def load(
         self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, optimizer: bool = True
     ) -> None:
-        """Continue from a checkpoint that was saved under this or any other layout and number of ranks. Under the same
-        plan training continues bit by bit, and the plan's amendments of that time hold again. ``optimizer=False``
-        leaves the optimizer as it is.
+        """Load a checkpoint, and continue from its step. It may have been saved under another layout and number of
+        ranks. Under the same plan, training continues with bitwise equal results, and the amendments that the plan had
+        at the save hold again. ``optimizer=False`` leaves the optimizer as it is.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is missing, half-written, damaged, newer, or of another model
-                or optimizer (nothing has changed); or its tensors could not be read after these checks.
-            DataError: the loader's data are not those of the saved position; nothing has changed.
+            CheckpointError: the checkpoint is missing, incomplete, damaged, from a newer version, or of another model
+                or optimizer. Then nothing has changed. Or its tensors could not be read after these checks. All ranks
+                raise the error.
+            DataError: the saved position belongs to other data than the loader has; nothing has changed.
         """
         self.saver.wait()  # a failure was already logged, and does not concern the checkpoint that is loaded
         taker, extra = self._optimizer if optimizer else None, extra or {}
@@ -196,12 +200,12 @@ class Resumable:
     def load_latest(
         self, directory: Path_, *, loader: Stateful | None = None, extra: Extra | None = None
     ) -> Path | None:
-        """``load`` the latest complete checkpoint of ``save_in``. Return its path; None if no save was ever finished.
+        """Load the latest complete checkpoint of ``save_in``. Return its path; None if no save was ever finished.
 
-        A warning names a damaged checkpoint, and the checkpoint before it is tried.
+        If a checkpoint is damaged, a warning names it, and the checkpoint before it is tried.
 
         Raises:
-            CheckpointError: no checkpoint is complete, or the latest complete one does not fit (see ``load``).
+            CheckpointError: all checkpoints are damaged, or the latest complete checkpoint does not fit (see ``load``).
         """
         directory, where = same_path(directory)
         damaged = []
@@ -225,7 +229,8 @@ class Resumable:
         return None
 
     def _take_amendments(self, saved_manifest: Manifest, where: str) -> None:
-        """Take the amendments of the saved plan if it is this plan: they name ranks and algorithms of their plan."""
+        """Apply the amendments of the saved plan if it equals this plan: they name ranks and algorithms of their own
+        plan."""
         saved = msgspec.convert(saved_manifest.plan.get("amendments", []), tuple[Amendment, ...])
         if base_of(saved_manifest.plan) == base_of(self._plan_as_data()):
             self._amend(saved)
@@ -238,23 +243,25 @@ class Resumable:
         return data
 
     def _amend(self, amendments: tuple[Amendment, ...]) -> None:
-        """Continue under the plan with these amendments and no others. Later amendments replace earlier ones."""
+        """Continue under the plan with these amendments and no others. Of one collective, the latest amendment
+        holds."""
         self.plan = msgspec.structs.replace(self.plan, amendments=amended((), amendments))
         amend(self.groups, self.plan.amendments)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole tensors on the CPU under the model's own names, on rank 0 (empty on other ranks unless ``all_ranks``).
-        The ``load_state_dict`` of the plain model takes them."""
+        """Return whole tensors on the CPU by the model's own names, on rank 0. Other ranks get an empty dict, unless
+        ``all_ranks``. The ``load_state_dict`` of the plain model takes this dict."""
         return full_state_dict(self.parameters, all_ranks=all_ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Continue from the whole tensors of a plain model's state dict, under any layout: the inverse of
-        ``full_state_dict``. Rank 0's tensors are used. The optimizer's state does not change.
+        """Load the whole tensors of a plain model's state dict, under any layout: the inverse of ``full_state_dict``.
+        Only rank 0's tensors are used. The optimizer's state does not change.
 
         ``strict=False`` ignores names that the model does not have, and leaves tensors without a new value unchanged.
 
         Raises:
-            CheckpointError: on every rank: a tensor is missing, unknown or of another shape; nothing has changed.
+            CheckpointError: a tensor is missing, unknown or of another shape. All ranks raise it, and nothing has
+                changed.
         """
         self._settle()
         load_state_dict(self.parameters, state_dict, strict=strict)
@@ -267,6 +274,6 @@ class Resumable:
 
 
 def _steps_in(directory: Path) -> tuple[list[str], bool]:
-    """The names of a directory's checkpoints, the latest first, and whether any of them was ever finished."""
+    """Return the names of a directory's checkpoints, the latest first, and whether any of them was ever finished."""
     names = manifest.steps_in(directory)
     return names, any((directory / name / manifest.MANIFEST).exists() for name in names)

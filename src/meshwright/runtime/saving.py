@@ -1,11 +1,12 @@
-"""Writes a checkpoint, at once or in a thread while steps go on.
+"""Writes a checkpoint: at once, or in a thread while training continues.
 
     rank 0    takes its share │ writes it          collects reports ▸ index, manifest ▸ verdict
     rank 1    takes its share │ writes it ▸ report                                      reads the verdict
               └ the step waits┘ └ here steps go on, if the save does not block ──────────────────────────
 
-Ranks report the result to each other through notes (``comm/board.py``). The thread calls no collectives, because their
-order among the collectives of the steps would be left to chance. The verdict is the same on every rank.
+Ranks report the result to each other through notes (``comm/board.py``). The thread calls no collectives: on each rank
+they could run at a different point among the collectives of the steps. The verdict is None or an error, and is the same
+on every rank.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ log = logging.getLogger("meshwright")
 
 TRAINER = "trainer.pt"
 AFTER_ERROR_S = 5.0
-"""Seconds that a program that ends with an error waits for a save: the other ranks may be gone."""
+"""Maximum seconds to wait for a save when the program ends with an error, because the other ranks may be gone."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a rank has written, or the error that kept it from writing."""
+    """A rank's report to rank 0: what the rank has written, or the error that kept it from writing."""
 
     written: list[WriteResult] = field(default_factory=list)
     files: dict[str, SavedFile] = field(default_factory=dict)
@@ -51,10 +52,10 @@ class Save:
     """One save on one rank. It holds all data to be written, and needs nothing else of the trainer.
 
     Args:
-        manifest: the checkpoint's manifest, without its files.
+        manifest: the checkpoint's manifest; its ``files`` are filled in later.
         state: the bytes of ``trainer.pt``.
         num_bytes: approximate bytes of the checkpoint on the disk.
-        keep: how many checkpoints stay in the parent directory; 0: all, it is not a directory of checkpoints.
+        keep: number of checkpoints to keep in the parent directory; 0: remove none, as in ``Resumable.save``.
     """
 
     path: Path
@@ -66,8 +67,8 @@ class Save:
     board: Board
 
     def run(self) -> MeshwrightError | None:
-        """Write this rank's share, and return the verdict on the shares of all ranks: None, or why the save failed.
-        Raise a LostRankError if rank 0 does not answer."""
+        """Write this rank's share, and return the verdict on the shares of all ranks: None, or the error with which the
+        save failed. Raise a LostRankError if rank 0 does not answer."""
         try:
             own_report = self._write_share()
             verdict = self._conclude(own_report) if self.share.rank == 0 else None
@@ -87,7 +88,8 @@ class Save:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
     def _tell(self, own_report: SaveReport, verdict: MeshwrightError | None) -> None:
-        """Post this rank's note. Rank 0's note is the verdict; before it, rank 0 removes the files of a failed save."""
+        """Post this rank's note: rank 0's note is the verdict, the note of another rank its report. If the save failed,
+        rank 0 first removes the files of the save."""
         if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
         self.board.post(self._key(self.share.rank), own_report if self.share.rank else verdict)
@@ -106,7 +108,7 @@ class Save:
             return SaveReport(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
 
     def _conclude(self, own_report: SaveReport) -> MeshwrightError | None:
-        """On rank 0: collect all reports, and make the written files the checkpoint. Return None, or the error."""
+        """Collect all reports on rank 0, and complete the checkpoint. Return None, or the error that prevented it."""
         try:
             reports = [own_report]
             for rank in range(1, self.share.num_ranks):
@@ -145,7 +147,7 @@ class Save:
 
 
 class Saver:
-    """The saves of a trainer, one at a time. Every rank calls the same methods in the same order."""
+    """Runs the saves of a trainer, one at a time. Every rank calls the same methods in the same order."""
 
     def __init__(self) -> None:
         self._last: Save | None = None
@@ -158,8 +160,8 @@ class Saver:
         return Board(attend())
 
     def start(self, save: Save, *, blocking: bool) -> None:
-        """Write a save, in a thread unless ``blocking``. If a blocking save fails, raise a CheckpointError on every
-        rank. No other save may be under way, and ranks must have met since the last one."""
+        """Run ``save``, in a thread unless ``blocking``. If a blocking save fails, raise a CheckpointError on every
+        rank. No other save may be running, and all ranks must have met after the last save."""
         if self._last is not None:
             self._last.forget()
         self._last = save
@@ -174,14 +176,15 @@ class Saver:
         self._thread.start()
 
     def fail(self, error: MeshwrightError, rank: int) -> None:
-        """Keep the error of a save that does not block until ``wait``. Rank 0 logs a warning. Training goes on."""
+        """Keep the error of a save that does not block until ``wait``. Rank 0 logs a warning, and training
+        continues."""
         self._error = error
         if rank == 0:
             after = "; training goes on, and the next save tries again" if isinstance(error, DiskError) else ""
             log.warning("%s: %s%s", error.where, error.problem, after)
 
     def wait(self) -> MeshwrightError | None:
-        """Wait for the save under way. Return the error of the last save that did not block, once; else None."""
+        """Wait until no save is running. Return the error of the last save that did not block (only once), or None."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -196,6 +199,6 @@ class Saver:
             self.fail(failed, save.share.rank)
 
     def _end(self) -> None:
-        """Wait for the save under way at the program's end."""
+        """Wait for the running save when the program ends."""
         if self._thread is not None:
             self._thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)

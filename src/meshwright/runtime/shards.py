@@ -1,14 +1,15 @@
-"""Tensors split over ranks, written and read by torch.distributed.checkpoint as chunks of the whole tensor.
+"""Saves and loads tensors that are split over ranks, as chunks of whole tensors, with torch.distributed.checkpoint.
 
 A rank's part is not always one block of the whole. GPT-2's fused weight ``[k, (3 h d)]``, split by heads over two
-ranks, is ``Shard(1, outer=3)``: each rank holds three blocks side by side. DTensor cannot say that, so a part is
-described to torch as a list of chunks, each with its place in the whole and its place in the part:
+ranks, is ``Shard(1, outer=3)``: each rank holds three blocks side by side. DTensor cannot express this placement. So
+each part is given to torch as a list of chunks. A chunk has a place in the whole and a place in the part:
 
     whole    q0 q1 | k0 k1 | v0 v1        rank 0 holds q0 k0 v0, at 0, 2 and 4 of the whole
 
-A Flat part is a range of elements. Its chunks are the rest of a row, whole rows, and the beginning of a row.
+A Flat part is a range of elements in row-major order. Its chunks are the end of a row, whole rows, and the beginning of
+a row.
 
-This module contains all calls of torch's checkpoint machinery, and uses only parts that do not need DTensor.
+All calls of torch's checkpoint code are in this module. These calls use only functions that do not need DTensor.
 """
 
 import io
@@ -60,7 +61,8 @@ CHUNK_OVERHEAD_BYTES = 2000
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a whole tensor that lies on this rank: its offsets in the whole, its starts in the part, its sizes."""
+    """A block of a whole tensor that this rank holds. ``offsets`` is its place in the whole tensor, and ``starts`` its
+    place in this rank's part."""
 
     offsets: tuple[int, ...]
     starts: tuple[int, ...]
@@ -69,9 +71,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a whole tensor of ``shape``. For a Flat part, the cuts along the other axes leave a tensor of
-    shape ``local``, and the Flat part is a range of its elements, which begins at number ``flat_from``. The
-    ``starts`` of its chunks are then positions in the tensor of shape ``local``."""
+    """This rank's part of a whole tensor of ``shape``.
+
+    If one axis has a Flat placement, the other axes first cut the whole tensor to a tensor of shape ``local``. The part
+    is then a range of the elements of that tensor, from element number ``flat_from`` on. The ``starts`` of the part's
+    chunks are positions in that tensor. ``flat_from`` is -1 without a Flat placement.
+    """
 
     value: Tensor
     shape: tuple[int, ...]
@@ -80,7 +85,7 @@ class Part:
     flat_from: int = -1
 
     def view(self, chunk: Chunk) -> Tensor:
-        """The chunk's elements."""
+        """Return a view of the chunk's elements."""
         value = self.value.detach()
         if self.flat_from >= 0:
             strides = [math.prod(self.local[dim + 1 :]) for dim in range(len(self.local))]
@@ -96,9 +101,9 @@ def _block(value: Tensor, starts: Iterable[int], sizes: Iterable[int]) -> Tensor
 
 
 def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> list[Chunk]:
-    """The fewest blocks of a whole tensor that make up this rank's part, before a Flat cut.
+    """Return the fewest blocks of a whole tensor that together form this rank's part, without Flat placements.
 
-    ``local_part``, which also cuts the parameters themselves, says which indices of a dim this rank holds.
+    ``local_part``, which also cuts the parameters, determines which indices of a dim this rank holds.
     """
     ranges = []
     for dim, size in enumerate(shape):
@@ -121,12 +126,12 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:
-    """``value`` as a Part, split like the parameter (or buffer) of that name."""
+    """Return ``value`` as a Part that is split like the parameter or buffer ``name``."""
     return part_at(value, parameters.global_shape(name), parameters.placements(name), parameters.groups)
 
 
 def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Part:
-    """``value`` as this rank's part of a tensor of ``shape``, under these placements."""
+    """Return ``value`` as this rank's part of a tensor of ``shape`` with these placements."""
     chunks = chunks_of(shape, unflattened(placements), groups)
     axis = flat_axis(placements)
     if not axis:
@@ -140,7 +145,7 @@ def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, group
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, int], ...]]:
-    """Elements ``begin`` to ``end`` of a tensor, in row-major order, as boxes: (start, size) on every dim."""
+    """Cover elements ``begin`` to ``end`` of a tensor, in row-major order, with boxes: (start, size) for every dim."""
     if begin >= end:
         return []
     if not shape:
@@ -172,17 +177,17 @@ def _within(chunk: Chunk, box: tuple[tuple[int, int], ...]) -> Chunk | None:
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
-    """Rising indices as runs of consecutive indices: (first index, its position, length)."""
+    """Group rising indices into runs of consecutive indices. A run is (first index, its position, length)."""
     breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
     ends = [*breaks, len(indices)]
     return [(indices[start], start, end - start) for start, end in zip([0, *breaks], ends, strict=True) if end > start]
 
 
 class Share:
-    """The chunks that this rank writes. If several ranks hold equal chunks (replicas), only one of them writes it.
+    """The chunks that this rank writes. If several ranks hold the same chunk (a replica), only one rank writes it.
 
-    Every rank must create its share. It then writes the share without the others, and one rank writes the index.
-    ``num_bytes`` is the approximate size of all ranks' shares.
+    All ranks must create their shares together. Each rank then writes its share alone, and one rank writes the index.
+    ``num_bytes`` is the approximate size of all ranks' shares together.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -195,11 +200,11 @@ class Share:
         self.num_bytes = sum((item.tensor_storage_size() or 0) + CHUNK_OVERHEAD_BYTES for item in items)
 
     def stage(self) -> None:
-        """Copy the share, so that steps may go on before it is written."""
+        """Copy the share, so that training can continue before the share is written."""
         self._planner.stage(self._plans[self.rank])
 
     def write(self, directory: Path) -> list[WriteResult]:
-        """Write the share to a directory; it is on the disk on return. Return the results for ``write_index``."""
+        """Write the share to a directory, and flush it to the disk. Return the results that ``write_index`` needs."""
         writer = _Writer(directory)
         writer.set_up_storage_writer(is_coordinator=self.rank == 0)
         directory.mkdir(parents=True, exist_ok=True)
@@ -207,7 +212,8 @@ class Share:
         return list(writer.write_data(plan, self._planner).wait())
 
     def write_index(self, directory: Path, written: list[list[WriteResult]]) -> None:
-        """Write the index, which says where each chunk lies, from the results of ``write`` on every rank."""
+        """Write the index of all chunks, which says where each chunk lies. ``written``: the results of ``write``, by
+        rank."""
         _Writer(directory).finish(self._metadata, written)
 
 
@@ -217,8 +223,8 @@ def files_of(written: list[WriteResult]) -> list[str]:
 
 
 def read(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Fill the parts from files that ``write`` wrote under any placements. Every rank must call it. Raise a
-    CheckpointError on every rank if a rank could not read; some parts may be filled then."""
+    """Fill the parts from the saved files, which may have been written with other placements. Every rank must call this
+    function. Raise a CheckpointError on every rank if a rank could not read; some parts may already be filled then."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -246,7 +252,8 @@ def _explained(error: CheckpointException, directory: Path, remedy: str) -> Base
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Every rank offers its chunks. Of equal chunks (replicas) the default planner keeps one, balanced over ranks."""
+    """Plans a save: every rank offers its chunks. Of equal chunks (replicas), torch's default planner keeps one, and it
+    balances the chunks over ranks."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -283,7 +290,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Every rank asks for its chunks, which are assembled from the saved chunks that overlap them."""
+    """Plans a load: every rank requests its chunks; each is assembled from the saved chunks that overlap it."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -319,14 +326,14 @@ def _described(chunk: Chunk) -> ChunkStorageMetadata:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes torch's files, without the path on the machine that wrote them."""
+    """Writes torch's checkpoint files, but no metadata that contains the path of the directory."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads torch's files, each saved chunk once, and their index without running code that it may contain."""
+    """Reads torch's checkpoint files. Each saved chunk is read once. Code in the index is not run."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -352,7 +359,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads torch's index, which is a pickle, and admits only the classes that an index is made of."""
+    """Reads torch's index, which is a pickle, and refuses classes that do not belong in an index."""
 
     ALLOWED = frozenset({
         *(("torch.distributed.checkpoint.metadata", name) for name in (

@@ -1,4 +1,4 @@
-"""This rank's parameters and buffers: taken from the caller's module, and gathered whole for its state dict."""
+"""This rank's parameters and buffers: cut from the caller's module, and gathered whole for a state dict."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -24,13 +24,13 @@ log = logging.getLogger("meshwright")
 class LocalParameters:
     """Parameters and buffers of one rank, by the model's own names, in the graph's order.
 
-    Where a parameter is whole on this rank, it *is* the caller's parameter. Where it is split, the caller's parameter
-    becomes a meta tensor, so that no stale copy can be trained.
+    If a parameter is whole on this rank, it *is* the caller's parameter. If it is not, a meta tensor replaces it in the
+    caller's module, so that nobody can train a stale copy.
 
     Attributes:
-        own: this rank's parameters, or its parts of them.
-        given: the meta tensors in the caller's module in place of parameters that are not whole on this rank.
-        named_buffers: the buffers that this rank holds.
+        own: maps names to this rank's parameters, or to its parts of parameters.
+        given: maps names of parameters that are not whole on this rank to the meta tensors in the caller's module.
+        named_buffers: maps names to the buffers that this rank holds.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class LocalParameters:
                 value.data = value.data.to(device)
 
     def _take(self, name: str, parameter: nn.Parameter, parts: dict[str, nn.Parameter]) -> bool:
-        """Put this rank's part of a parameter into ``parts`` (nothing if only other stages use it). Return False if the
-        parameter is whole here."""
+        """Put this rank's part of a parameter into ``parts`` (nothing if only stages of other ranks use the parameter).
+        If the parameter is whole on this rank, only return False."""
         if self.holds(name) and not self.is_sharded(name):
             return False
         if self.holds(name):
@@ -77,7 +77,8 @@ class LocalParameters:
         return True
 
     def take_over(self) -> None:
-        """Replace the caller's split parameters by meta tensors; called when nothing can fail any more."""
+        """Put the meta tensors of ``given`` into the caller's module. It is called last, when nothing can fail any
+        more."""
         callers = dict(self.model.named_parameters())
         replaced = {id(callers[name]): given for name, given in self.given.items()}
         for module in self.model.modules():
@@ -99,8 +100,8 @@ class LocalParameters:
         return self.own[name] if name in self.own else self.named_buffers[name]
 
     def follow(self) -> tuple[str, ...]:
-        """Freeze and unfreeze split parameters as the caller's module does (whole parameters are the caller's own).
-        Return the names of the parameters that are trained now, on any rank."""
+        """Freeze or unfreeze this rank's parts of parameters like the meta tensors in the caller's module; whole
+        parameters are the caller's own. Return the names of the parameters that are trained now, on any rank."""
         for name, given in self.given.items():
             if name in self.own and self.own[name].requires_grad != given.requires_grad:
                 self.own[name].requires_grad_(given.requires_grad)
@@ -109,15 +110,15 @@ class LocalParameters:
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that need gradients."""
+        """This rank's parameters that need gradients, by name."""
         return {name: value for name, value in self.own.items() if value.requires_grad}
 
     def values(self) -> dict[str, Tensor]:
-        """The parameters, detached, in the graph's order."""
+        """This rank's parameters, detached, by name in the graph's order."""
         return {name: value.detach() for name, value in self.own.items()}
 
     def placements(self, name: str) -> Placements:
-        """The placements of a parameter by axis (empty: whole everywhere)."""
+        """The placement of a parameter over each axis; empty if the parameter is whole on every rank."""
         return self._placements.get(name, {})
 
     def holds(self, name: str) -> bool:
@@ -125,7 +126,7 @@ class LocalParameters:
         return "pp" not in self.groups or self.groups["pp"].index in self._owners[name]
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether the parameter or buffer is the model's, but only stages of other ranks use it."""
+        """Whether the model has this parameter or buffer, but only stages of other ranks use it."""
         return name in self._owners and not self.holds(name)
 
     def counts(self, name: str) -> bool:
@@ -141,8 +142,8 @@ class LocalParameters:
         return tuple(axis for axis, placement in self.placements(name).items() if is_split(placement))
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """Gather the whole of a tensor that is split like the parameter (or buffer). Every rank must call it; ranks
-        that do not hold the parameter pass None."""
+        """Gather a whole tensor from ``value``, which is split like the parameter or buffer ``name``. Every rank must
+        call this method. Ranks that do not hold the parameter pass None."""
         if value is None:
             result = self.empty(name)
         else:
@@ -153,18 +154,19 @@ class LocalParameters:
         return result
 
     def empty(self, name: str) -> Tensor:
-        """Uninitialized memory for the whole tensor, on this rank's device."""
+        """Return an uninitialized tensor for a whole parameter or buffer, on this rank's device."""
         dtype = getattr(torch, self.graph.tensors[name].dtype)
         return torch.empty(self.global_shape(name), dtype=dtype, device=self.device)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the whole parameter or buffer."""
         return self.graph.tensors[name].shape
 
 
 def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU by the model's own names (tied ones under each name); empty on ranks that do not keep
-    them. Tensors are gathered one after the other, so that at most one lies whole on the device."""
+    """Return whole tensors on the CPU by the model's own names; tied tensors are under each of their names. Ranks other
+    than rank 0 get an empty dict, unless ``all_ranks``. Tensors are gathered one after the other, so that the device
+    holds at most one whole tensor."""
     keep = all_ranks or not dist.is_initialized() or dist.get_rank() == 0
     tensors: dict[str, Tensor] = {}
     for name in (*parameters.graph.parameters, *parameters.graph.buffers):
@@ -178,8 +180,8 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
 
 
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
-    """The inverse of ``full_state_dict``: rank 0's whole tensors become the parameters and buffers of every rank. Raise
-    a CheckpointError on every rank if they do not fit; nothing has changed then."""
+    """Copy rank 0's whole tensors into the parameters and buffers of every rank: the inverse of ``full_state_dict``.
+    Raise a CheckpointError on every rank if the tensors do not fit the model; nothing has changed then."""
     given: dict[str, Tensor] = {}  # filled on rank 0 alone
 
     def names_given() -> list[str]:
@@ -198,7 +200,8 @@ def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, st
 
 
 def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool) -> dict[str, Tensor]:
-    """The tensors of a state dict by their names in the graph. Raise a CheckpointError if they do not fit."""
+    """Return a state dict's tensors by their names in the graph. Raise a CheckpointError if they do not fit the
+    model."""
 
     def refused(key: str, problem: str, remedy: str) -> CheckpointError:
         return CheckpointError(problem, where=f"state dict, {key}", remedy=remedy)
@@ -231,7 +234,7 @@ def _checked(parameters: LocalParameters, state: Mapping[str, Any], strict: bool
 
 
 def _refuse_loading(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """A hook of the caller's module that refuses its ``load_state_dict``: it would write to meta tensors."""
+    """A hook of the caller's module that refuses ``load_state_dict``, because it would write to meta tensors."""
     split = any(isinstance(value, SplitParameter) for value in module.parameters())
     if split and not metadata.get("assign_to_params_buffers"):
         raise ChangedModelError(

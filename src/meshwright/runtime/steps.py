@@ -27,7 +27,7 @@ Keys = Callable[[int], int]
 
 
 def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
-    """Make the process groups of a plan's axes, and return this rank's. Every rank must call it."""
+    """Make the process groups of a plan's axes, and return this rank's groups by axis. Every rank must call it."""
     if not plan.uneven:
         return axis_groups(plan.mesh, rank, plan.algorithms)
     count = plan.mesh.size("pp")
@@ -111,7 +111,8 @@ class Step:
         return result
 
     def _route(self, stage: int, kind: ActionKind, payload: Transfer) -> Route:
-        """The route to or from the neighbouring stage: rank by rank if submeshes are equal, else by a transfer plan."""
+        """Return this rank's route to or from the neighbouring stage. If stages have equal submeshes, each rank
+        exchanges its whole local tensor with one rank. Otherwise a transfer plan says which boxes go to which rank."""
         near = stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
         each = self._plan.mesh.world_size // self._count
         own_rank, first, here = self._rank % each, near % self._count * each, stage % self._count * each
@@ -137,7 +138,7 @@ class Step:
         return Route(messages, boxes[own_rank], others)
 
     def _joined(self, gradient: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
-        """The sum of a parameter's gradients on its owners, in the same order everywhere."""
+        """Return the sum of a tied parameter's gradients over its owners, added in the same order on every rank."""
         terms = {self._index: torch.zeros_like(parameter) if gradient is None else gradient.contiguous()}
         works = []
         for owner in owners:

@@ -1,4 +1,4 @@
-"""The trainer: runs a plan on this rank, step by step, on parameters that the user's optimizer owns."""
+"""The trainer: it runs a plan's training steps on this rank, and updates parameters with the user's optimizer."""
 
 import logging
 import time
@@ -45,18 +45,20 @@ log = logging.getLogger("meshwright")
 
 Replan = Callable[[Plan, Graph], Plan]
 SHAPES_KEPT = 8
-"""Maximum number of captured steps that are kept. A warning is logged at this many captures because of changes."""
+"""Maximum number of captured steps that are kept. A warning is logged when changes in the model or its settings have
+caused this many new captures."""
 
 
 class Trainer(Resumable):
-    """Trains a model by a plan. Made by :func:`meshwright.parallelize`; every rank makes one.
+    """Trains a model as a plan says. Every rank makes its trainer with :func:`meshwright.parallelize`.
 
     Attributes:
         plan: the plan that runs, with its amendments.
         step_number: number of steps done.
-        metrics: scalar tensors of the last step or evaluation: ``loss``, ``grad_norm`` (if gradients are clipped),
-            under a low precision ``skipped`` (0 or 1) and ``loss_scale`` (float16), and the loss function's metrics.
-        recorder: records the spans of the last step or evaluation; None records nothing.
+        metrics: maps names to scalar tensors of the last step or evaluation: ``loss``, the loss function's metrics,
+            ``grad_norm`` (if gradients are clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in
+            float16).
+        recorder: records the spans of the last step or evaluation; if it is None, nothing is recorded.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class Trainer(Resumable):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): the part of the global batch that ``step(batch, local=True)`` takes on this rank. If stages
-        differ in dp, every rank takes the whole batch."""
+        """(index, count): on this rank ``step(batch, local=True)`` takes part ``index`` of ``count`` parts of the
+        global batch. If stages have different submeshes, every rank takes the whole batch, and this is (0, 1)."""
         index, count = 0, 1
         for group in (self.groups[axis] for axis in DATA_AXES if axis in self.groups and not self.plan.uneven):
             index, count = index * group.size + group.index, count * group.size
@@ -124,8 +126,9 @@ class Trainer(Resumable):
 
     @property
     def input_parts(self) -> dict[str, tuple[slice, ...]]:
-        """The slices of the global batch that this rank needs, by name of a tensor of the batch. If images are cut over
-        ranks, ``step(batch, local=True)`` also takes only these rows: ``image[trainer.input_parts["image"]]``."""
+        """Maps the name of a tensor in the batch to the slices of the global tensor that this rank needs. If images are
+        split over ranks, ``step(batch, local=True)`` also accepts only this rank's rows:
+        ``image[trainer.input_parts["image"]]``."""
         return self._parts.slices
 
     @property
@@ -138,7 +141,7 @@ class Trainer(Resumable):
         """The user's optimizer over this rank's parameters.
 
         Raises:
-            OptimizerError: the trainer was made without one.
+            OptimizerError: the trainer was made without an optimizer.
         """
         if self._optimizer is None:
             remedy = "pass optimizer= to parallelize, or only evaluate"
@@ -146,18 +149,19 @@ class Trainer(Resumable):
         return self._optimizer
 
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
-        """Make one training step on the global batch (or, ``local``, on this rank's part of it).
+        """Make one training step on the global batch. With ``local``, ``batch`` is only this rank's part of it.
 
         Returns:
             The loss of the global batch, a scalar tensor; the host does not wait for its value.
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and under a low precision, parameters are as
-                they were before the step. The host does not wait for a CUDA device: the loss is checked in the next
-                step, evaluation or save. Parameters are then those after the step, as the error says.
-            DataError: the batch does not have the structure or the dtypes that were captured.
-            LayoutError: the batch is smaller than dp, or does not divide into micro-batches.
-            RankError: batches of different shapes on several ranks, or of different values on ranks that share a batch.
+            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in a low precision, the parameters are as
+                they were before the step. Otherwise the host does not wait for the CUDA device, and the next step,
+                evaluation or save checks the loss. By then the step has changed the parameters, and the error says so.
+            DataError: the batch does not have the structure or the dtypes of the captured batch.
+            LayoutError: the batch has fewer samples than dp has ranks, or does not divide into micro-batches.
+            RankError: the batches of two ranks have different shapes, or two ranks that need the same batch were given
+                different values.
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
@@ -199,12 +203,13 @@ class Trainer(Resumable):
     def trace(self, *, all_ranks: bool = False) -> Trace:
         """Return the spans of this rank's last step or evaluation, with their times (``time.perf_counter``).
 
-        Streams are ``compute`` (data, forward and backward or the actions of the schedule, clip, optimizer),
-        ``communication`` (collectives under way, sends) and ``wait`` (computing stands still for communication). Memory
-        is sampled between spans. On CUDA, times are the host's. ``ir.summary.summarize`` adds up the spans.
+        Every span belongs to a stream. The stream ``compute`` holds the preparation of data, the phases or actions of
+        the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
+        stream ``wait`` holds the times during which computing waits for communication. Memory is sampled between spans.
+        On CUDA, times are measured on the host. ``ir.summary.summarize`` adds up the spans.
 
-        ``all_ranks``: rank 0 returns the spans of all ranks on its own clock, with which all clocks are compared now.
-        Every rank must call it; other ranks return their own spans.
+        With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
+        spans of all ranks on its own clock. Other ranks return their own spans.
         """
         trace = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
         return on_rank_0(trace, self.device) if all_ranks else trace
@@ -212,9 +217,10 @@ class Trainer(Resumable):
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
-        """What a captured step depends on besides the model: the trained parameters, and the batch without its values.
+        """Return the key of a captured step: its trained parameters, and its batch's structure, shapes, dtypes and
+        constants.
 
-        For tensors that are cut over the ranks (``local``), the global shape counts.
+        Tensors that are split over the ranks (``local``) count with their global shape.
         """
         size, parts = leaves.size, self.data_shard[1] if local else 1
         shapes = tuple(
@@ -235,7 +241,7 @@ class Trainer(Resumable):
             yield
 
     def _note(self, what: str, begun: float) -> None:
-        """Record computing that ends now, and the memory that is held."""
+        """Record a compute span from ``begun`` until now, and the memory that is held now."""
         if self.recorder is not None:
             self.recorder.span(COMPUTE, what, begun, time.perf_counter())
             self.recorder.sample()
@@ -267,8 +273,8 @@ class Trainer(Resumable):
         )
 
     def _trained(self) -> tuple[str, ...]:
-        """The names of the parameters that are not frozen now. Raise an OptimizerError if the optimizer does not hold
-        one of them, because it was frozen when the optimizer was made."""
+        """Return the names of the parameters that are not frozen now. Raise an OptimizerError if the optimizer lacks
+        one of these parameters because the parameter was frozen when the optimizer was made."""
         names = self.parameters.follow()
         if self._names_trained != names:
             known = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
@@ -283,7 +289,8 @@ class Trainer(Resumable):
         return names
 
     def _step_for(self, key: Any, leaves: Leaves, training: bool) -> Step:
-        """The step that was captured for such a batch, if the values baked into it have not changed; else a new one."""
+        """Return the step that was captured for ``key``. If there is none, or values that it captured have changed,
+        capture a new step."""
         changed = ""
         for index, (known, guard, step) in enumerate(self._lowered):
             if known == key:
@@ -295,7 +302,8 @@ class Trainer(Resumable):
         return self._capture_again(key, leaves, training, changed)
 
     def _capture_again(self, key: Any, leaves: Leaves, training: bool, changed: str) -> Step:
-        """Capture a step again: for another batch shape, evaluation, other frozen parameters, or after a change."""
+        """Capture the step for another batch shape, an evaluation or other frozen parameters, or because of a
+        change."""
         if training:
             check_alike(leaves, self._leaves)
         self._callers.check_members()
@@ -325,7 +333,8 @@ class Trainer(Resumable):
         return step
 
     def _is_finite(self, result: StepResult) -> bool:
-        """Under a low precision, unscale gradients. Return False, to skip the step, if any rank's are not finite."""
+        """In a low precision, unscale gradients. Return False (skip the step) if any rank's gradients or loss are not
+        finite."""
         if self.loss_scale is None:
             return True
         begun, loss, step = time.perf_counter(), result.scalars["loss"], self.step_number + 1
@@ -351,8 +360,8 @@ class Trainer(Resumable):
                 buffer.copy_(value)
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clip gradients by their norm over all ranks, and return it. Squares of split gradients are summed over the
-        axes that split them, and the squares of stages over ``pp``."""
+        """Clip gradients by their norm over all ranks, and return the norm. The squared norm of split gradients is
+        summed over the axes that split them. The squared norms of all stages are summed over ``pp``."""
         whole: list[Tensor] = []
         split: dict[tuple[str, ...], list[Tensor]] = {}
         for name, parameter in self.parameters.trainable.items():

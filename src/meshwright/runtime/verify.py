@@ -1,4 +1,4 @@
-"""Compares a parallel trainer with one-process eager PyTorch in float64: forward, backward, update."""
+"""Compares a parallel trainer with eager PyTorch in one process, in float64: forward, backward and update."""
 
 import copy
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from meshwright.runtime.trainer import Trainer
 from meshwright.torch_private import pytree
 
 TOLERANCE = 1e-9
-"""Allowed difference relative to the largest value, or to 1 if all values are smaller."""
+"""Allowed difference, as a fraction of the largest absolute value, or of 1 if that is larger."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +33,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Record:
-    """The results of some training steps. ``gradients`` are those of the first step, as the optimizer received them;
-    ``state`` is the model's state after the last step."""
+    """The results of some training steps. ``gradients`` are the gradients of the first step, as the optimizer received
+    them; ``state`` is the model's state after the last step."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def batch_in_float64(batch: Any) -> Any:
 
 
 def parallel_steps(trainer: Trainer, batch: Any, steps: int, progress: Progress) -> Record:
-    """Make ``steps`` training steps of a trainer. Every rank must call it; rank 0's record is complete."""
+    """Make ``steps`` training steps of a trainer. Every rank must call it; only rank 0's record is complete."""
     record = Record()
     local: dict[str, Tensor] = {}
 
@@ -91,8 +91,8 @@ def eager_steps(
     max_grad_norm: float | None,
     progress: Progress,
 ) -> Record:
-    """Make the same steps of a plain model in one process: the oracle. Raise a CaptureError if the model draws random
-    numbers, because two runs could not be compared."""
+    """Make the same steps with a plain model in one process, as the reference. Raise a CaptureError if the model draws
+    random numbers, because two runs could not be compared."""
     model.train()
     _check_deterministic(model, loss_fn, batch)
     record = Record()
@@ -114,7 +114,7 @@ def eager_steps(
 
 
 def compare(parallel: Record, eager: Record) -> tuple[Verification, ...]:
-    """Compare forward, backward and update of two records, as rows of a table."""
+    """Compare two records. Return one row for each compared quantity of forward, backward and update."""
     steps = len(eager.losses)
     # Later losses show that state outside of the state dict (the optimizer's) is right too.
     losses = [{f"step {step + 1}": value for step, value in enumerate(record.losses)} for record in (parallel, eager)]

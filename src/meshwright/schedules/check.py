@@ -1,4 +1,4 @@
-"""The validator: whether a schedule can run, and its idle time, live activations and sends."""
+"""Checks whether a schedule can run, and counts its idle time, live activations and sends."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +13,8 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E74
 
 
 class Border(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The sends for each micro-batch: of activations from ``stage`` to the next stage, and of gradients back."""
+    """The border between ``stage`` and the next stage: the number of sends of activations, and of gradients, per
+    micro-batch."""
 
     stage: int
     rank: int
@@ -26,8 +27,8 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What one rank does in a step.
 
     ``bubble`` is idle time / computing time. ``live_activations`` is the largest number of (stage, micro-batch) pairs
-    between their F and the end of their B or W. ``live_microbatches`` is the same number in whole micro-batches; a
-    chunk holds 1/v of a micro-batch. ``sent_per_microbatch`` counts sends to other ranks, forward and backward.
+    between their F and the end of their B or W. ``live_microbatches`` is the same number in whole micro-batches: with v
+    chunks per rank, a pair counts as 1/v. ``sent_per_microbatch`` counts sends to other ranks, forward and backward.
     """
 
     stages: tuple[int, ...]
@@ -50,19 +51,19 @@ class ScheduleReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def check(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
-    """Check that the schedule can run. Returns its cost when communication takes no time.
+    """Check that the schedule can run. Return its cost if communication takes no time.
 
     The rules: A stage lives on one rank. For every micro-batch, each stage runs forward once, then backward once (B, or
-    I and then W). The values it needs from its neighbours come before: on the same rank from an earlier action, from
-    other ranks by a receive with a matching send. Gradients are reduced for all stages, once each after the stage's
-    last backward, or for none. Ranks do not wait for each other in a circle: receives block in the order of the list,
-    sends do not. A schedule without any sends and receives is checked as if every value were sent.
+    I and then W). The values that an action needs from neighbouring stages come before it: from an earlier action on
+    the same rank, or from another rank by a receive with a matching send. Gradients are reduced either for no stage or
+    for every stage, once, after its last backward. Ranks do not wait for each other in a circle; a receive blocks its
+    rank, a send does not. A schedule without any sends and receives is checked as if every value were sent.
 
     Sends and receives are matched by stage and micro-batch, not by order. ``UNSHARD`` and ``RESHARD`` are ignored.
 
     Raises:
-        ScheduleError: a rule is broken. It names the rank, the position in its list (both from 0) and the action, and
-            draws the schedule with the action marked.
+        ScheduleError: a rule is broken. The error names the rank, the position in its list (both from 0) and the
+            action, and draws the schedule with the action marked.
     """
     return _Validator(schedule).report(costs or Costs())
 
@@ -86,7 +87,8 @@ class _Validator:
         return self._report(times)
 
     def _find_places(self) -> None:
-        """Find the places. Each action has one place, each stage one rank, each rank at least one computing action."""
+        """Find the place of every action. Check that an action has one place, a stage one rank, a rank some computing
+        action."""
         placed = [
             (rank, position, action)
             for rank, actions in enumerate(self.schedule.ranks)
@@ -115,7 +117,8 @@ class _Validator:
                 )
 
     def _check_before(self, action: Action) -> None:
-        """Check that the actions it needs on its own rank precede it, and that no other action contradicts it."""
+        """Check that the actions that ``action`` needs on its own rank precede it, and that no other action contradicts
+        it."""
         stage, kind = action.stage, action.kind
         rank, position = self.places[action]
         if kind in PARTNER:
@@ -139,7 +142,7 @@ class _Validator:
                 raise self._wrong(action, problem, f"move `{needed}` before `{action}`")
 
     def _needed(self, action: Action) -> Iterator[tuple[Action, ...]]:
-        """The actions that must precede an action on its rank: one of each tuple of alternatives."""
+        """Yield tuples of alternatives: of each tuple, one action must precede ``action`` on its rank."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind in _AFTER:
             yield tuple(Action(stage, before, microbatch) for before in _AFTER[kind])

@@ -9,15 +9,15 @@ from meshwright.schedules.timing import Times
 WIDTH = 120
 """Columns of a picture, in characters."""
 MOST_RANKS, MOST_SLOTS = 64, 500
-"""Ranks and slots of a picture that is not drawn whole."""
+"""The largest numbers of ranks and time slots in a picture that is not drawn whole."""
 
 
 def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True) -> str:
     """A row for each rank and a cell for each time slot, wrapped to 120 columns. A slot is as long as the shortest
     action. Unless ``whole``, only ``MOST_RANKS`` ranks and ``MOST_SLOTS`` slots are drawn, and the last line says so.
 
-    ``F0 F1 B0--- .``: two forwards, a backward that takes two slots, an idle slot. Where ranks hold several stages,
-    the stage comes first, as in ``4F0``. Communication is not drawn.
+    ``F0 F1 B0--- .``: two forwards, a backward that takes two slots, an idle slot. If ranks hold several stages, the
+    stage comes first, as in ``4F0``. Communication is not drawn.
     """
     computing = [
         [(action, start, end) for action, (start, end) in zip(actions, each, strict=True) if action.kind.computes]
@@ -67,10 +67,11 @@ def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True
 
 
 def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:
-    """A row of at most 120 columns for each rank, a cell for each action. ``marks`` (rank -> position): as ``>1B0<``.
+    """A row of at most 120 columns for each rank, with a cell for each action. ``marks`` maps a rank to the position of
+    an action that is drawn as ``>1B0<``.
 
-    A mark behind the last action is drawn as ``>?<``. A row that is cut says at which position it begins. It shows its
-    own mark, or the position of the first mark if it has none.
+    A mark behind the last action is drawn as ``>?<``. A row that is too long is cut, and says at which position it
+    begins. It shows its own mark or, without a mark, the position of the first mark.
     """
     width = max((len(str(action)) for actions in schedule.ranks for action in actions), default=1) + 2
     longest = max(map(len, schedule.ranks)) + 1

@@ -1,4 +1,4 @@
-"""Builders of pipeline schedules, the actions that every rank computes in one step, and the schedule of a plan."""
+"""Builds pipeline schedules, which list the actions of every rank in one step, and the schedule of a plan."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +15,7 @@ MOST_ACTIONS = 1_000_000
 def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule ``name`` for p ranks, m micro-batches and v chunks; stage s lives on rank s % p.
 
-    Actions are forwards and backwards only; ``passes`` adds communication. With F = 1 and B = 2 (I = W = 1):
+    The schedule has only forwards and backwards; ``passes`` adds communication. If F takes 1 and B takes 2 (I and W 1):
 
     =========== ===================================== ================= ============================================
     name        source                                bubble / ideal    micro-batches alive on rank r
@@ -27,8 +27,8 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
     zb-h1       Qi et al. 2024, section 2.2           (p-1)/(3·m)       p
     =========== ===================================== ================= ============================================
 
-    ``interleaved`` works through rounds of k = m / (m // p) micro-batches, which is p where p divides m; with one chunk
-    it is ``1f1b``. ``zb-h1`` splits the backward in I and W, and puts W where 1f1b idles.
+    ``interleaved`` works through rounds of k = m / (m // p) micro-batches (k = p if p divides m); with one chunk it is
+    ``1f1b``. ``zb-h1`` splits the backward B into I (for inputs) and W (for weights), and puts W where 1f1b idles.
 
     Raises:
         ScheduleError: the name is unknown; a count is less than 1; the schedule allows only one chunk or one rank; it
@@ -90,7 +90,8 @@ def _interleaved(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
 
 
 def _zero_bubble_h1(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """1f1b with I for B. Rank r runs each W r micro-batches late, so that p micro-batches stay alive on every rank."""
+    """1f1b with I in place of B. Rank r runs each W r micro-batches after its I, so that p micro-batches stay alive on
+    every rank."""
     weights = _all(rank, ActionKind.W, num_microbatches)
     actions = []
     for action in _one_f_one_b(rank, num_ranks, num_microbatches, num_chunks, ActionKind.I):
@@ -164,12 +165,13 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 }
 """Maps a schedule's name to the function (rank, p, m, v) that returns the rank's actions."""
 _FITS = {"interleaved": _fills_rounds, "zb-h1": _fills_pipeline}
-"""Whether a schedule is defined for (p, m, v); schedules without an entry are defined for all."""
+"""Maps a schedule's name to a function that says whether it is defined for (p, m, v); others are always defined."""
 NAMES = tuple(_BUILDERS)
 
 
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
-    """The schedule of a plan's training step; unless ``backward``, of an evaluation with forwards only."""
+    """The schedule of a plan's training step, or without ``backward`` that of an evaluation, which has only
+    forwards."""
     num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
     if not backward:
         return forwards(num_ranks, plan.microbatches, plan.chunks)

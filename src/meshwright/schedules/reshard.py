@@ -1,4 +1,4 @@
-"""Transfers between two stages: the boxes of a tensor that each rank of one submesh sends to each rank of the next."""
+"""Transfers of a tensor between stages: the boxes (ranges of dims) that each source rank sends to each target rank."""
 
 import itertools
 import math
@@ -12,10 +12,10 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) on every dim of a local tensor."""
 
 _Runs = tuple[tuple[int, int], ...]
-"""The (start, stop) runs of the whole dim that a rank holds, rising; its local tensor joins them."""
+"""The ranges (start, stop) of a dim that a rank holds, ascending; its local tensor joins them."""
 
 _Region = tuple[_Runs, ...]
-"""The part of a tensor that a rank holds: runs by dim, and every combination of them."""
+"""The part of a tensor that a rank holds: the runs of every dim, in all combinations."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -29,10 +29,11 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Gather(msgspec.Struct, frozen=True):
-    """A gather by which target ranks with the same part complete it after their pieces have arrived.
+    """A gather in which target ranks that need the same part complete it, after each has received its pieces.
 
     ``boxes`` holds, for each of ``ranks``, the box of the part that the rank received, or None. The boxes are equal
-    chunks of a dim, in the order of the ranks. If no dim divides, the first rank has received the whole part.
+    chunks of a dim, in the order of the ranks. If the number of ranks divides no dim, the first rank has received the
+    whole part, and the other boxes are None.
     """
 
     ranks: tuple[int, ...]
@@ -42,8 +43,8 @@ class Gather(msgspec.Struct, frozen=True):
 class TransferPlan(msgspec.Struct, frozen=True):
     """All pieces of one tensor's transfer, and the gathers that the target ranks then run.
 
-    Pieces are ordered by target, source and place in the target's part. So both ranks of a pair have their messages in
-    the same order.
+    Pieces are ordered by target, source and place in the target's part. So the two ranks of a pair have their messages
+    in the same order.
     """
 
     pieces: tuple[Piece, ...]
@@ -57,13 +58,14 @@ def transfer(
     target: Placements,
     target_sizes: dict[str, int],
 ) -> TransferPlan:
-    """The transfer of a tensor of global ``shape`` from one submesh, placed as ``source``, to another, as ``target``.
+    """The transfer of a tensor of global ``shape`` between two submeshes, from placements ``source`` to ``target``.
 
-    The sizes are those of the submeshes' axes, outermost first, and number the ranks: the last axis joins neighbouring
-    ranks. A placement on an axis of size 1, or without a size, is ignored.
+    ``source_sizes`` and ``target_sizes`` map the axes of the submeshes to their sizes, outermost first. Neighbouring
+    ranks differ on the last axis. A placement on an axis of size 1, or on an axis without a size, is ignored.
 
-    Target ranks with the same part each receive a chunk of it and complete it by a Gather, so no element is sent twice.
-    If several source ranks hold a part, the rank with the fewest elements to send so far sends it, or the lowest rank.
+    Target ranks with the same part each receive a chunk of the part and complete it by a Gather, so no element is sent
+    twice. If several source ranks hold a part, the rank with the fewest elements to send so far sends it; of equal
+    ranks, the lowest.
 
     Raises:
         PlanError: a placement is Partial, names a dim that the tensor does not have, or does not cut evenly.
@@ -124,7 +126,7 @@ def _cutting(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
 
 
 def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, int], side: str) -> list[_Region]:
-    """The region that each rank holds, by rank."""
+    """The regions that the ranks hold, in the order of the ranks."""
     result = []
     for coordinates in itertools.product(*(range(size) for size in sizes.values())):
         at = dict(zip(sizes, coordinates, strict=True))
@@ -164,7 +166,7 @@ def _holders(regions: list[_Region]) -> list[tuple[_Region, list[int]]]:
 
 
 def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
-    """The Gather of a part of ``shape``: one chunk for each rank, of the first dim that the number of ranks divides."""
+    """The Gather of a part with this ``shape``. Its chunks divide the first dim that the number of ranks divides."""
     whole = tuple((0, size) for size in shape)
     for dim, size in enumerate(shape):
         if size % len(ranks) == 0:
@@ -175,7 +177,8 @@ def _gather(ranks: list[int], shape: tuple[int, ...]) -> Gather:
 
 
 def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
-    """The runs of part number ``index``, of ``part`` positions, in every ``block`` local positions."""
+    """The runs of part ``index`` of every block, if blocks of ``block`` local positions are cut into parts of
+    ``part``."""
     result: list[tuple[int, int]] = []
     at = 0
     for first, last in runs:
@@ -189,7 +192,7 @@ def _cut(runs: _Runs, block: int, part: int, index: int) -> _Runs:
 
 
 def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]:
-    """The overlap of a source part and a box of a target part: as few pairs of boxes as needed, in row-major order."""
+    """The overlap of a source part and a box of a target part, as the fewest pairs of boxes, in row-major order."""
     dims = [_overlaps(*dim) for dim in zip(source, target, box, strict=True)]
     return [
         (
@@ -201,7 +204,8 @@ def _common(source: _Region, target: _Region, box: Box) -> list[tuple[Box, Box]]
 
 
 def _overlaps(source: _Runs, target: _Runs, window: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """(source position, target position, length) of each run of a dim in both, in a window of target positions."""
+    """The runs that both parts hold of a dim, in a window of target positions: (source position, target position,
+    length)."""
     result: list[tuple[int, int, int]] = []
     source_run = target_run = here = there = 0  # indices of the current runs, and the local positions where they start
     while source_run < len(source) and target_run < len(target):

@@ -18,14 +18,14 @@ PARTNER = {
     ActionKind.SEND_B: (-1, ActionKind.RECV_B),
     ActionKind.RECV_B: (1, ActionKind.SEND_B),
 }
-"""Maps a kind of transfer to the distance to its partner's stage, in stages, and the partner's kind."""
+"""Maps a kind of transfer to its partner: the distance to the partner's stage, and the partner's kind."""
 _COSTS = {
     ActionKind.F: "forward", ActionKind.B: "backward", ActionKind.I: "backward_input", ActionKind.W: "backward_weight",
 }  # fmt: skip
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A rank's computing times for one micro-batch, over all its chunks, in any unit; communication takes no time.
+    """The times that a rank computes for one micro-batch, in all its chunks, in any unit. Communication takes no time.
 
     Raises:
         ScheduleError: a cost is not a positive number.
@@ -50,12 +50,13 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def communicates(schedule: Schedule) -> bool:
-    """Whether the schedule has sends or receives. Without them, computing waits for the other rank's computing."""
+    """Whether the schedule has sends or receives. Without them, an action waits directly for the computing of the other
+    rank."""
     return any(action.kind.transfers for actions in schedule.ranks for action in actions)
 
 
 def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Action, ...]:
-    """The actions, possibly on other ranks, of which one must end before ``action`` can run; empty for most actions.
+    """The actions, possibly on other ranks, one of which must end before ``action`` can run; empty for most actions.
 
     ``explicit``: the schedule communicates, so only receives wait.
     """
@@ -72,10 +73,10 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
 
 
 def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[Times, ...]:
-    """The times of every rank's actions. A rank with fewer times than actions waits for ever after its last time.
+    """The times of every rank's actions. A rank with fewer times than actions is stuck after its last time.
 
-    Receives block; sends do not. With v chunks every action takes 1/v of its ``Costs``. A function returns the time of
-    each action, which is not divided.
+    Receives block; sends do not. With v chunks every action takes 1/v of its ``Costs``. If ``costs`` is a function, it
+    returns the time of each action, which is not divided.
     """
     cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
     chunks = schedule.num_chunks if isinstance(costs, Costs) else 1

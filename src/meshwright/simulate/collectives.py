@@ -1,4 +1,4 @@
-"""The time of a collective's steps: on links of their own, or on the shared links of a cluster's levels."""
+"""The time of a collective's steps, either without other traffic or on the shared links of a cluster's levels."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from meshwright.schedules.collectives.steps import Move, Steps, programs
 from meshwright.simulate.network import Fabric, Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
-"""The link between two ranks: the name of the ports that it uses, α in seconds, β in seconds per byte."""
+"""A function that maps two ranks to the link between them: the name of the ports that it uses, α in seconds, β in
+seconds per byte."""
 
 
 def links_of(cluster: Cluster) -> Link:
-    """A Link by the innermost level that joins two ranks; each rank has its own port into every level."""
+    """A ``Link`` that uses the innermost level that joins two ranks. Each rank has its own port into every level."""
 
     @cache
     def link(source: int, target: int) -> tuple[str, float, float]:
@@ -26,10 +27,11 @@ def links_of(cluster: Cluster) -> Link:
 
 
 def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int = 1) -> float:
-    """Seconds until the last rank is done, if each rank sends one message and takes one message at a time, without
-    other traffic. The closed forms assume the same (``cost/alpha_beta.py``).
+    """Seconds until the last rank is done, without other traffic. Each rank sends one message and receives one message
+    at a time, as the closed forms assume (``cost/alpha_beta.py``).
 
-    A message of n bytes takes α + nβ, and its target nγ more to add it. Messages of a round go in their order.
+    A message of n bytes takes α + nβ. If the target adds the message to its data, that takes nγ more. Messages of a
+    round are sent in the order of the round's list.
     """
     ready = [0.0] * steps.num_ranks
     sends: dict[tuple[str, int], float] = {}
@@ -54,11 +56,12 @@ def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int =
 def shared_s(steps: Steps, cluster: Cluster, item_bytes: int = 1) -> float:
     """Seconds until the last rank is done, if all messages under way share the links of the cluster's levels.
 
-    A rank starts all messages of a round at once and adds received messages in the order of its program. It goes on
-    when its own messages have left and all messages to it have arrived.
+    A rank starts all messages of a round at once and adds received messages in the order of its program. It goes on to
+    the next round when its own messages have left and all messages to it have arrived.
 
     Raises:
-        ClusterError: the cluster has unlike units, or fewer devices than the steps have ranks.
+        ClusterError: the units of a level are not all equal, or the cluster has fewer devices than the steps have
+            ranks.
     """
     return _Play(steps, cluster, item_bytes).seconds()
 
@@ -82,7 +85,7 @@ class _Play:
         return max(self._now)
 
     def _go_on(self, rank: int, time_s: float) -> None:
-        """Run the rank's moves at ``time_s`` until it must wait."""
+        """Run the moves of ``rank`` at ``time_s`` until the rank must wait."""
         while True:
             todo = self._todo[rank]
             while todo:

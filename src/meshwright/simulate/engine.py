@@ -1,4 +1,4 @@
-"""The engine: every rank plays its program on a compute and a communication stream; the result is a Trace."""
+"""Simulate a step: every rank runs its program on a compute stream and a communication stream."""
 
 import math
 from collections import deque
@@ -18,7 +18,7 @@ from meshwright.simulate.network import Fabric, Links
 from meshwright.simulate.program import Entry, Meet, Post, Program, Until, programs
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""Streams of a trace: computing, communication between ranks, and time that computing waits for communication."""
+"""Streams of a trace: computing, communication between ranks, and the time that computing waits for communication."""
 
 
 def play(
@@ -32,25 +32,29 @@ def play(
     faults: Faults | None = None,
     fold: bool = True,
 ) -> "Played":
-    """Play one step. A rank runs its actions in order, as in the executor. Sends do not wait. A receive is posted, and
-    the forward or backward that needs its value waits. A collective starts when all ranks of its group have come; it
-    blocks, or runs while the rank computes, until the rank waits for it.
+    """Simulate one step.
+
+    Each rank runs its actions in order, as the executor does. A send does not block its rank. A receive does not block
+    it either: the forward or backward that needs the value waits. A collective starts when all ranks of its group have
+    reached it. A blocking collective stops its rank until the collective ends. Other collectives run while the rank
+    computes, until the rank waits for them.
 
     Collectives and messages take the times of ``cost.collective``, in which all groups of an axis communicate at once.
-    Collectives of one group run one after the other, in the order in which they start; other transfers do not slow
-    each other. With ``contention`` transfers share the links of the cluster's levels (``network.Links``).
+    Collectives of one group run one after the other, in the order in which they start; other transfers do not slow each
+    other. With ``contention``, transfers share the links of the cluster's levels (``network.Links``).
 
-    Without ``overlap`` a rank cannot compute and communicate at once, as on CPUs that copy and add themselves: a send
-    blocks the rank for the time of the message, and a collective takes its time when a rank waits for it.
+    Without ``overlap``, a rank cannot compute and communicate at once, as on CPUs whose computing cores also copy and
+    add. A send then blocks the rank for the time of the message, and a collective takes its time when a rank waits for
+    it.
 
-    Ranks that nothing tells apart (replicas on dp and tp without stragglers) are played once; ``fold.classes`` says why
-    that is exact. With ``contention``, every rank is played.
+    Of ranks that behave alike (such as replicas on dp and tp without stragglers), only one is simulated;
+    ``fold.classes`` says why that is exact. With ``contention`` or without ``fold``, every rank is simulated.
 
     Raises:
         ScheduleError: the ranks halt (a deadlock, collectives that do not match, a wait for a collective that was never
             started), or schedule and work do not match.
         LayoutError: mesh, schedule and faults do not match; or ``contention`` is set without ``overlap``.
-        ClusterError: the cluster is too small, or has unlike units and ``contention`` is set.
+        ClusterError: the cluster is too small; or ``contention`` is set, and the units of a level are not all equal.
     """
     faults = faults or Faults()
     faults.check(mesh.world_size)
@@ -72,7 +76,8 @@ def play(
 
 
 class Timeline:
-    """One rank's step: spans (stream, what, start, end, bytes, flops) and memory (time, bytes held from then on)."""
+    """The step of one rank. A span is (stream, name, start, end, bytes, flops). An entry of ``memory`` is (time, bytes
+    held from then on)."""
 
     def __init__(self, held_bytes: int) -> None:
         self.spans: list[tuple[str, str | Action, float, float, int, float]] = []
@@ -82,28 +87,28 @@ class Timeline:
 
 
 class Played:
-    """A step that was played. ``classes.of`` maps a rank to the index of its timeline."""
+    """A simulated step. ``classes.of`` maps a rank to the index of its timeline."""
 
     def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[Timeline, ...]) -> None:
         self.mesh, self.classes, self.timelines = mesh, folded, timelines
 
     @property
     def step_s(self) -> float:
-        """Seconds from the start to the end of the last rank."""
+        """Seconds from the start of the step until the last rank ends."""
         return max(timeline.end_s for timeline in self.timelines)
 
     @property
     def halted(self) -> dict[int, str]:
-        """The ranks that wait for ever because another rank has died, each with the name of the awaited action."""
+        """Maps each rank that waits for ever, because another rank has died, to the name of the awaited action."""
         waits = {rank: self.timelines[class_id].waits_for for rank, class_id in enumerate(self.classes.of)}
         return {rank: waits_for for rank, waits_for in waits.items() if waits_for}
 
     def peak_bytes(self, rank: int) -> int:
-        """The largest number of bytes that the rank holds at a time."""
+        """The largest number of bytes that the rank holds at any time."""
         return max(size for _, size in self.timelines[self.classes.of[rank]].memory)
 
     def trace(self, ranks: Iterable[int] | None = None) -> Trace:
-        """The trace of these ranks (default: all); a LayoutError if a rank is outside the mesh."""
+        """The trace of ``ranks`` (default: all). Raises a LayoutError if a rank is outside the mesh."""
         spans: list[Span] = []
         memory: list[MemorySample] = []
         known: dict[int, list[tuple[str, str, float, float, int, float]]] = {}
@@ -121,7 +126,8 @@ class Played:
 
 
 class _Meeting:
-    """A collective of one group: the ranks that have come, and its start and end (without overlap: earliest start)."""
+    """A collective of one group: the ranks that have reached it, its start and its end. Without overlap, ``end_s`` is
+    its earliest start."""
 
     __slots__ = ("end_s", "names", "piece", "seconds", "start_s")
 
@@ -158,9 +164,9 @@ _MessageKey = tuple[int, Action]
 
 
 class _Engine:
-    """Ranks run ahead on their own clocks until they need a result that another rank has not made. Without ``links``
-    the end of a transfer is known at its start. With ``links`` it is known when ``links`` reaches it. Then no rank
-    can start anything earlier, because all ranks wait for later ends."""
+    """Runs each rank on its own clock until the rank needs a result that another rank has not made. Without ``links``,
+    the end of a transfer is known at its start. With ``links``, the end is known when ``links`` advances to it. That
+    happens only while all ranks wait, so no rank can start a transfer before that time."""
 
     def __init__(
         self, mesh: Mesh, folded: Classes, played: tuple[Program, ...], faults: Faults, links: Links | None,
@@ -188,7 +194,7 @@ class _Engine:
         return tuple(rank.timeline for rank in self._ranks)
 
     def _play(self, class_id: int, rank: _Rank) -> None:
-        """Play a rank until its program ends or it must wait."""
+        """Run a rank until its program ends, the rank must wait, or the rank dies."""
         entries, timeline = rank.program.entries, rank.timeline
         now, place, op = rank.time_s, rank.place, rank.op
         spans, memory, steady = timeline.spans, timeline.memory, rank.steady
@@ -250,7 +256,8 @@ class _Engine:
     def _stop(
         self, class_id: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
     ) -> None:
-        """Wait for ``awaited``; or, if its time is known or nothing is awaited, let the rank die first."""
+        """Let a rank wait for ``awaited``. If nothing is awaited, or the end of the wait is known, the rank's death
+        comes first: let the rank die."""
         rank.time_s, rank.place, rank.op = now, place, op
         if awaited is not None and known_s is None:
             self._waiting.setdefault(awaited, []).append(class_id)
@@ -306,7 +313,7 @@ class _Engine:
             self._begin(key)
 
     def _begin(self, key: _MeetingKey) -> None:
-        """Begin the next collective of a group; the group is free now."""
+        """Begin the next collective of a group. The group's previous collective has ended."""
         meeting = self._meetings[key]
         meeting.start_s = max(meeting.start_s, self._free_s.get(key[:2], 0.0))
         if self._links is None:
@@ -340,7 +347,7 @@ class _Engine:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _check_finished(self) -> None:
-        """Check that all ranks reached their end, or that the waiting ranks wait because others died."""
+        """Check that all ranks have ended, or that the waiting ranks wait because other ranks have died."""
         stuck = {class_id: awaited for awaited, waiting in self._waiting.items() for class_id in waiting}
         if not stuck:
             return

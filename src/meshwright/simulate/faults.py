@@ -9,12 +9,13 @@ import msgspec
 from meshwright.errors import LayoutError
 
 MOST_S, MOST_JITTER = 1e9, 100.0
-"""Upper limits that catch mistakes: of a factor or of seconds (32 years); of a relative deviation."""
+"""Upper limits that catch mistakes: ``MOST_S`` for factors and seconds (32 years), ``MOST_JITTER`` for the jitter."""
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The faults of one step. ``slow``: each rank's factor on computing time. ``deaths_s``: when a rank dies.
-    ``jitter``: the relative standard deviation of every piece of computing (log-normal, mean 1, drawn from ``seed``).
+    """The faults of one step. ``slow`` maps a rank to the factor on its computing time. ``deaths_s`` maps a rank to the
+    second at which it dies. ``jitter`` is the relative standard deviation of the time of every piece of computing
+    (log-normal, mean 1, drawn from ``seed``).
 
     Raises:
         LayoutError: a number is out of range.
@@ -45,14 +46,14 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 )
 
     def colors(self, world_size: int) -> list[tuple[float, ...]]:
-        """The faults of each rank as a tuple: ranks with equal tuples behave alike. Most tuples are equal."""
+        """The faults of each rank as a tuple. Ranks with equal tuples have equal faults."""
         return [
             (self.slow.get(rank, 1.0), self.deaths_s.get(rank, math.inf), rank if self.jitter else -1)
             for rank in range(world_size)
         ]
 
     def noise(self, rank: int) -> Callable[[], float]:
-        """A function whose calls return the time factors of the rank's pieces of computing, in order. Equal seeds give
+        """A function that returns, call by call, the time factors of the rank's pieces of computing. Equal seeds give
         equal factors, whatever other ranks do."""
         slow, draws = self.slow.get(rank, 1.0), random.Random(f"{self.seed}/{rank}")
         sigma = math.sqrt(math.log1p(self.jitter**2))
@@ -60,8 +61,9 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When a run saves. A save follows every ``every_steps`` steps and takes ``save_s``. After a failure the run takes
-    ``restart_s``, then goes on from the last save, or from the beginning if nothing was saved."""
+    """When a run saves a checkpoint. A save follows every ``every_steps`` steps and takes ``save_s`` seconds. After a
+    failure, the restart takes ``restart_s`` seconds. The run then goes on from the last save, or from the beginning if
+    nothing was saved."""
 
     every_steps: int
     save_s: float = 0.0
@@ -69,7 +71,8 @@ class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class RunTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The parts of a run's time: useful steps, lost steps (and saves), saves, restarts; and the number of failures."""
+    """The parts of a run's time, and the number of failures. ``useful_s`` is the time of steps that were kept.
+    ``lost_s`` is the time of steps and saves that failures undid."""
 
     useful_s: float
     lost_s: float
@@ -84,7 +87,8 @@ class RunTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def run_time(step_s: float, num_steps: int, checkpoints: Checkpoints, failures_s: Sequence[float] = ()) -> RunTime:
-    """The time of ``num_steps`` steps if some rank dies at each of ``failures_s`` (seconds since the start, rising).
+    """The time of ``num_steps`` steps if a rank dies at each of ``failures_s`` (seconds since the start, in rising
+    order).
 
     The run ends with its last step, without a save. A failure while the ranks restart makes them restart again.
     """
@@ -109,7 +113,8 @@ def run_time(step_s: float, num_steps: int, checkpoints: Checkpoints, failures_s
 
 
 def draw_failures(num_ranks: int, mean_s: float, until_s: float, seed: int) -> tuple[float, ...]:
-    """The seconds, up to ``until_s``, at which some rank dies: a Poisson process with mean ``mean_s`` for each rank."""
+    """Random times, in seconds before ``until_s``, at which some rank dies. The deaths of each rank are a Poisson
+    process with ``mean_s`` seconds between them on average."""
     source, times, now = random.Random(seed), list[float](), 0.0
     while (now := now + source.expovariate(num_ranks / mean_s)) < until_s:
         times.append(now)
@@ -117,5 +122,5 @@ def draw_failures(num_ranks: int, mean_s: float, until_s: float, seed: int) -> t
 
 
 def best_interval_s(save_s: float, mean_s: float) -> float:
-    """About the best time between saves if some rank dies every ``mean_s``: sqrt(2 save mean) (Young 1974)."""
+    """About the best time between saves if some rank dies every ``mean_s`` seconds: sqrt(2 save mean) (Young 1974)."""
     return math.sqrt(2 * save_s * mean_s)

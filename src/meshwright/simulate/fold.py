@@ -1,4 +1,4 @@
-"""Finds ranks that behave alike: the engine plays one rank of each class, and copies its timeline."""
+"""Find ranks that behave alike: the engine simulates one rank of each class, and copies its timeline."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -7,8 +7,9 @@ from meshwright.ir.mesh import Mesh
 
 
 class Classes(NamedTuple):
-    """Ranks in classes. ``of``: the class of each rank. ``first``: the lowest rank of each class. ``groups``: by axis
-    and class, the classes of the ranks in a group that holds a rank of the class (along ``pp``, by coordinate)."""
+    """Classes of ranks that behave alike. ``of`` has the class of each rank. ``first`` has the lowest rank of each
+    class. ``groups`` maps an axis to one entry per class: the classes of the ranks in a group that holds a rank of the
+    class. Along ``pp``, these classes are in the order of coordinates."""
 
     of: tuple[int, ...]
     first: tuple[int, ...]
@@ -17,12 +18,14 @@ class Classes(NamedTuple):
 
 def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Classes:
     """The coarsest classes in which all ranks of a class have the same color, the same coordinate on ``pp``, and along
-    every axis a group of the same classes. ``colors``, by rank, tell ranks apart from the start.
+    every axis a group of the same classes. ``colors`` has a color for each rank. Ranks of different colors behave
+    differently.
 
     This is the equitable partition of color refinement (Weisfeiler and Leman 1968; McKay 1981). Two ranks of a class
-    play the same program, meet ranks of the same classes in every collective, and exchange messages with ranks of the
-    same classes. So, by induction over the events, everything happens to both at the same time: one timeline is exact
-    for all. Without stragglers each stage is one class; one straggler among dp x tp replicas makes at most four each.
+    run the same program, meet ranks of the same classes in every collective, and exchange messages with ranks of the
+    same classes. So, by induction over the events, every event happens to both at the same time: one timeline is exact
+    for all ranks of the class. Without stragglers, each stage is one class. One straggler among dp x tp replicas makes
+    at most four classes of each stage.
     """
     named = [axis for axis in dict.fromkeys(("pp", *axes)) if mesh.has(axis)]
     groups = {axis: mesh.groups(axis) for axis in named}

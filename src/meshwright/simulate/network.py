@@ -1,4 +1,4 @@
-"""Communication in the simulator: durations by closed form, or flows that share links of the cluster's levels."""
+"""Communication in the simulator: times in closed form, or flows that share the links of the cluster's levels."""
 
 import heapq
 import itertools
@@ -16,15 +16,16 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import CollectiveKind
 
 Resource = tuple[str, int, int]
-"""(kind, level, unit). ``out``, ``in``: the unit's links into the level; ``core``: the links between units in it."""
+"""A shared resource: (kind, level, unit). The kinds ``out`` and ``in`` are the links from a unit into the level and
+back. The kind ``core`` is the connection between the units inside one unit of the next level."""
 
 
 Finish = Callable[[float], None]
-"""Called with the end time of a transfer."""
+"""A function that is called with the end time of a transfer."""
 
 
 class Fabric:
-    """The cluster under a mesh: times of collectives along its axes and of messages between its ranks.
+    """The times of collectives along the axes of a mesh, and of messages between its ranks, on a cluster.
 
     Raises:
         ClusterError: the mesh has more ranks than the cluster has devices.
@@ -46,23 +47,24 @@ class Fabric:
         return self.mesh.size(axis) if self.mesh.has(axis) else 1
 
     def collective_s(self, piece: Communicate) -> float:
-        """Seconds of a collective along an axis while all groups of the axis run theirs."""
+        """Seconds of a collective along an axis, if all groups of the axis run it at the same time."""
         key = (piece.collective, piece.axis, piece.bytes, piece.members)
         if key not in self._known:
             self._known[key] = collective_s(piece, self.mesh, self._network)
         return self._known[key]
 
     def send_s(self, num_bytes: int, source: int, target: int) -> float:
-        """Seconds of a message between pipeline ranks (coordinates on ``pp``) while all their replicas send theirs; 0
-        from a rank to itself."""
+        """Seconds of a message between pipeline ranks, if all their replicas send one at the same time; 0 from a rank
+        to itself. ``source`` and ``target`` are coordinates on ``pp``."""
         if source == target:
             return 0.0
         return self._network.send_s(num_bytes, abs(target - source) * self._stage_stride)
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """``bytes`` that move, after ``latency_s``, at one rate through all resources in ``uses`` (links that a rate of
-    1 byte/s takes of each). The rate is at most ``limit_bytes_per_s``; flows share a resource by ``weight``."""
+    """``bytes`` that move through several resources at one rate, after ``latency_s``. ``uses`` maps each resource to
+    the number of its links that a rate of 1 byte/s takes. The rate is at most ``limit_bytes_per_s``. Flows share a
+    resource in proportion to their ``weight``."""
 
     latency_s: float
     bytes: float
@@ -72,14 +74,15 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Links:
-    """Transfers under way and the rates that they reach: fluid flow that shares links fairly (max-min, by weight).
+    """The transfers under way and their rates: fluid flows share the links fairly (max-min, by weight).
 
-    A unit's links into a level carry ``links`` times one link's rate, each way. Between units, the level carries the
-    sum of their rates divided by ``contention``. So if all groups of an axis, or all replicas of a stage, communicate
-    at once, a transfer takes the closed forms' time; faster if fewer do, slower if other transfers share the links.
+    A unit's links into a level carry ``Level.links`` times the rate of one link, in each direction. Between the units,
+    the level carries the sum of their rates divided by ``Level.contention``. If all groups of an axis, or all replicas
+    of a stage, communicate at once, a transfer therefore takes the time of the closed form. It is faster if fewer
+    communicate, and slower if other transfers share the links.
 
     Raises:
-        ClusterError: the cluster has unlike units.
+        ClusterError: the units of a level are not all equal.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -102,11 +105,13 @@ class Links:
         self._now_s = 0.0
 
     def start(self, finish: Finish, time_s: float, flows: tuple[Flow, ...]) -> None:
-        """Begin a transfer, whose flows run in turn. ``time_s`` must not be before the last reported end."""
+        """Begin a transfer, whose ``flows`` run one after the other. ``time_s`` must not be before the last end that
+        was reported."""
         heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
 
     def advance(self) -> bool:
-        """Advance to the next end of transfers and call their ``finish``. Returns False if no transfer is left."""
+        """Advance to the next time at which transfers end, and call their ``finish``. Returns False if no transfer is
+        left."""
         while self._pending or self._active:
             ending = {number: left / self._rates[number] for number, left in self._left.items()}
             next_end = self._now_s + min(ending.values(), default=math.inf)
@@ -142,8 +147,8 @@ class Links:
         self._now_s = time_s
 
     def _share(self) -> None:
-        """Max-min fair rates (Bertsekas and Gallager 1992, section 6.5.2): all rise together, and a flow stops at its
-        own limit, or when a link that it uses is full."""
+        """Set max-min fair rates (Bertsekas and Gallager 1992, section 6.5.2): all rates rise together, and the rate of
+        a flow stops at its own limit, or when a resource that it uses is full."""
         flows = {number: flows[0] for number, (_, flows) in self._active.items()}
         free = {resource: self._capacity[resource] for flow in flows.values() for resource in flow.uses}
         rising = dict(flows)
@@ -182,7 +187,7 @@ class Links:
         raise AssertionError("a rank sends to itself")
 
     def collective(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[Flow, ...]:
-        """The flows of a collective of these ranks, which are equally spaced."""
+        """The flows of a collective between ``ranks``, which must be equally spaced."""
         size, (latency_s, slower) = len(ranks), self._measured(collective, num_bytes, ranks)
         num_bytes *= slower
         if collective == "all_to_all":
@@ -201,7 +206,8 @@ class Links:
         return (Flow(latency_s, sent, uses, limit, weight),)
 
     def _measured(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[float, float]:
-        """The latency of a collective, and the measured factor by which it is slower than its levels' β predict."""
+        """The latency of a collective, and the factor by which measurements are slower than the β of its levels
+        predicts."""
         group = Group(len(ranks), ranks[1] - ranks[0])
         (latency_s, whole_s), (least_s, most_s) = (
             [network.collective_s(collective, size, group) for size in (0, num_bytes)]
@@ -220,8 +226,8 @@ class Links:
         return tuple(flows)
 
     def _crossed(self, ranks: Sequence[int]) -> list[tuple[int, set[int], int]]:
-        """(index, units, inside) of each level that joins the ranks: the units below it that hold ranks, and the
-        number of ranks in each unit above it."""
+        """(index, units, inside) of each level that joins the ranks. ``units`` are the units that hold ranks and that
+        the level joins. ``inside`` is the number of ranks in each unit of the next level."""
         crossings = []
         for index, level in enumerate(self._levels):
             units = {self._unit(index, rank) for rank in ranks}

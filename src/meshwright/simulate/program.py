@@ -1,4 +1,4 @@
-"""The program that each pipeline rank plays: the actions of its schedule, each with its pieces of work."""
+"""The program of each pipeline rank in the simulation: the actions of its schedule, with their pieces of work."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from meshwright.simulate.network import Fabric
 
 
 class Meet(NamedTuple):
-    """Arrival at a collective along an axis, which takes ``seconds`` after all ranks of the group have arrived."""
+    """The arrival of a rank at a collective, which takes ``seconds`` after all ranks of the group have arrived."""
 
     name: str
     key: tuple[int, str]
@@ -23,13 +23,13 @@ class Meet(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Wait for the end of the stage's collective of this name."""
+    """Wait for the end of the collective with this ``key``: its stage and its name."""
 
     key: tuple[int, str]
 
 
 class Post(NamedTuple):
-    """Send of a message to another pipeline rank, which takes it by the action ``received``."""
+    """The send of a message to pipeline rank ``target``. The action ``received`` of that rank receives the message."""
 
     received: Action
     target: int
@@ -41,8 +41,8 @@ Op = Compute | Meet | Until | Post
 
 
 class Entry(NamedTuple):
-    """An action: the receive that it waits for, then its operations. It adds ``born`` bytes from its start on and
-    ``workspace`` bytes while it runs, and frees ``dying`` bytes at its end."""
+    """One action of a program. The rank waits for ``receives``, then runs ``ops``. It allocates ``born`` bytes at the
+    start, needs ``workspace`` bytes while the action runs, and frees ``dying`` bytes at the end."""
 
     label: str | Action
     receives: Action | None
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The entries that a pipeline rank plays in a step, and the bytes that it holds all the time."""
+    """The entries that a pipeline rank runs in a step, and the bytes that it holds during the whole step."""
 
     entries: tuple[Entry, ...]
     held_bytes: int
@@ -63,11 +63,12 @@ _RECEIVED_BY = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B
 
 
 def programs(schedule: Schedule, work: Work, fabric: Fabric) -> tuple[Program, ...]:
-    """The program of every pipeline rank. Sends and receives are added where the schedule has none.
+    """The program of every pipeline rank. Sends and receives are added if the schedule has none.
 
     Raises:
         LayoutError: the mesh's ``pp`` differs from the number of ranks of the schedule.
-        ScheduleError: the work has another number of stages, or no pieces for an action of the schedule.
+        ScheduleError: the work has another number of stages than the schedule, or no pieces for an action of the
+            schedule.
     """
     if fabric.size("pp") != len(schedule.ranks):
         raise LayoutError(
@@ -149,7 +150,8 @@ class _Builder:
         return Entry(action, None, (Post(received, target, num_bytes, seconds),))
 
     def _ops(self, pieces: Sequence[Piece], stage: int, label: str = "") -> tuple[Op, ...]:
-        """The ops of pieces. With an action's ``label``, successive Computes join into one op; else each stays one."""
+        """The operations of ``pieces``. If ``label`` names an action, successive Computes become one operation. Without
+        a label, each Compute stays one operation."""
         ops: list[Op] = []
         for piece in pieces:
             match piece:

@@ -1,4 +1,4 @@
-"""Worked numbers of lectures on parallel deep learning, done again with this project's formulas; nothing runs."""
+"""Worked numbers of lectures on parallel deep learning, computed again with this project's formulas."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""A claim with our number and verdict: one row of a table."""
+"""A claim of a lecture with our number and verdict: one row of a table."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ Finding = Literal["agrees", "rounds", "claim wrong", "we differ"]
 """The verdict on a claim. ``we differ`` is for measured claims: the prediction is off by more than is allowed."""
 
 EXACT = 0.006
-"""Relative difference of two numbers that rounding to three digits explains."""
+"""Largest relative difference of two numbers that rounding to three digits explains."""
 
 ROUNDED = 0.05
 """Largest relative difference that still counts as rounding."""
@@ -24,19 +24,20 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compared(claim: str, printed: float, computed: float, ours: str, why: str, *, exact: float = EXACT) -> Line:
-    """The line of a printed and a computed number; the verdict follows from their relative difference. ``ours`` formats
-    the computed number: ``"{:.1f} GB"``."""
+    """The line that compares a printed with a computed number; their relative difference gives the verdict. ``ours``
+    formats the computed number: ``"{:.1f} GB"``."""
     off = abs(printed / computed - 1)
     verdict: Finding = "agrees" if off <= exact else "rounds" if off <= ROUNDED else "claim wrong"
     return Line(claim=claim, ours=ours.format(computed), verdict=verdict, why=why)
 
 
 def predicted(claim: str, measured: float, prediction: float, points: float, why: str) -> Line:
-    """The line of a measured and a predicted percentage; they agree if they differ by at most ``points``."""
+    """The line that compares a measured with a predicted percentage; they agree if they differ by at most
+    ``points``."""
     verdict: Finding = "agrees" if abs(measured - prediction) <= points else "we differ"
     return Line(claim=claim, ours=f"{prediction:.1f} %", verdict=verdict, why=why)
 
 
 def held(claim: str, ours: str, true: bool, why: str) -> Line:
-    """The line of a claim that is either right or wrong."""
+    """The line for a claim that is either right or wrong."""
     return Line(claim=claim, ours=ours, verdict="agrees" if true else "claim wrong", why=why)

@@ -20,7 +20,7 @@ POINTS = 5.0
 
 
 def alexnet() -> Iterator[Line]:
-    """Which half of AlexNet computes, which one has the parameters, and how each is divided."""
+    """The two halves of AlexNet: their shares of computation and parameters, and how each is divided."""
     net = load_network("alexnet")
     flops, parameters = net.share("convolution")
     division = divide_layers(net, load_cluster("v100-dgx1-edr100x4", 8), images=1024)
@@ -70,13 +70,13 @@ def megatron_scaling() -> Iterator[Line]:
 
 
 PUBLISHED: tuple[ScheduleName, ...] = ("1f1b", "interleaved")
-"""Schedules that these systems had; zero-bubble schedules came later."""
+"""Schedules that the published systems had; zero-bubble schedules came later."""
 
 AXONN = (
     ("AxoNN 40 B, 4,096 A100: 49 %", 49.0, (38, 9216, 72), "a100-40gb-box4-ss200x4", 4096),
     ("AxoNN 160 B, 16,384 GCDs: 26 %", 26.0, (84, 12288, 96), "mi250x-box8-ss200x4", 16384),
 )
-"""Claim, percent of peak, (layers, hidden, heads), cluster, devices; sequences of 2,048 tokens, 8,192 per step."""
+"""Claim, percent of peak, (layers, hidden, heads), cluster, devices. A step has 8,192 sequences of 2,048 tokens."""
 
 
 def large_runs() -> Iterator[Line]:

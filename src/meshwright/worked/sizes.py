@@ -46,7 +46,7 @@ def parameter_server() -> Iterator[Line]:
 
 
 def years_412() -> Iterator[Line]:
-    """GPT-4 on one A100."""
+    """Years to train GPT-4 on one A100."""
     tokens, peak = 13e12, load_device("a100-80gb").peak("bfloat16")
     token_s = 412 * YEAR_S / tokens
     other_years = 30 * tokens / YEAR_S
@@ -64,7 +64,7 @@ def years_412() -> Iterator[Line]:
 
 
 def years_172() -> Iterator[Line]:
-    """172 years on one A100."""
+    """The claim that training a model takes 172 years on one A100."""
     model, peak = load_model("gpt3-175b"), load_device("a100-80gb").peak("bfloat16")
     flops = model.step_flops(1) * 300e9 / model.sequence
     years = flops / peak / YEAR_S
@@ -84,7 +84,8 @@ FOOTPRINTS = (
     ("turing-nlg-17b", 17.2, 275, 54),
     ("gpt3-175b", 175, 2800, 547),
 )
-"""Catalog name; 1e9 parameters, GB and relative computation as printed (GPT-2: 1.9 B with the bytes of 1.5 B)."""
+"""Catalog name, then 1e9 parameters, GB and relative computation as printed. For GPT-2 the lecture prints 1.9 B
+parameters, but the bytes of 1.5 B parameters."""
 
 DEVICES = ("v100-16gb", "v100", "a100-40gb", "a100-80gb")
 
@@ -115,7 +116,7 @@ def _states_bytes(model: Transformer) -> float:
 
 
 def gpt4_layer() -> Iterator[Line]:
-    """One layer of GPT-4 and one GPU."""
+    """Whether one GPU holds one layer of GPT-4."""
     layer = 1.8e12 / 120 * 4 / 1e9
     yield compared("1.8 T parameters in 120 layers: 60 GB a layer", 60, layer, "{:.0f} GB", "4 bytes a parameter")
     yield held(

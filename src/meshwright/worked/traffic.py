@@ -1,4 +1,4 @@
-"""Worked numbers of communication: what parallelism moves over which links, all-reduces step by step, and bubbles."""
+"""Worked numbers of communication: bytes of kinds of parallelism, all-reduces step by step, and pipeline bubbles."""
 
 import math
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def nvlink() -> Iterator[Line]:
 
 
 def tensor_or_pipeline() -> Iterator[Line]:
-    """Bytes over a link, forward."""
+    """Bytes that tensor and pipeline parallelism send over a link in forward."""
     for ranks in (2, 8):
         tensor = count(build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
         pipeline_bytes = 1 / ranks  # every rank of a stage sends its part
@@ -57,7 +57,7 @@ def tensor_or_pipeline() -> Iterator[Line]:
 
 
 def data_or_tensor() -> Iterator[Line]:
-    """One dense layer of 4,096 x 4,096 over two ranks: gradients of its weights, or its activations."""
+    """One dense layer of 4,096 x 4,096 over two ranks: communication of its gradients, or of its activations."""
     width, ranks = 4096, 2
     network, group = _bandwidth_only("a100-80gb-dgx-hdr200x8"), Group(ranks)
     data_s = network.collective_s("all_reduce", width * width, group)

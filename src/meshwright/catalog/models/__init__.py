@@ -1,4 +1,4 @@
-"""The catalog's models: transformers by name, by family, and from a Hugging Face config.json; networks; no torch."""
+"""The catalog's models: transformers by name, family or Hugging Face config.json, and convolutional networks."""
 
 from importlib import resources
 from typing import Any
@@ -32,7 +32,8 @@ def family_names() -> list[str]:
 
 
 def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
-    """A model by name, or by the path of a Hugging Face ``config.json``; with another ``sequence`` length if given.
+    """A model by name, or by the path of a Hugging Face ``config.json``; with the sequence length ``sequence`` if it is
+    given.
 
     Raises:
         LayoutError: no model has that name; the message suggests similar names.
@@ -54,7 +55,7 @@ def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
 
 
 def make_model(family: str, **sizes: Any) -> Transformer:
-    """A model of a family; the width of the MLP defaults to four times the model's.
+    """A model of a family; the width of the MLP defaults to four times the width of the model.
 
     Raises:
         LayoutError: the family is unknown, or the sizes are impossible.

@@ -20,8 +20,9 @@ class _Chain:
         self, name: str, outputs: int, kernel: int, *, stride: int = 1, padding: int | None = None, groups: int = 1,
         norm: bool = False, inputs: int = 0,
     ) -> None:  # fmt: skip
-        """Append a convolution. ``padding=None`` keeps the size (divided by the stride). With ``inputs`` it is a
-        parallel branch with that number of input channels, whose output has the size of the chain's."""
+        """Append a convolution. ``padding=None`` keeps the size (divided by the stride). With ``inputs`` the
+        convolution is a parallel branch with that number of input channels, and its output has the size of the chain's
+        output."""
         pad = (kernel - 1) // 2 if padding is None else padding
         size = self.size if inputs else (self.size + 2 * pad - kernel) // stride + 1
         before = self.size * stride if inputs else self.size
@@ -37,7 +38,8 @@ class _Chain:
         self.size = (self.size + 2 * padding - kernel) // stride + 1
 
     def residual(self, name: str, *convolutions: tuple[str, int, int, int]) -> None:
-        """Append convolutions (name, outputs, kernel, stride) with norms; the shortcut gets one if sizes change."""
+        """Append convolutions (name, outputs, kernel, stride) with norms; if sizes change, the shortcut gets a
+        convolution too."""
         before, stride = self.channels, max(stride for *_, stride in convolutions)
         for what, outputs, kernel, own_stride in convolutions:
             self.convolve(f"{name}.{what}", outputs, kernel, stride=own_stride, norm=True)
@@ -124,7 +126,7 @@ def alexnet(name: str, source: str, *, one_tower: bool) -> ConvNet:
 
 
 def vgg(name: str, source: str, convolutions: Sequence[int]) -> ConvNet:
-    """VGG: five groups with these numbers of 3 x 3 convolutions, then three dense layers."""
+    """VGG: five groups of 3 x 3 convolutions, whose numbers are in ``convolutions``, then three dense layers."""
     chain = _Chain(3, 224)
     for group, (count, outputs) in enumerate(zip(convolutions, (64, 128, 256, 512, 512), strict=True)):
         for index in range(count):

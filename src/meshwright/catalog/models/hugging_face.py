@@ -1,4 +1,4 @@
-"""Hugging Face's config.json as a Transformer, by its ``model_type``."""
+"""Turns a Hugging Face config.json into a ``Transformer``, by its ``model_type``."""
 
 from typing import Any
 

@@ -26,9 +26,9 @@ class Work(Protocol):
 
 
 class UnderWay:
-    """A Work that waits for other works, then calls ``finish``. It keeps the ``kept`` tensors alive.
+    """A Work that waits for other works, then calls ``finish``. It keeps the tensors ``kept`` alive.
 
-    ``num_bytes``: the bytes received, where they differ from the size of the result.
+    ``num_bytes`` is the number of received bytes, if it differs from the size of the result.
     """
 
     __slots__ = ("_finish", "_kept", "_works", "num_bytes")
@@ -52,8 +52,8 @@ class UnderWay:
 
 
 class Trouble(NamedTuple):
-    """Why a collective cannot be finished: ``where`` names the rank to blame; ``problem`` says what it did, or which
-    other rank has given up because of it."""
+    """Why a collective cannot be finished. ``where`` names the rank to blame. ``problem`` says what that rank did, or
+    which other rank has given up because of it."""
 
     where: str
     problem: str
@@ -64,15 +64,17 @@ class Trouble(NamedTuple):
 
 
 def late(rank: int, problem: str) -> LostRankError:
-    """The error of a rank that has waited too long for ``rank``, which may only be slow."""
+    """The error of a rank that has waited too long for ``rank``. ``rank`` may still run, but too slowly."""
     remedy = "look at what that rank does; MESHWRIGHT_TIMEOUT_S sets how long ranks wait for others"
     return LostRankError(problem, where=f"rank {rank}", remedy=remedy)
 
 
 class Lane(ABC):
-    """Messages of up to ``MESSAGE_BYTES`` between two ranks, both ways; each way keeps the order in which they are put.
+    """Carries messages of up to ``MESSAGE_BYTES`` between two ranks. In each direction, messages keep the order in
+    which they are put.
 
-    Each message has a tag, and both sides must name the same tag. So ranks that run different collectives notice.
+    Each message has a tag, and the receiver must expect the same tag. An error shows that the two ranks run different
+    collectives.
     """
 
     expects = False
@@ -87,12 +89,13 @@ class Lane(ABC):
         """Send like ``put``, but without waiting: return False and send nothing if the lane has no room."""
 
     def expect(self, num: int, like: Tensor) -> None:
-        """Announce that this rank will take a message of ``num`` elements with ``like``'s dtype, after those announced
-        before. Needed only if the lane ``expects``."""
+        """Announce the next message that this rank will take: ``num`` elements of the dtype of ``like``. Announce
+        messages in the order in which they are taken. Needed only if ``expects`` is true."""
 
     @abstractmethod
     def take(self, num: int, dtype: Any, tag: int) -> Any:
-        """Wait for the next message and return it, valid until ``release``. If the lane ``expects``, announce it first.
+        """Wait for the next message and return it. It is valid until ``release``. If ``expects`` is true, call
+        ``expect`` first.
 
         Raises:
             LostRankError: the peer has ended, or has put nothing within the timeout.
@@ -100,10 +103,10 @@ class Lane(ABC):
         """
 
     def release(self) -> None:
-        """Free the room of the message that was taken."""
+        """Free the memory of the message that was taken last."""
 
     def settle(self) -> None:
-        """Wait until all messages have left, if they need this rank for that."""
+        """Wait until all messages have left. Lanes whose messages leave without the help of this rank do nothing."""
 
     # --- what ranks report of themselves -----------------------------------------------------------------------------
 
@@ -114,7 +117,8 @@ class Lane(ABC):
         """Report that this rank no longer needs the peer for the collectives up to ``number``."""
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
-        """Report that this rank failed, in which collective, and because of which rank; the peer stops waiting."""
+        """Report to the peer in which collective this rank failed, and because of which rank; the peer stops
+        waiting."""
 
     def trouble(self, number: int) -> Trouble | None:
         """Why the peer prevents collective ``number`` from finishing: it ended before, or has given up. None if the
@@ -122,25 +126,25 @@ class Lane(ABC):
         return None
 
     def told(self) -> str:
-        """A line with the peer's last report and whether it has ended; empty if unknown."""
+        """A line with the peer's last report and whether the peer has ended; empty if unknown."""
         return ""
 
 
 class Channel(Protocol):
-    """Tensors to and from one other rank, in the order in which they are sent."""
+    """Carries tensors to and from one other rank, in the order in which they are sent."""
 
     def send(self, tensor: Tensor) -> Work:
         """Send a contiguous tensor without waiting for the peer. After ``wait`` the tensor may be overwritten."""
 
     def receive(self, into: Tensor, label: str = "") -> Work:
-        """Receive into a contiguous tensor, complete after ``wait``; ``label`` names it in errors."""
+        """Receive into a contiguous tensor, which is complete after ``wait``. Errors call the message ``label``."""
 
 
 def check_message(peer: int, received: tuple[int, int], wanted: tuple[int, int], what: str) -> None:
-    """Compare a received message with the expected one, as (bytes, tag).
+    """Check a received message. ``received`` and ``wanted`` are pairs of (bytes, tag).
 
     Raises:
-        RankError: they differ.
+        RankError: ``received`` and ``wanted`` differ.
     """
     if received != wanted:
         raise RankError(

@@ -1,4 +1,4 @@
-"""A lane between threads of one process, each acting as a rank, for tests: messages lie in queues."""
+"""A lane for tests: each rank is a thread of one process, and messages wait in queues."""
 
 import queue
 

@@ -12,8 +12,8 @@ from meshwright.errors import RankError
 
 
 def is_there() -> bool:
-    """Whether torch.distributed and MPI have the same ranks, in the same order. It imports nothing: the code that
-    starts the ranks has imported mpi4py (``runtime/launch.py``)."""
+    """Whether torch.distributed and MPI have the same ranks, in the same order. This function does not import mpi4py:
+    the code that starts the ranks (``runtime/launch.py``) has done so."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not dist.is_initialized():
         return False
@@ -22,8 +22,8 @@ def is_there() -> bool:
 
 
 class Mpi:
-    """One rank's MPI collectives in a group, called like those of ``comm/collectives.py``. All ranks of the group must
-    start the same collectives in the same order.
+    """Starts MPI's collectives in a group. The methods are called like those of ``comm/collectives.py``. All ranks of
+    the group must start the same collectives in the same order.
 
     Raises:
         RankError: the ranks were not started by MPI.
@@ -41,19 +41,20 @@ class Mpi:
         self._ranks = world.Create_group(world.Get_group().Incl(dist.get_process_group_ranks(group)))
 
     def all_reduce(self, value: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = "") -> Work:
-        """Start to reduce a contiguous tensor in place, by ``MPI_Iallreduce``."""
+        """Start to reduce a contiguous tensor in place (``MPI_Iallreduce``)."""
         request = self._ranks.Iallreduce(self._mpi.IN_PLACE, self._buffer(value), self._op(op))
         return UnderWay(request.Wait, value)
 
     def reduce_scatter(
         self, value: Tensor, into: Tensor, op: str = "sum", algorithm: str = "mpi", label: str = ""
     ) -> Work:
-        """Start to reduce ``[size, ...]`` and write this rank's part to ``into``, by ``MPI_Ireduce_scatter_block``."""
+        """Start to reduce a tensor ``[size, ...]`` and write this rank's row to ``into``
+        (``MPI_Ireduce_scatter_block``)."""
         request = self._ranks.Ireduce_scatter_block(self._buffer(value), self._buffer(into), self._op(op))
         return UnderWay(request.Wait, value, into)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str = "mpi", label: str = "") -> Work:
-        """Start to collect every rank's ``value`` in ``into``, ``[size, ...]``, by ``MPI_Iallgather``."""
+        """Start to collect every rank's ``value`` in ``into``, a tensor ``[size, ...]`` (``MPI_Iallgather``)."""
         return UnderWay(self._ranks.Iallgather(self._buffer(value), self._buffer(into)).Wait, value, into)
 
     def _op(self, op: str) -> Any:

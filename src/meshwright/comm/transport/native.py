@@ -9,7 +9,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class Native:
-    """One rank's torch.distributed collectives in a group, called like those of ``comm/collectives.py``."""
+    """Starts torch.distributed's collectives in a group. The methods are called like those of
+    ``comm/collectives.py``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -19,9 +20,9 @@ class Native:
         return dist.all_reduce(value, _OPS[op], self._group, async_op=True)
 
     def reduce_scatter(self, value: Tensor, into: Tensor, op: str, algorithm: str, label: str) -> Any:
-        """Start to reduce ``[size, ...]`` and write this rank's ``[...]`` to ``into``."""
+        """Start to reduce a tensor ``[size, ...]`` and write this rank's row ``[...]`` to ``into``."""
         return dist.reduce_scatter_single(into.view(-1), value.view(-1), _OPS[op], self._group, async_op=True)
 
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str, label: str) -> Any:
-        """Start to collect every rank's ``value`` in ``into``, ``[size, ...]``."""
+        """Start to collect every rank's ``value`` in ``into``, a tensor ``[size, ...]``."""
         return dist.all_gather_single(into.view(-1), value.view(-1), self._group, async_op=True)

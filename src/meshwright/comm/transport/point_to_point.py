@@ -18,14 +18,14 @@ from meshwright.comm.transport.progress import Progress
 T = TypeVar("T")
 
 _HEADER = struct.Struct("=QQ")
-"""Precedes each message: its number of bytes and its tag."""
+"""The header of each message: the number of bytes of the message, and its tag."""
 _TAG = 1
-"""Tag for torch.distributed; the group's other messages have other tags."""
+"""The torch.distributed tag of a lane's messages; all other messages of the group have other tags."""
 
 
 class PointToPoint:
-    """A channel to the rank ``peer`` of a group. While it waits, the streams of ``progress`` move. ``attendance`` knows
-    which ranks are gone."""
+    """A channel to the rank ``peer`` of a group. While the channel waits, it keeps the streams of ``progress`` moving.
+    ``attendance`` tells which ranks are gone."""
 
     def __init__(
         self, group: dist.ProcessGroup, peer: int, progress: Progress, attendance: Attendance | None = None
@@ -44,7 +44,7 @@ class PointToPoint:
         return UnderWay(partial(self.wait, work, "it has sent nothing", label or "a message"), into)
 
     def wait(self, work: Work, otherwise: str, what: str) -> None:
-        """Wait for ``work``; errors name it ``what``.
+        """Wait for ``work``. Errors say that ``what`` is due; if the peer is only late, they also say ``otherwise``.
 
         Raises:
             LostRankError: the peer is late or gone, or has given up because another rank is gone.
@@ -59,16 +59,17 @@ class PointToPoint:
 
 
 class TorchLane(Lane):
-    """A lane to the rank ``peer`` of a group, by torch.distributed, with its timeout. The streams of ``progress`` move
-    while it waits.
+    """A lane to the rank ``peer`` of a group, by torch.distributed's send and receive, with the group's timeout. While
+    the lane waits, it keeps the streams of ``progress`` moving.
 
     Every receive has room for the largest message, so a message of an unexpected size still arrives and can be
     reported. A rank does not report the collectives that it begins and finishes: that would take as long as a
-    collective. A rank that gives up leaves a note in the group's store and closes its connections, which wakes others.
+    collective. A rank that gives up leaves a note in the group's store and closes its connections, so that other ranks
+    stop waiting.
     """
 
     AHEAD = 16
-    """Upper limit on messages under way; each has its own copy."""
+    """Upper limit on sent messages under way; each is a copy in memory of its own."""
     expects = True
 
     def __init__(self, group: dist.ProcessGroup, peer: int, progress: Progress) -> None:
@@ -99,7 +100,8 @@ class TorchLane(Lane):
         return True
 
     def expect(self, num: int, like: Tensor) -> None:
-        """Start to receive: a message without a waiting receive takes a slower path."""
+        """Start to receive the next message: a message that arrives before its receive has started takes a slower
+        path."""
         room = self._room()
         work = self._tried(lambda: self._group.recv([room.whole], self._peer, _TAG), "it sends nothing")
         self._coming.append((room, work))
@@ -113,7 +115,7 @@ class TorchLane(Lane):
         return room.message(num, dtype)
 
     def release(self) -> None:
-        """Keep the message's room for a later message."""
+        """Reuse the memory of the message for a later message."""
         self._num_taken += 1
         self._free.append(self._coming.popleft()[0])
 
@@ -140,7 +142,7 @@ class TorchLane(Lane):
         close(self._group, self._peer)
 
     def trouble(self, number: int) -> Trouble | None:
-        """The trouble if the peer has given up; None otherwise. Only a message shows that the peer has ended."""
+        """The trouble if the peer has given up, else None. Only sending or receiving shows that the peer has ended."""
         note = self._read()
         return Trouble(note[0], f"rank {self._name} has given up because of it") if note else None
 
@@ -178,5 +180,5 @@ class _Room:
             self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def message(self, num: int, dtype: torch.dtype) -> Tensor:
-        """The message, as ``num`` elements."""
+        """The message as a tensor of ``num`` elements."""
         return self.whole[_HEADER.size : _HEADER.size + num * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""Processes of this machine: which may share memory, and whether a process has ended."""
+"""Processes of this machine: whether they may share memory, and whether a process has ended."""
 
 import os
 import platform
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def box() -> str:
-    """A text that is equal for all processes that may share memory: the kernel's boot id, and the network namespace
-    (emulated boxes differ in it) and process-id namespace of this process."""
+    """A text that is equal for all processes that may share memory. It consists of the kernel's boot id, and the
+    network namespace and process-id namespace of this process. Emulated boxes differ in their network namespace."""
     if sys.platform != "linux":
         return platform.node()
     spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
@@ -22,10 +22,10 @@ def box() -> str:
 
 
 class Process:
-    """Another process of this box, by its process id.
+    """Another process of this box. ``number`` is its process id.
 
-    It is held by a descriptor (``pidfd``). If the kernel or the container refuses that, it is recognised in ``/proc``
-    by its start time, and ``refused`` holds the reason.
+    A descriptor (``pidfd``) identifies the process. If the kernel or the container refuses a descriptor, the start time
+    in ``/proc`` identifies the process, and ``refused`` holds the reason.
 
     Raises:
         ProcessLookupError: there is no such process.

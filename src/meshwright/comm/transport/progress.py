@@ -1,8 +1,11 @@
 """Keeps all streams of a rank moving while the rank waits for anything.
 
-rank 0 waits for rank 2 ──▶ rank 2 waits for rank 1 ──▶ rank 1 waits for rank 0,
-whose message waits in the queue of the stream 0 ─▶ 1 for room. If a rank moved only the stream
-that it waits for, all three would wait for ever.
+Without this module, ranks could wait for each other in a circle:
+
+    rank 0 waits for rank 2 ──▶ rank 2 waits for rank 1 ──▶ rank 1 waits for rank 0
+
+Rank 0's message to rank 1 waits in a queue until the stream 0 ─▶ 1 has room. If every rank moved only the stream that
+it waits for, all three ranks would wait for ever.
 """
 
 import threading
@@ -14,15 +17,15 @@ from meshwright.errors import MeshwrightError
 T = TypeVar("T")
 
 POLL_S = 0.0005
-"""Seconds between moves of the streams during a call of torch.distributed or MPI."""
+"""Seconds between two moves of the streams while a call of torch.distributed or MPI waits."""
 
 
 class Progress:
-    """The streams of one rank. Each entry of ``streams`` is a function: it puts and takes all it can without waiting,
+    """The streams of one rank. Each entry of ``streams`` is a function that puts and takes messages without waiting,
     and returns whether it has more to do soon. ``blocked`` holds the streams whose messages wait for room.
 
-    A lane calls ``move`` before it sleeps. Other calls sleep outside Python: ``during`` moves the streams in a thread
-    that lives as long as the call, and only while a message waits for room.
+    A lane calls ``move`` before it sleeps. Calls of torch.distributed or MPI sleep outside Python. During such a call,
+    ``during`` moves the streams in a thread while a message waits for room.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,7 @@ class Progress:
         self._mover: threading.Thread | None = None
 
     def move(self) -> bool:
-        """Move every stream, unless another thread does so now. Returns whether to move again soon."""
+        """Move every stream, unless another thread does so now. Returns whether a stream has more to do soon."""
         more = False
         if self._moves.acquire(blocking=False):
             try:
@@ -43,7 +46,8 @@ class Progress:
         return more
 
     def during(self, call: Callable[[], T]) -> T:
-        """Return ``call()``, and keep the streams moving meanwhile. The call must not use a stream itself."""
+        """Run ``call`` and return its result. Keep the streams moving meanwhile. ``call`` must not use a stream
+        itself."""
         if not self.blocked or self._mover is not None:
             return call()
         over = threading.Event()

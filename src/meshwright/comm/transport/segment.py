@@ -1,10 +1,10 @@
 """Memory that one rank of a machine writes and another rank reads.
 
-Each rank owns one anonymous file in memory for each peer. The file vanishes with the last process that holds it,
-however that process ends. It has no name in /dev/shm and does not count against the size of /dev/shm. Its layout:
+Each rank owns one anonymous file in memory for each peer. The file vanishes when the last process that holds it ends,
+for whatever reason. It has no name in /dev/shm and does not count against the size of /dev/shm. The layout of the file:
 
     page 0   published: number of messages that the owner has put      (a futex, on which the peer sleeps)
-             consumed:  number of the peer's messages that it has used (another futex)
+             consumed:  number of the peer's messages that the owner has used (another futex)
              finished:  the collective up to which the owner no longer needs the peer
              sleeping:  whether the owner sleeps, so that the peer must wake it
              failed:    whether the owner has given up
@@ -12,8 +12,8 @@ however that process ends. It has no name in /dev/shm and does not count against
              begun:     the collective that the owner began last, for the peer's errors
              told:      the description of that collective
              because:   the rank because of which the owner has given up
-    slots    for each message: its number of bytes and its tag
-    arena    the messages, each in the slot of its number
+    slots    for each slot: the number of bytes and the tag of its message
+    arena    the messages; message n lies in slot n modulo the number of slots
 """
 
 import ctypes
@@ -27,13 +27,13 @@ from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.errors import RankError
 
 VIEWS = 4096
-"""Upper limit on cached tensors and arrays over slots."""
+"""Upper limit on cached tensors and arrays that show slots."""
 
 _PUBLISHED, _CONSUMED, _FINISHED, _SLEEPING, _FAILED, _LEFT = 0, 64, 72, 128, 136, 144
 TOKEN_AT, _BEGUN = 192, 248
 """Byte offsets. Fields that change with every message and fields that seldom change lie in different cache lines."""
 TOLD, BECAUSE = slice(256, 1280), slice(1280, 1344)
-"""The bytes that hold texts."""
+"""The bytes of the texts ``told`` and ``because``."""
 _SLOTS_AT = 4096
 _SLOT_BYTES = 16
 
@@ -58,7 +58,7 @@ class Segment:
         self.views: dict[tuple[int, int, Any], Any] = {}
 
     def write(self, where: slice, words: bytes) -> None:
-        """Write ``words`` to ``where``, cut to the room there."""
+        """Write ``words`` to ``where``, shortened if they do not fit."""
         words = words[: where.stop - where.start - 1] + b"\0"
         self.memory[where.start : where.start + len(words)] = words
 
@@ -67,7 +67,8 @@ class Segment:
         return self.memory[where].split(b"\0")[0].decode(errors="replace")
 
     def view(self, slot: int, num_bytes: int, dtype: Any) -> Any:
-        """The first ``num_bytes`` of a slot: a tensor, or an array if the dtype is numpy's. Cached in ``views``."""
+        """The first ``num_bytes`` of a slot: a tensor, or an array if the dtype is numpy's. ``views`` caches the
+        result."""
         if len(self.views) >= VIEWS:
             self.views.clear()
         begin = self._begins[slot]
@@ -78,8 +79,8 @@ class Segment:
 
 
 def allocate(slots: int, rank: int) -> int:
-    """A file descriptor for a rank's segment. Its memory is reserved now, when a lack of memory is only an error; later
-    it would kill the process.
+    """Make the file of a rank's segment, and return its descriptor. The memory is reserved now: a lack of memory is
+    only an error now, but would kill the process later.
 
     Raises:
         RankError: the machine has too little memory.

@@ -1,7 +1,7 @@
-"""A lane between two ranks of one machine: memory that both map (``segment.py``), and futexes to sleep on.
+"""A lane between two ranks of one machine: memory that both map (``segment.py``), and futexes on which they sleep.
 
-A message fits in a slot, and a lane has few slots. So a rank finds the peer's messages in the cache that both share. No
-deadlock occurs while each rank takes messages in the order in which the peer puts them.
+Each message fits in a slot, and a lane has few slots. So a rank finds the peer's messages in the cache that both ranks
+share. No deadlock occurs if each rank takes messages in the order in which the peer puts them.
 """
 
 import ctypes
@@ -26,15 +26,17 @@ from meshwright.errors import LostRankError, RankError
 SLEEP_S = 0.5
 """Seconds without a message after which a sleeping rank checks that its peer still lives."""
 NAP_S = 0.001
-"""Seconds of the first sleep: short, because the peer may have missed that it must wake this rank."""
+"""Length of the first sleep in seconds: short, because the peer may not have noticed that it must wake this rank."""
 FLUSH_S = 0.0005
-"""Seconds of a sleep while ``while_waiting`` has more to do, such as messages that wait for room."""
+"""Length of a sleep in seconds while ``while_waiting`` has more to do, such as sending queued messages."""
 SPINS, YIELDS = 100, 16
-"""Looks before a rank sleeps: first without pause, then with the core yielded. Together they cost less than a sleep."""
+"""How often a rank looks for a change before it sleeps: ``SPINS`` times without a pause, then ``YIELDS`` times after
+yielding its core. All these looks take less time than a sleep."""
 ENDED = "it has ended"
 _REFUSED = "refused: "
 _BEHIND = 2**31
-"""The bit of ``word - number`` that is set until a 32-bit counter reaches ``number``, which may have more bits."""
+"""This bit of ``word - number`` is set until the 32-bit counter ``word`` reaches ``number``, which may have more bits.
+"""
 _FUTEX = 202  # the system call's number on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -46,10 +48,11 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedMemory(Lane):
-    """A lane through memory that two ranks share. ``connect`` makes it.
+    """A lane through memory that two ranks share. ``connect`` makes the lane.
 
     While this rank waits, it calls ``while_waiting`` (if set), which returns whether it has more to do. Every
-    ``SLEEP_S`` it calls ``look`` (if set), which raises if waiting is in vain. ``blame`` says why a peer has ended.
+    ``SLEEP_S`` seconds it calls ``look`` (if set), which raises an error if waiting is in vain. ``blame`` returns why a
+    peer has ended.
     """
 
     def __init__(
@@ -76,14 +79,15 @@ class SharedMemory(Lane):
         slots: int,
         check: Callable[[int], None] = lambda peer: None,
     ) -> Self | None:
-        """Share memory with another rank, which calls this with the same name. Both get None if they cannot share.
-        ``check`` is called every ``SLEEP_S`` and raises if the peer is gone.
+        """Share memory with the rank ``peer``, which must call this with the same name. Both ranks get None if they
+        cannot share memory. ``check`` is called every ``SLEEP_S`` seconds and raises an error if the peer is gone.
 
-        Ranks of one box try it: each opens the other's memory, and checks that it holds the token from the store.
+        Only ranks of one box try to share memory. Each rank opens the other rank's memory, and checks that it holds the
+        token that the other rank has put into the store.
 
         Raises:
-            RankError: this machine has no memory left for it, or the peer called ``refuse``.
-            LostRankError: the peer has ended, or does not call it within the timeout.
+            RankError: this machine has no memory left to share, or the peer called ``refuse``.
+            LostRankError: the peer has ended, or does not call ``connect`` within the timeout.
         """
         token = secrets.token_bytes(16)
         descriptor = own_segment = None
@@ -113,13 +117,13 @@ class SharedMemory(Lane):
 
     @staticmethod
     def refuse(store: dist.Store, name: str, rank: int, peer: int, error: RankError) -> None:
-        """Make the peer raise this error when it connects, now or later."""
+        """Make the peer raise ``error`` in its ``connect``, now or later."""
         for key in (f"{name}/{rank}/{peer}", f"{name}/{rank}/{peer}/opened"):
             store.set(key, _REFUSED + "\n".join((error.problem, error.where, error.remedy)))
 
     @staticmethod
     def _open(process: int, number: int, token: bytes, slots: int) -> Segment | None:
-        """The peer's memory; None if it cannot be opened, or if its token is wrong and so it is another file."""
+        """The peer's memory; None if it cannot be opened, or if a wrong token shows that it is another file."""
         try:
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError:
@@ -139,7 +143,7 @@ class SharedMemory(Lane):
         self._await(self._theirs.consumed, self._num_put - self._slots + 1, "room for a message")
 
     def wait_for_message(self, what: str) -> None:
-        """Wait until the next message has arrived; errors name it ``what``."""
+        """Wait until the next message has arrived. Errors call the message ``what``."""
         self._await(self._theirs.published, self._num_taken + 1, what)
 
     def has_come(self) -> bool:
@@ -175,7 +179,7 @@ class SharedMemory(Lane):
         return True
 
     def take(self, num: int, dtype: Any, tag: int, label: str = "") -> Any:
-        """The next message, not copied: a tensor, or an array if the dtype is numpy's."""
+        """Wait for the next message, and return it without a copy: as a tensor, or an array if the dtype is numpy's."""
         number, theirs = self._num_taken, self._theirs
         if (theirs.published.value - number - 1) & _BEHIND:
             self._await(theirs.published, number + 1, label)
@@ -201,7 +205,7 @@ class SharedMemory(Lane):
         self._mine.write(TOLD, words)
 
     def finished(self, number: int) -> None:
-        """Write the number where the peer can read it, even after this rank has ended."""
+        """Write the number of the collective where the peer can read it, even after this rank has ended."""
         self._mine.finished.value = number
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
@@ -219,9 +223,10 @@ class SharedMemory(Lane):
         return None
 
     def told(self) -> str:
-        """The peer's last report, and the collective in which it last sent a message.
+        """The peer's last report, and the collective in which the peer last sent a message.
 
-        The peer reports only the first of several like collectives. Its sent and finished numbers show the current one.
+        The peer reports only the first of several equal collectives in a row. The numbers of its last sent and its last
+        finished collective show the peer's current collective.
         """
         words = self._theirs.read(TOLD)
         ended = ", and has ended" if self.has_ended() else ""
@@ -250,7 +255,8 @@ class SharedMemory(Lane):
         self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1)
 
     def _await(self, word: ctypes.c_uint32, number: int, what: str) -> None:
-        """Wait until the peer's word has reached ``number``. Errors say that ``what`` (empty: that message) is due."""
+        """Wait until the peer's counter ``word`` reaches ``number``. Errors say that ``what`` (or message ``number``)
+        is due."""
         for _ in range(SPINS):
             if not (word.value - number) & _BEHIND:
                 return
@@ -292,7 +298,7 @@ def _answer(
     check: Callable[[int], None],
     process: Process | None = None,
 ) -> str:
-    """Wait for the peer's value of ``key`` in the store. ``process``: the peer's process, to notice if it ends."""
+    """Wait for the peer's value of ``key`` in the store. Raise an error if ``process``, the peer's process, ends."""
     deadline, look = time.monotonic() + timeout_s, time.monotonic() + SLEEP_S
     while not store.check([key]):
         if time.monotonic() > look:

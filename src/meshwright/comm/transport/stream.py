@@ -1,7 +1,7 @@
-"""Tensors of any size over a lane of shared memory. Sending never blocks: parts without room wait in a queue.
+"""Sends tensors of any size over a lane of shared memory. Sending never blocks: parts without room wait in a queue.
 
-Queued parts leave when the lane has room: whenever the rank uses the stream or waits for anything (``progress.py``).
-So no deadlock occurs while each rank receives in the order in which the other sends.
+Queued parts are put into the lane as soon as it has room, whenever the rank uses the stream or waits for anything
+(``progress.py``). So no deadlock occurs if each rank receives in the order in which the other rank sends.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from meshwright.comm.transport.progress import Progress
 from meshwright.comm.transport.shared_memory import SharedMemory
 
 SLOTS = 128
-"""Slots of a stream's lane: 64 MiB may be under way."""
+"""The number of slots of a stream's lane, each for one message: 64 MiB may be under way."""
 
 
 class Stream:
-    """A channel over a lane; ``progress`` keeps it moving."""
+    """A channel over a lane of shared memory. ``progress`` moves its messages while the rank waits for anything."""
 
     def __init__(self, lane: SharedMemory, progress: Progress) -> None:
         self._lane, self._progress = lane, progress
@@ -39,12 +39,13 @@ class Stream:
         return UnderWay(partial(self._depart, self._num_sent))
 
     def receive(self, into: Tensor, label: str = "") -> Work:
-        """Expect the messages that fill ``into``."""
+        """Expect the messages that fill ``into``; waiting for the returned work takes them."""
         self._expected.extend((part, label) for part in _parts(into))
         return UnderWay(partial(self._complete, self._num_done + len(self._expected)))
 
     def move(self) -> bool:
-        """Put parts that find room, and take at most one message, to be brief. Returns whether to move again soon."""
+        """Put parts that find room, and take at most one message, to be brief. Returns whether to call this again
+        soon."""
         came = bool(self._expected) and self._lane.has_come()
         if came:
             self._take()
@@ -58,7 +59,7 @@ class Stream:
             self._flush()
 
     def _flush(self) -> bool:
-        """Put queued parts while the lane has room. Returns whether parts are left."""
+        """Put queued parts while the lane has room. Returns whether queued parts are left."""
         while self._queue and self._lane.put_at_once(self._queue[0], 0):
             self._queue.popleft()
             self._num_put += 1
@@ -66,7 +67,8 @@ class Stream:
         return bool(self._queue)
 
     def _complete(self, number: int) -> None:
-        """Take the peer's messages in order until ``number`` are done; wait for each."""
+        """Take the peer's messages in order, and wait for each, until ``number`` messages of the stream have been
+        taken."""
         self._flush()
         while self._num_done < number:
             if self._lane.has_come():

@@ -20,12 +20,12 @@ from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.solve import Solution, solve
 
 Pins = Mapping[str, Strategy]
-"""Maps an operator and an axis to the factor that the operator must split; empty: none."""
+"""Maps an operator and an axis to the factor that the operator must split over the axis; empty: no factor."""
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """The chosen strategies and storage, the problem they answer, and its solution."""
+    """The chosen strategies and storage, with the problem from which they were chosen and its solution."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
@@ -49,17 +49,17 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators over the axes of ``mesh`` (except ``pp``).
 
-    The axes ``dp`` and ``dp_shard`` split the batch only, ``cp`` the sequence only, ``tp`` anything but the batch, the
-    spatial axes only what pins say, and axes of other names anything. Pins override these rules.
+    The axes ``dp`` and ``dp_shard`` split the batch only, ``cp`` the sequence only, ``tp`` any factor but the batch,
+    the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules.
 
     Args:
-        lower: makes the programs of operators, so that they can be priced.
-        microbatches: the number of parts of the batch that are worked through one after the other.
-        own_statistics: whether batch norm takes statistics of each rank's samples.
-        uses_axes: operators split their batch over ``dp``, and products their weights over ``tp`` and any factor over
-            mixed axes, wherever they can, even if that does not pay.
+        lower: makes the programs of operators, from which their costs are computed.
+        microbatches: the number of micro-batches of a step.
+        own_statistics: whether batch norm computes statistics from each rank's own samples.
+        uses_axes: use all axes wherever possible, even if that costs time. Operators then split their batch over
+            ``dp``. Products split their weights over ``tp`` and any factor over mixed axes.
         memory_bytes: the limit of a rank's parameters, gradients, optimizer state and activations together.
-        whole: parameters that are stored whole; operators may still use parts of them.
+        whole: parameters that are stored whole; operators may still read parts of them.
 
     Raises:
         LayoutError: pins contradict what an operator can do, or nothing fits in memory.
@@ -123,14 +123,15 @@ def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
 
 
 def sequence_classes(graph: Graph) -> set[str]:
-    """The factor classes that are positions in a sequence: the dims of integer inputs after the batch."""
+    """The factor classes that are positions in a sequence: in integer inputs, all dims after the first except the
+    batch."""
     tokens = [graph.tensors[name] for name in graph.inputs if "int" in graph.tensors[name].dtype]
     classes = {name for tensor in tokens for dim in tensor.dims[1:] for name in dim}
     return {name for name in classes if graph.factor_classes[name].role != "batch"}
 
 
 def _weight_letters(graph: Graph) -> dict[str, set[str]]:
-    """For each forward product, the letters of its weights' factors, except the batch."""
+    """Maps each forward product to the letters of its weights' factors, except the batch."""
     behind = set(graph.parameters)
     letters_of: dict[str, set[str]] = {}
     for operator in graph.operators:
@@ -153,7 +154,8 @@ def _weight_letters(graph: Graph) -> dict[str, set[str]]:
 def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     dict[str, Strategy], dict[str, dict[str, Placement]]
 ]:  # fmt: skip
-    """Every operator's strategy, and every parameter's storage. A follower's strategy is the one its reader wants."""
+    """Read every operator's strategy and every parameter's storage from ``choices``. Followers (views with one reader)
+    are split as their readers want."""
     graph, decisions = formulated.graph, formulated.decisions
     strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
     for index, decision in enumerate(decisions.found):
@@ -181,7 +183,7 @@ def _pass_gradients(
     graph: Graph, followers: set[str], strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> None:
     """Let Partials pass through the views between a product and a parameter's gradient. The gradient is then reduced
-    last, together with other gradients."""
+    after these views, in a bucket with other gradients."""
     ends = {entry.gradient for entry in graph.gradients}
     chain: list[Operator] = []
     for operator in reversed(graph.operators):

@@ -1,4 +1,4 @@
-"""Decisions: a forward operator and its backward operators choose together, in all repetitions of a block at once."""
+"""Group operators into decisions: a forward operator with its backward operators, in all repetitions of a block."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,9 @@ from meshwright.ir.plan import starred
 
 @dataclass(eq=False)
 class Decision:
-    """``members`` get their strategies together. They stand for ``times`` equal groups of operators, one for each
-    repetition of a block. ``twins`` has, for each member, the names of the operators it stands for, itself first."""
+    """A group of operators (``members``) that get their strategies together. The group stands for ``times`` equal
+    groups, one for each repetition of a block. ``twins`` has, for each member, the names of the operators that it
+    stands for. The member's own name comes first."""
 
     members: tuple[Operator, ...]
     twins: tuple[list[str], ...] = ()
@@ -30,8 +31,8 @@ class Decision:
 
 @dataclass
 class Decisions:
-    """All decisions of a graph. ``place`` maps an operator to the indices of its decision and of its member there. A
-    follower is a view with one reader; it is split as this reader wants."""
+    """All decisions of a graph. ``place`` maps an operator to the index of its decision, and its index among the
+    members of the decision. ``followers`` are views with one reader. A follower is split as its reader wants."""
 
     found: list[Decision] = field(default_factory=list)
     place: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -39,7 +40,8 @@ class Decisions:
 
 
 def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
-    """The decisions of a graph. Operators with different ``marks`` (their pins) are never equal."""
+    """The decisions of a graph. ``marks`` maps operators to their pins. Operators with different pins get different
+    decisions."""
     followers = _followers(graph, marks)
     result = Decisions(followers=followers)
     blocks = _repeated_blocks(graph)
@@ -56,8 +58,8 @@ def decisions_of(graph: Graph, marks: Mapping[str, object]) -> Decisions:
 
 
 def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
-    """The views whose result has exactly one reader and stays inside the graph. Changing placements costs the same
-    before such a view as after it."""
+    """The views whose output has exactly one reader and is no output of the graph. A resharding costs the same before
+    such a view as after it."""
     outside = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
     reads = Counter(name for operator in graph.operators for name in operator.inputs)
     reads.update(entry.gradient for entry in graph.gradients if entry.gradient is not None)
@@ -70,7 +72,8 @@ def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
 
 
 def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
-    """Groups: the forward operators of a sequence number that feed the last of them, and their backward operators."""
+    """Group a forward operator with its backward operators, which have the same sequence number. Forward operators of
+    this number that feed the operator join the group. All other operators are groups of one."""
     by_sequence: dict[tuple[str, int], list[Operator]] = defaultdict(list)
     for operator in graph.operators:
         if operator.name not in followers and operator.sequence >= 0 and not operator.prologue:
@@ -104,8 +107,8 @@ def block_of(operator: Operator) -> str:
 
 
 def _repeated_blocks(graph: Graph) -> set[str]:
-    """The names (with ``*``) of repeated blocks that may be split alike: those with two or more products. A chain of
-    blocks of one product each is split in turn by columns and by rows."""
+    """The starred names of repeated blocks that are split alike: blocks with two or more products. Blocks of one
+    product are excluded, because a chain of such blocks is split by columns and by rows in turn."""
     products = Counter(
         block_of(operator)
         for operator in graph.operators

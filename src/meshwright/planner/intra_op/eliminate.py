@@ -1,9 +1,10 @@
-"""Exact simplification: replace a decision with few neighbours by its best answer to each of their choices.
+"""Simplify a problem exactly: replace a decision by a table of its best choices for all choices of its neighbours.
 
     a -- x -- b      becomes      a -- b      cost(a, b) = min over x of cost(a, x) + cost(x) + cost(x, b)
 
-Nodes with one and two neighbours are eliminated as in OptCNN (Jia et al. 2018, section 5.3), and nodes with more as
-long as the table of answers stays small (variable elimination, Dechter 1999). Parallel edges are added up.
+Nodes with one or two neighbours are eliminated as in OptCNN (Jia et al. 2018, section 5.3). Nodes with more neighbours
+are eliminated as long as their table stays small (variable elimination, Dechter 1999). If two edges join the same
+nodes, their costs are added up.
 """
 
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from numpy.typing import NDArray
 from meshwright.planner.intra_op.problem import Costs, Problem, Tensor, table_of, table_size
 
 LARGEST_TABLE = 20_000_000
-"""Most entries of a table of answers; a decision that needs a larger table is left to the integer program."""
+"""Largest number of entries of a table. A decision that needs a larger table is left to the integer program."""
 AT_ONCE = 1_000_000
-"""Most entries of a sum of tables that is held whole; larger sums are computed choice by choice."""
+"""Largest number of entries of a sum of tables that is computed at once. Larger sums are computed choice by choice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Costs in seconds for every combination of choices of the nodes in ``scope`` (ascending)."""
+    """Costs in seconds for every combination of choices of the nodes in ``scope`` (in rising order)."""
 
     scope: tuple[int, ...]
     costs: Costs
@@ -38,8 +39,9 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """The rest of a problem: nodes, tables between them, and tensors that did not become tables. ``answers`` are in the
-    order of elimination; ``seconds`` is the cost that no longer depends on a choice."""
+    """The part of a problem that elimination leaves: nodes, tables between them, and tensors that did not become
+    tables. ``answers`` has the eliminated nodes in the order of elimination. ``seconds`` is the part of the cost that
+    no longer depends on a choice."""
 
     problem: Problem
     nodes: tuple[int, ...]
@@ -59,13 +61,14 @@ class Core:
 def simplify(
     problem: Problem, limited: bool = False, largest: int = LARGEST_TABLE, widest: int = 64, keep: int | None = None
 ) -> Core:
-    """Eliminate nodes, those with the smallest tables first, as long as tables stay small.
+    """Eliminate nodes as long as tables stay small. The node whose elimination makes the smallest table comes first.
 
     Args:
-        limited: keep all nodes and tensors whose memory depends on choices, so that limits of memory can hold.
-        largest: most entries of a table that may be made.
-        widest: most neighbours of a node that may be eliminated (2: all new tables join two nodes).
-        keep: a node that stays. If no other stays, its table has the least seconds for each of its choices.
+        limited: keep all nodes and tensors whose memory depends on choices, so that memory limits can be imposed later.
+        largest: the largest number of entries of a table.
+        widest: the largest number of neighbours of an eliminated node (2: all new tables join two nodes at most).
+        keep: a node that is not eliminated. If it is the only node left, its table has the least cost of each of its
+            choices.
     """
     tables: dict[tuple[int, ...], Costs] = {}
     left: list[Tensor] = []
@@ -127,7 +130,8 @@ def simplify(
 
 
 def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[np.integer]]:
-    """The minimum of the sum of tables over the last axis, and its index. ``parts`` are sorted, smallest first."""
+    """Add up the tables ``parts`` (smallest first). Return the minimum over the last axis, and the index of the
+    minimum."""
     if np.prod(shape) <= AT_ONCE:
         total = np.zeros(shape)
         for part in parts:
@@ -146,13 +150,13 @@ def _least(parts: list[Costs], shape: tuple[int, ...]) -> tuple[Costs, NDArray[n
 
 
 def _around(problem: Problem, touching: dict[int, set[tuple[int, ...]]], node: int) -> tuple[int, tuple[int, ...]]:
-    """The number of entries of the table that eliminating a node would make, and the nodes of that table."""
+    """The number of entries of the table that would replace ``node``, and the nodes of that table."""
     around = tuple(sorted({other for scope in touching[node] for other in scope} - {node}))
     return table_size(problem, around), around
 
 
 def _spread(scope: tuple[int, ...], costs: Costs, whole: tuple[int, ...]) -> Costs:
-    """A table with its axes in the places that they have in ``whole``, and axes of size 1 elsewhere."""
+    """Arrange the axes of a table as in ``whole``, with axes of size 1 for nodes that are not in ``scope``."""
     order = sorted(range(len(scope)), key=lambda axis: whole.index(scope[axis]))
     shape = {scope[axis]: costs.shape[axis] for axis in range(len(scope))}
     return costs.transpose(order).reshape([shape.get(node, 1) for node in whole])

@@ -1,4 +1,4 @@
-"""Why a module is split as it is: what its other strategies would cost, with their neighbours at their best."""
+"""Explain why a module is split as it is: what other strategies would cost, if its neighbours adapt to them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from meshwright.planner.notes import merged
 from meshwright.planner.words import word_of
 
 SHOWN = 3
-"""How many other strategies a note lists: the cheapest."""
+"""Number of other strategies that a note lists, the cheapest first."""
 LARGEST = 300_000
-"""Most entries of a table that is made for an explanation."""
+"""Largest number of entries of a table that is made for an explanation."""
 PROVEN = 1e-4
-"""Largest gap of a solution (``Solution.gap``) that gets no note."""
+"""Largest gap of a solution (``Solution.gap``) that is not mentioned in a note."""
 
 
 def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -> tuple[Note, ...]:
-    """A note for every module with weights or attention; repeated modules share one note if all agree."""
+    """A note for every module with weights or attention; repeated modules share one note if their notes are equal."""
     parameters = set(graph.parameters)
     main: dict[str, int] = {}
     around: dict[str, list[int]] = defaultdict(list)
@@ -55,7 +55,8 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
 
 
 def _weight(assigned: Assigned, index: int) -> float:
-    """How much a decision matters in its module: the seconds of its cheapest choice; products come before all else."""
+    """The importance of a decision in its module: the seconds of its cheapest choice. Products are more important than
+    all other operators."""
     product = kind_of(assigned.formulated.decisions.found[index].leads[0]) in COMPUTE
     return float(assigned.formulated.problem.nodes[index].costs.min()) + (1e9 if product else 0.0)
 
@@ -95,8 +96,8 @@ def _way(graph: Graph, operator: Operator, strategy: Strategy, sizes: Mapping[st
 
 
 def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
-    """The seconds of the step for each choice of a decision, without the seconds that all choices share. The rest of
-    its module and its neighbours take their best choices; everything else stays as chosen."""
+    """The seconds of the step for each choice of a decision, without the seconds that are equal for all choices. Other
+    decisions of the module and neighbouring decisions take their best choices. All other decisions stay as chosen."""
     problem, stored = assigned.formulated.problem, assigned.formulated.stored
     beside = {
         node
@@ -115,8 +116,8 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
 
 
 def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> Core:
-    """The problem of the nodes ``free``, with their neighbours fixed to their ``chosen`` choices. All nodes but
-    ``index`` are eliminated where tables stay small."""
+    """The simplified problem of the nodes ``free``, whose neighbours are fixed to their ``chosen`` choices. All nodes
+    except ``index`` are eliminated as long as tables stay small."""
     near = [tensor for tensor in problem.tensors if free & set(tensor.nodes)]
     scope = sorted({node for tensor in near for node in tensor.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}

@@ -1,4 +1,4 @@
-"""Formulate the problem of a graph, mesh and cluster: decisions with their choices, and tensors between decisions."""
+"""Formulate the choice of strategies as a problem: decisions with their choices, and tensors between decisions."""
 
 import itertools
 from collections import defaultdict
@@ -22,20 +22,22 @@ from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Te
 
 P = TypeVar("P", bound=Placements | None)
 Path = tuple[Operator, ...]
-"""The views between a tensor and its reader, in order, starting at the tensor."""
+"""The view operators between a tensor and its reader, in order from the tensor to the reader."""
 
 
 class Formulation:
-    """The ``problem`` of a graph. Its nodes are decisions with their ``choices``, then parameters with their possible
-    placements (``stored``, by node), then tensors that are given or must come out whole.
+    """The ``problem`` of a graph. Its first nodes are decisions with their ``choices``. Then come parameters;
+    ``stored`` maps a node to its parameters and their possible placements. The last nodes are tensors with a fixed
+    placement: given tensors, and results that must be whole.
 
     Args:
-        keeps: whether an operator may have a strategy at all.
-        merit: the number of wishes that a strategy meets; only the choices that meet most are kept.
-        marks: by operator, what is asked of it in particular (see ``decisions_of``).
-        moments: the moments at which memory is limited; None: it is not limited.
+        keeps: says whether an operator may have a strategy.
+        merit: gives the score of a strategy. Of the choices of a decision, only those with the highest total score are
+            kept.
+        marks: maps an operator to its pins (see ``decisions_of``).
+        moments: the moments at which memory is limited; None: memory is not limited.
         uncut: parameters that are stored whole.
-        own_statistics: whether batch norm takes statistics of each rank's samples.
+        own_statistics: whether batch norm computes statistics from each rank's own samples.
 
     Raises:
         LayoutError: an operator has no allowed strategy.
@@ -71,9 +73,11 @@ class Formulation:
                 self.gradient_of[entry.gradient].append(entry.parameter)
         self.whole = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
         self.reads: dict[str, list[tuple[Operator, int, Path]]] = defaultdict(list)
-        """Maps a tensor that no follower makes to its readers, also through followers, and the views on the way."""
+        """Maps a tensor that no follower makes (see ``Decisions``) to its readers: (operator, input number, views on
+        the way)."""
         self.ends: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-        """Maps a tensor that no follower makes to itself and its follower views; any may leave the graph."""
+        """Maps each of these tensors to itself and the outputs of its followers: (name, views on the way). Each may be
+        an output of the graph."""
         for name in graph.tensors:
             maker = self.producers.get(name)
             if maker is None or maker.name not in self.decisions.followers:
@@ -95,7 +99,7 @@ class Formulation:
             self._node(decision.members[0].name, decision.times * np.array(costs), self._held(decision, choices))
 
     def _held(self, decision: Decision, choices: list[Choice]) -> Costs | None:
-        """The bytes of a decision's results, [moments, choices], summed over all repetitions."""
+        """An array [moments, choices]: the bytes of a decision's results, summed over all repetitions of its block."""
         if self.moments is None:
             return None
         held = np.zeros((len(self.limits), len(choices)))
@@ -118,7 +122,8 @@ class Formulation:
                 self.reads[root].append((operator, position, path))
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
-        """The placement that a tensor needs so that the views of ``path`` give what is ``wanted``; None: impossible."""
+        """The placement that a tensor must have so that it has the placement ``wanted`` after the views of ``path``;
+        None: impossible."""
         placements: Placements = {axis: placement for axis, placement in wanted.items() if axis in self.sizes}
         for view in reversed(path):
             followed = follow(view, placements, self.sizes)
@@ -128,12 +133,13 @@ class Formulation:
         return placements
 
     def _place(self, operator: Operator) -> tuple[int, int, Operator]:
-        """The operator's decision, its member number there, and the member that stands for it."""
+        """The index of the operator's decision, the index of its member there, and the member that stands for the
+        operator."""
         index, member = self.decisions.place[operator.name]
         return index, member, self.decisions.found[index].members[member]
 
     def _wants(self, operator: Operator, position: int, path: Path) -> list[Placements | None]:
-        """For each choice of the operator's decision, the placement that it needs of the tensor before ``path``."""
+        """For each choice of the operator's decision, the placement that the tensor before ``path`` must have."""
         index, member, first = self._place(operator)
         if first.rule is None:
             return [self._pulled({}, path)] * len(self.choices[index])
@@ -151,8 +157,8 @@ class Formulation:
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> None:
-        """Add a node for every parameter (one node for equal parameters of repeated blocks). Its choices are to store
-        the parameter whole or, unless it is ``uncut``, in any split that a reader wants."""
+        """Add a node for every parameter (one node for equal parameters of repeated blocks). The choices of a node are
+        to store the parameter whole or, unless it is ``uncut``, in any split that a reader wants."""
         trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         known: dict[object, int] = {}
         for name in self.graph.parameters:
@@ -206,7 +212,7 @@ class Formulation:
         return (*self.decisions.place[maker.name], maker.outputs.index(name))
 
     def _tensor(self, names: list[str]) -> None:
-        """Add a tensor that stands for ``names``: equal tensors of repeated blocks."""
+        """Add one tensor for all of ``names``, which are equal tensors of repeated blocks."""
         name = names[0]
         tensor, maker = self.graph.tensors[name], self.producers.get(name)
         node, haves = self._made(name)
@@ -246,7 +252,8 @@ class Formulation:
         self._halos(node, names)
 
     def _halos(self, node: int, names: list[str]) -> None:
-        """Add the halos of ``names`` (equal tensors). Each halo is paid once, even if several operators read it."""
+        """Add the costs of the halos of ``names`` (equal tensors). Each halo is paid once, even if several operators
+        read it."""
         priced: dict[object, float] = {None: 0.0}
         readers: list[tuple[int, Places]] = []
         for operator, position, path in self.reads[names[0]]:
@@ -266,8 +273,8 @@ class Formulation:
             self.tensors.append(Tensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
-        """The node that decides a tensor's placement, and the placement for each choice. Inputs of the step are split
-        over dp (and dp_shard) along their batch; buffers and constants are whole."""
+        """The node that decides a tensor's placement, and the placement for each choice of the node. Inputs of the step
+        are split over dp (and dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)
         if maker is not None:
             index, member, first = self._place(maker)
@@ -289,7 +296,7 @@ def _patterns(path: Path) -> tuple[str, ...]:
 
 
 def _numbered(places: list[P], known: dict[str, P]) -> Places:
-    """The number of each placement in ``known``; new placements are added there."""
+    """Replace placements by their indices in ``known``. Placements that ``known`` lacks are added to it."""
     keys = ["none" if place is None else repr(sorted(place.items())) for place in places]
     for key, place in zip(keys, places, strict=True):
         known.setdefault(key, place)

@@ -1,15 +1,19 @@
 """The integer program: one binary variable for each choice of each decision, solved by HiGHS.
 
-    minimize    sum of costs[i, c] x[i, c]  +  sum of prices[t, h, w] y[t, h, w]
-    such that   one choice for each decision i:               sum over c of x[i, c] = 1
-                for each reader r of tensor t, z = (h, w):     sum over w of z[h, w] = (its maker leaves it in h)
-                                                               sum over h of z[h, w] = (r wants it in w)
-                a placement that readers want is made once:    y[t, h, w] >= z[h, w]
-                memory at each moment:                         sum of bytes <= limit
+x[i, c] = 1: decision i takes choice c. y[t, h, w] = 1: a copy brings tensor t from placement h to placement w. Also
+z[r, h, w] = 1: reader r of the tensor uses this copy.
 
-This is the program of Alpa (Zheng et al. 2022, section 4.2), whose edges have one reader each, extended by tensors that
-many readers share and by memory at several moments. Written with the marginals of z, its relaxation is the local
-polytope, which is exact on trees.
+    minimize    sum of costs[i, c] x[i, c]  +  sum of prices[t, h, w] y[t, h, w]
+    such that   for each decision i:               sum over c of x[i, c] = 1
+                for each reader r of a tensor t:   sum over w of z[r, h, w] = 1 if its maker leaves t in h, else 0
+                                                   sum over h of z[r, h, w] = 1 if r wants t in w, else 0
+                                                   y[t, h, w] >= z[r, h, w]
+                for each moment:                   sum of bytes <= limit
+
+Because of the constraint y >= z, readers that want the same placement share one copy and pay once. This is the program
+of Alpa (Zheng et al. 2022, section 4.2), extended by tensors with several readers and by memory limits at several
+moments. Because of the two sums over z, the linear relaxation of the program is the local polytope, which is exact on
+trees.
 """
 
 from collections.abc import Iterable
@@ -27,8 +31,9 @@ TIME_LIMIT_S, GAP = 60.0, 1e-6
 
 @dataclass(frozen=True)
 class CoreSolution:
-    """The choices of the core's nodes (None: none exist, or none were found in time), and the lower bound, in seconds,
-    on the cost of any choices. ``proven``: the solver finished in time."""
+    """The solution of a ``Core``. ``chosen`` maps the nodes of the core to their choices (None: no choices exist, or
+    none were found in time). ``bound`` is a lower bound, in seconds, on the cost of any choices. ``proven``: the solver
+    finished in time."""
 
     chosen: dict[int, int] | None
     bound: float
@@ -134,9 +139,10 @@ class _Program:
 
 
 def solve_core(core: Core, limited: bool = False) -> CoreSolution:
-    """The best choices of the nodes that elimination left, within ``GAP`` (relative) or the time limit.
+    """Find the best choices of the nodes that elimination left, within the relative gap ``GAP`` or the time limit.
 
-    With ``limited`` the memory limits hold; the core must then still have all nodes whose memory depends on the choice.
+    With ``limited``, the choices respect the memory limits. The core must then still have all nodes whose memory
+    depends on the choice.
     """
     if not core.nodes:
         return CoreSolution({} if np.isfinite(core.seconds) else None, core.seconds, True)

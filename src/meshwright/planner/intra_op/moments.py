@@ -1,4 +1,4 @@
-"""Memory of a rank at the moments at which it holds most, counted over all tensors that live at that moment."""
+"""The memory of a rank at the moments at which it holds most: the sum of all tensors that live at that moment."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -20,9 +20,10 @@ class _Life(NamedTuple):
 
 
 class Moments:
-    """The positions in the order of operators at which memory is limited: the end of forward, and the positions where
-    the live tensors, before any split, are largest together. A tensor lives from its making to the last read of it or
-    of a view. A gradient lives to the end, unless gradients are summed over micro-batches.
+    """The moments at which memory is limited, as positions in the order of operators. They are the end of forward and
+    the positions where the sum of all live tensors, before any split, is largest. A tensor lives from the operator that
+    makes it to the last operator that reads it or a view of it. A gradient lives to the end of the step, unless
+    gradients are summed over micro-batches.
 
     ``alive`` micro-batches are under way at once, and a rank holds one of ``stages`` equal stages.
     """
@@ -65,22 +66,23 @@ class Moments:
         return sorted({turn, *largest})
 
     def owned(self, names: Iterable[str]) -> Costs:
-        """How many of these tensors own live memory, at each moment."""
+        """For each moment, how many of these tensors live and own their memory (views do not)."""
         return self._count(self._lives[name] for name in names if name in self._lives)
 
     def read(self, names: Iterable[str]) -> Costs:
-        """How many of these tensors are between their first and their last reader, at each moment."""
+        """For each moment, how many of these tensors are between their first and their last reader."""
         return self._count(self._reads[name] for name in names if name in self._reads)
 
     def size(self, name: str, placements: Placements) -> float:
-        """The bytes of a tensor in all micro-batches under way."""
+        """The bytes of a rank's part of a tensor, for all micro-batches under way."""
         tensor = self.graph.tensors[name]
         batch = any(self.graph.factor_classes[factor].role == "batch" for dim in tensor.dims for factor in dim)
         parts = self.prices.microbatches if batch else 1
         return self.alive * part_bytes(tensor, placements, self.prices.sizes) / parts
 
     def parameter(self, name: str, placements: Placements, states: int, trained: bool) -> Costs:
-        """The bytes of a parameter, its optimizer state and, if it is accumulated, its gradient, at each moment."""
+        """The bytes of a parameter, its optimizer state and, if gradients are accumulated, its gradient, at each
+        moment."""
         size = part_bytes(self.graph.tensors[name], placements, self.prices.sizes)
         numbers = 1 + (states + (0 if self.whole else 1) if trained else 0)
         return np.full(len(self.positions), float(size * numbers))
@@ -93,5 +95,6 @@ class Moments:
 
 
 def copies(have: Placements, want: Placements) -> bool:
-    """Whether the tensor in placement ``want`` is a copy; parts that are cut out of the present tensor are views."""
+    """Whether bringing a tensor from ``have`` to ``want`` makes a copy. Cutting a part out of a tensor only makes a
+    view."""
     return any(want.get(axis) != placement for axis, placement in have.items())

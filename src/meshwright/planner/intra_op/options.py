@@ -1,4 +1,4 @@
-"""The choices of a decision: for each mesh axis one factor or none, and whether Partials pass through unreduced."""
+"""The choices of a decision: for each mesh axis a factor or none, and whether Partials pass through unreduced."""
 
 import itertools
 from collections import Counter
@@ -24,15 +24,17 @@ Choice = tuple[Strategy, ...]
 """A strategy for each member of a decision."""
 
 Allows = Callable[[Operator, str, str], bool]
-"""Whether an operator may split its factor (a letter) over an axis, given the axis's purpose and the pins."""
+"""A function that says whether an operator may split a factor (a letter) over an axis."""
 
 JOINED = "+"
-"""The separator between the classes of a joint factor."""
+"""Separator between the names of the factor classes that a joint factor splits."""
 _NONE = ("", 0)
 
 
 class Options:
-    """Makes the choices of decisions. ``partial[axis]`` are the tensors that could be Partial over the axis."""
+    """Makes the choices of decisions. ``partial[axis]`` has the tensors that could be Partial over the axis. A linear
+    group is a set of inputs in which an operator is jointly linear. Its number is the number of carets (``^``) in the
+    rule."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int], allows: Allows) -> None:
         self.graph, self.sizes, self.allows = graph, dict(sizes), allows
@@ -41,7 +43,7 @@ class Options:
         self.partial = {axis: self._maybe_partial(axis) for axis in sizes}
 
     def choices(self, decision: Decision) -> list[Choice]:
-        """All choices of a decision that its members' rules, the sizes of their factors and the axes allow."""
+        """All choices of a decision that the rules of its members, the sizes of the factors and ``allows`` permit."""
         per_axis = [
             [
                 (axis, factor, passes)
@@ -58,8 +60,9 @@ class Options:
         return list(choices.values())
 
     def _factors(self, decision: Decision, axis: str) -> list[tuple[str, int]]:
-        """The factors that the axis can split, as class and number among the letters of this class (in self-attention,
-        queries are the first letter of the sequence, keys the second)."""
+        """The factors that the axis can split, and ``_NONE`` for no factor. A factor is a pair: its class, and its
+        number among the operator's letters of this class. In self-attention, for example, queries are letter 0 of the
+        sequence, and keys letter 1."""
         factors = {_NONE: None}
         for lead in decision.leads:
             for factor, letter in self._letters[lead.name].items():
@@ -77,8 +80,9 @@ class Options:
         )
 
     def _passes(self, decision: Decision, axis: str, factor: tuple[str, int]) -> list[tuple[bool, bool]]:
-        """Whether Partials from outside may pass through, as all possible pairs (forward, backward). They pass members
-        that do not split the factor, such as the addition of two operators' terms of a shared parameter's gradient."""
+        """All possible pairs (forward, backward) that say whether Partials from outside the decision pass through
+        unreduced. Only members without the factor let Partials pass, such as the addition of two terms of a shared
+        parameter's gradient."""
         inside = {name for member in decision.members for name in member.outputs}
         open_here = [member for member in decision.members if factor not in self._letters[member.name]]
         forward, backward = (
@@ -90,7 +94,8 @@ class Options:
         return list(itertools.product(forward, backward))
 
     def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
-        """The group of linear operands, not all from ``inside``, that could all be Partial; 0: none."""
+        """The number of a linear group whose inputs could all be Partial, and do not all come from ``inside``; 0:
+        none."""
         for group, names in self._linear[operator.name].items():
             if not inside.issuperset(names) and all(name in self.partial[axis] or name in inside for name in names):
                 return group
@@ -131,7 +136,8 @@ class Options:
     def _passed(
         self, operator: Operator, axis: str, inside: set[str], have: Mapping[str, Placements], passes: bool
     ) -> int:
-        """The linear group of operands that are Partial and stay so; operands from outside count only if ``passes``."""
+        """The number of the linear group whose inputs are Partial and pass through unreduced; 0: none. Inputs from
+        outside the decision count only if ``passes``."""
         wanted = self._arriving(operator, axis, inside) if passes else 0
         for group, names in self._linear[operator.name].items():
             if all(
@@ -158,7 +164,7 @@ class Options:
 
 
 def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
-    """The inputs in which an operator is jointly linear, by linear group."""
+    """Maps the number of each linear group of an operator to the inputs of the group."""
     groups: dict[int, list[str]] = {}
     operands = operator.rule.parsed.inputs if operator.rule is not None else ()
     for operand, name in zip(operands, operator.inputs, strict=False):
@@ -168,8 +174,8 @@ def _linear_inputs(operator: Operator) -> dict[int, list[str]]:
 
 
 def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> str | None:
-    """An operator's letter for a factor. If the factor joins two classes, a factor that joins either of them with
-    another (rows of a gradient that nothing compares with the output), or either class alone, may take its place."""
+    """An operator's letter for a factor. If the factor joins two classes and the operator lacks it, another joint
+    factor that contains one of the classes takes its place, or else the letter of one of the classes."""
     names = factor[0].split(JOINED)
     if factor in letters or len(names) == 1:
         return letters.get(factor)
@@ -178,8 +184,8 @@ def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> s
 
 
 def numbered(operator: Operator) -> dict[tuple[str, int], str]:
-    """An operator's letters by their class and their number among the letters of that class, and its factors that join
-    input rows with output rows (``yy``) by both classes."""
+    """Maps (class, number among the operator's letters of that class) to the letter. A factor that joins input rows
+    with output rows (``yy``) counts as a letter. Its class is the names of both classes, joined."""
     counts: Counter[str] = Counter()
     letters = {}
     rule = operator.rule
@@ -198,8 +204,9 @@ def classes_of(operator: Operator, factor: str) -> list[str]:
 
 
 def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> tuple[Strategy, Placements] | None:
-    """The strategy of a view whose output should have the placement ``wanted``, and the placement that it then wants of
-    its input. A split that the view cannot make is made after it. None: it does not let a wanted Partial through."""
+    """The strategy of a view whose output should have the placement ``wanted``, and the placement that its input then
+    needs. A split that the view cannot make is made after the view. None: the view does not let a wanted Partial
+    through."""
     rule = operator.rule
     assert rule is not None
     strategy: Strategy = {}

@@ -1,4 +1,4 @@
-"""Prices in seconds per step: operators under a strategy, and tensors brought from one placement to another."""
+"""Costs in seconds per step: of operators under a strategy, and of bringing tensors to other placements."""
 
 from collections.abc import Mapping
 from math import inf, prod
@@ -20,9 +20,9 @@ from meshwright.planner.buckets import BUCKET_BYTES, part_bytes
 
 
 class Prices:
-    """The seconds of single operators, as ``lower`` emits them, and of bringing tensors to other placements. A step
-    pays each of them once per micro-batch, for that part of the batch, but brings gradients to their parameters'
-    placements once."""
+    """Computes the seconds per step of single operators, from the programs that ``lower`` makes, and of bringing
+    tensors to other placements. Each cost is paid once per micro-batch, for that part of the batch. Gradients are the
+    exception: they are brought to the placements of their parameters once per step."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, lower: Lower, microbatches: int
@@ -48,8 +48,8 @@ class Prices:
         return self.times(operator) * self._known[program]
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
-        """The halos that an operator reads of an input, with their seconds. Equal keys are equal halos: another reader
-        of the same tensor gets such a halo for nothing."""
+        """Maps each halo that an operator reads of the input ``position`` to its seconds. Equal keys are equal halos:
+        if two operators read the same halo of a tensor, it is paid once."""
         program = self.program(operator, strategy)
         halos: dict[object, float] = {}
         for node in program.nodes if program.fetches else ():
@@ -80,7 +80,7 @@ class Prices:
         return 1 if operator.prologue else self.microbatches
 
     def _time_letter(self, operator: Operator, strategy: Strategy) -> str:
-        """The batch factor that micro-batches divide; empty if none."""
+        """The letter of the batch factor that micro-batches divide; empty if there is none."""
         rule = operator.rule
         for letter, name in operator.classes.items() if rule is not None else ():
             if name in self._batch and rule is not None and rule.splittable(letter):
@@ -92,9 +92,10 @@ class Prices:
     def reshard_s(
         self, tensor: Tensor, have: Placements, want: Placements, owned: bool, times: int = 1, gradient: bool = False
     ) -> float:
-        """The seconds to bring a tensor from one placement to another, ``times`` per step; infinite if ``want`` has a
-        Partial that ``have`` lacks. ``owned``: nothing else reads the tensor, so it may be overwritten. A ``gradient``
-        that only lacks one sum is priced as part of a bucket."""
+        """The seconds to bring a tensor from placement ``have`` to placement ``want``, ``times`` times per step. They
+        are infinite if ``want`` has a Partial that ``have`` lacks. ``owned``: nothing else reads the tensor, so it may
+        be overwritten. If a ``gradient`` only needs an all-reduce, its cost is a share of the all-reduce of a
+        bucket."""
         for axis, placement in want.items():
             if isinstance(placement, Partial) and have.get(axis) != placement:
                 return inf
@@ -136,7 +137,7 @@ class Prices:
         return seconds
 
     def update_s(self, tensor: Tensor, placements: Placements, optimizer: OptimizerCost) -> float:
-        """The seconds of the optimizer's update of a parameter."""
+        """The seconds of the update of a parameter by the optimizer."""
         size = part_bytes(tensor, placements, self.sizes)
         each = self.rates.memory_bound("update", optimizer.moved / optimizer.kernels * size).seconds
         return optimizer.kernels * each

@@ -1,4 +1,4 @@
-"""The problem in numbers: decisions with the cost of each choice, and the tensors that connect decisions."""
+"""The optimization problem in numbers: decisions with the cost of each choice, and tensors that connect decisions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One decision with ``len(costs)`` choices: the seconds of each choice, and the bytes that it holds at each of the
-    moments at which memory is limited, [moments, choices]."""
+    """A decision with ``len(costs)`` choices. ``costs`` has the seconds of each choice. ``memory``, of shape [moments,
+    choices], has the bytes that each choice holds at each moment at which memory is limited."""
 
     name: str
     costs: Costs
@@ -28,10 +28,11 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A value between decisions. ``have[c]`` is the placement (its number) in which choice c of the node ``maker``
-    leaves the value. A reader is a node with the placement that each of its choices wants. To bring the value there
-    takes ``prices[have, want]`` seconds (infinite: impossible). Readers that want the same placement share one copy
-    and pay once; ``memory[moment, have, want]`` is the bytes of the copy."""
+    """A value that one decision makes and others read. Placements are numbered. ``have[c]`` is the placement in which
+    choice c of the node ``maker`` leaves the value. Each reader is a node, with the placement that each of its choices
+    wants. It takes ``prices[have, want]`` seconds to bring the value from one placement to the other (infinite:
+    impossible). Readers that want the same placement share one copy and pay once. ``memory[moment, have, want]`` is the
+    bytes of the copy."""
 
     maker: int
     have: Places
@@ -47,14 +48,14 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """All decisions. ``limits`` are the bytes allowed at each moment."""
+    """All decisions and the tensors between them. ``limits`` has the bytes that are allowed at each moment."""
 
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
     limits: Costs = field(default_factory=lambda: np.zeros(0))
 
     def seconds(self, choices: Sequence[int]) -> float:
-        """The seconds of these choices together; infinite if a tensor cannot be brought to a wanted placement."""
+        """The seconds of all ``choices`` together; infinite if a tensor cannot be brought to a wanted placement."""
         total = sum(float(node.costs[choice]) for node, choice in zip(self.nodes, choices, strict=True))
         for tensor in self.tensors:
             have = tensor.have[choices[tensor.maker]]
@@ -62,7 +63,7 @@ class Problem:
         return total
 
     def memory(self, choices: Sequence[int]) -> Costs:
-        """The bytes that these choices hold at each moment."""
+        """The bytes that all ``choices`` together hold at each moment."""
         total = np.zeros(len(self.limits))
         for node, choice in zip(self.nodes, choices, strict=True):
             total += node.memory[:, choice]

@@ -10,15 +10,16 @@ from meshwright.planner.intra_op.integer import TIME_LIMIT_S, solve_core
 from meshwright.planner.intra_op.problem import Problem
 
 WIDEST = 2
-"""Most neighbours of an eliminated node if the integer program needs small tables: all tables then join two nodes."""
+"""Largest number of neighbours of an eliminated node if tables must stay small. New tables then join two nodes at
+most."""
 LARGEST_IN_PROGRAM = 100_000
-"""Most entries of a table that elimination leaves; each entry is a column of the integer program."""
+"""Largest number of entries of a table in the integer program. The program has a column for each entry."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """``choices`` by node, their cost in seconds, and a lower ``bound`` on the cost of any choices. ``left`` is the
-    number of nodes that were left to the integer program."""
+    """The solution of a problem. ``choices`` has the choice of each node. ``seconds`` is their cost, and ``bound`` is a
+    lower bound on the cost of any choices. ``left`` is the number of nodes that were left to the integer program."""
 
     choices: tuple[int, ...]
     seconds: float
@@ -27,7 +28,8 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The part of its cost by which the solution may exceed the best; 0 if it is proven to be the best."""
+        """The fraction of its cost by which the solution may exceed the best solution; 0 if it is proven to be the
+        best."""
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
 
@@ -62,7 +64,7 @@ def _from(core: Core, limited: bool) -> Solution | None:
 
 
 def solve_by_trying(problem: Problem) -> Solution | None:
-    """Try all combinations in turn: the simple version that ``solve`` is tested against."""
+    """Try all combinations of choices: the simple version that ``solve`` is tested against."""
     best: Solution | None = None
     for choices in itertools.product(*(range(node.num_choices) for node in problem.nodes)):
         seconds = problem.seconds(choices)

@@ -1,4 +1,4 @@
-"""Checks steps by running them on symbols, so that every term is seen, for vectors of any length."""
+"""Checks the steps of a collective by running them on symbolic sums, in which every term is visible."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from meshwright.errors import ScheduleError
 from meshwright.schedules.collectives.steps import Move, Part, Program, Span, Steps, programs
 
 _Key = tuple[int, int]
-"""A term: the rank that contributed it, and by how many elements its place on that rank lies further on than here."""
+"""A term of a sum: the rank that contributed it, and its offset there minus its offset here, in elements."""
 
 
 def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
@@ -51,7 +51,8 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
 
 
 class _Sums:
-    """Sums, each with a number. Equal numbers mean equal order of additions; a + b is b + a, also when rounded."""
+    """Symbolic sums, each with a number. Sums with equal numbers have equal terms, added in the same order. a + b
+    counts as b + a, because both round to the same value."""
 
     def __init__(self) -> None:
         self.terms: list[Counter[_Key]] = [Counter()]
@@ -87,7 +88,7 @@ class _Sums:
 
 
 class _Memory:
-    """A rank's memory: spans in order, each with the number of the sum that it holds; 0 is nothing."""
+    """A rank's memory: spans in order, each with the number of the sum that it holds (0: no sum)."""
 
     def __init__(self, space: int) -> None:
         self.spans: list[tuple[Span, int]] = [((0, space), 0)] if space else []
@@ -181,7 +182,7 @@ class _Run:
         return True
 
     def _read(self, rank: int, begin: int, length: int) -> list[tuple[Span, int]]:
-        """The sums that lie there, with spans counted from ``begin``."""
+        """The sums in ``length`` elements from ``begin`` on, with spans counted from ``begin``."""
         parts = self.memories[rank].read((begin, begin + length))
         for span, value in parts:
             if not value:
@@ -206,7 +207,8 @@ class _Run:
 
 
 def _sum(terms: Counter[_Key]) -> str:
-    """``x0 + 2 x1 + x2[+4]``: terms of ranks 0, 1 and 2; the last from 4 elements further on."""
+    """The sum as text. ``x0 + 2 x1 + x2[+4]``: terms of ranks 0, 1 (twice) and 2, the last from 4 elements further
+    on."""
     words = []
     for (rank, offset), times in sorted(terms.items()):
         words.append(f"{f'{times} ' if times > 1 else ''}x{rank}{f'[{offset:+d}]' if offset else ''}")

@@ -18,17 +18,17 @@ from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 NATIVE, MPI = "native", "mpi"
 """torch.distributed's own collectives, and those of the MPI that started the ranks."""
 CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations with several algorithms, MPI's among them: a plan chooses one, a calibration measures all."""
+"""Operations that have several algorithms, MPI's included: a calibration measures all, and a plan chooses one."""
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
 """Maps an operation to the algorithm that takes one round in a group of two ranks."""
 
 PIECES = 8
-"""Pieces of a long vector in algorithms along levels that work in pieces."""
+"""The number of pieces into which algorithms along levels cut a long vector."""
 LONG_BYTES = 2**20
-"""Smallest vector for which algorithms in pieces are measured."""
+"""Bytes of the smallest vector for which algorithms that work in pieces are measured."""
 
 Ranges = Sequence[tuple[int, str]]
-"""(smallest number of bytes, algorithm), rising."""
+"""Pairs (smallest number of bytes, algorithm), ascending."""
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +84,7 @@ def _along(operation: str, boxes: str) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Mapping[str, Ranges]:
-    """The ranges by operation.
+    """Parse a text into the ranges of each operation.
 
     Raises:
         PlanError: the text is malformed, or names an unknown operation or algorithm.
@@ -112,7 +112,7 @@ def names(text: str) -> frozenset[str]:
 
 
 def written(ranges: Mapping[str, Ranges]) -> str:
-    """The text of ranges; the ranges of each operation begin at 0. ``native`` if every algorithm is native."""
+    """The text of ranges, in which each operation begins at 0 bytes; just ``native`` if every algorithm is native."""
     if all(name == NATIVE for each in ranges.values() for _, name in each):
         return NATIVE
     parts = []

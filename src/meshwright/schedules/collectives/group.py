@@ -1,7 +1,8 @@
-"""Building blocks of collectives: rounds in place among some ranks, on some elements. Each rank owns a part of them.
+"""Building blocks of collectives: rounds in which some ranks send and add up some elements in place.
 
-``ranks`` may be any ranks. ``owned[i]`` holds the spans of ``ranks[i]``: its sum after a reduce-scatter, its part
-before an all-gather. Reduce-scatters add, all-gathers copy; each all-gather is its reduce-scatter backwards.
+``ranks`` may be any ranks. ``owned[i]`` lists the spans that ``ranks[i]`` owns: the rank holds the sum of these
+elements after a reduce-scatter, and the elements themselves before an all-gather. A reduce-scatter adds and an
+all-gather copies. Each all-gather is a reduce-scatter run backwards.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +41,7 @@ def _round(messages: Iterable[tuple[int, int, Iterable[Span]]], *, adds: bool = 
 
 
 def scatter_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Sums go around a ring: in turn t, rank i sends the part that the rank t + 1 places before it owns."""
+    """Sums go around a ring: in turn t, each rank sends the part that is owned by the rank t + 1 places before it."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[(i + 1) % size], owned[(i - 1 - turn) % size]) for i in range(size)), adds=True)
@@ -49,7 +50,7 @@ def scatter_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_ring(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Parts go around a ring."""
+    """Parts go around a ring: in turn t, each rank sends the part of the rank t places before it."""
     size = len(ranks)
     return [
         _round((ranks[i], ranks[(i + 1) % size], owned[(i - turn) % size]) for i in range(size))
@@ -68,7 +69,8 @@ def gather_star(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def scatter_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """In turn t each rank sends to the rank t places on that rank's part: no rank takes two messages at once."""
+    """In turn t, each rank sends to the rank t places after it, which owns the sent part. So no rank receives two
+    messages at once."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size]) for i in range(size)), adds=True)
@@ -82,7 +84,7 @@ def gather_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Recursive halving: each rank sends its partner of the round the half that it does not own.
+    """Recursive halving: in each round, each rank sends its partner the half that belongs to the partner's side.
 
     If the number of ranks is not a power of two, the ranks beyond the largest power first send their vectors to a rank
     that acts for them, and receive their part from it in the end (Rabenseifner 2004).
@@ -102,7 +104,7 @@ def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_doubling(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Recursive doubling: each rank exchanges all the parts that it has so far with its partner of the round."""
+    """Recursive doubling: in each round, each rank exchanges all parts that it has so far with its partner."""
     return backwards(scatter_halving(ranks, owned))
 
 
@@ -110,12 +112,12 @@ def gather_doubling(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def reduce_star(ranks: Sequence[int], span: Span) -> Rounds:
-    """All ranks send to the first rank, which adds up."""
+    """All ranks send to the first rank, which adds the vectors up."""
     return [_round(((rank, ranks[0], [span]) for rank in ranks[1:]), adds=True)]
 
 
 def reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
-    """Up a binomial tree to the first rank: in each round, half of the remaining ranks send their sums and are done."""
+    """Reduce up a binomial tree to the first rank: in each round, half of the remaining ranks send their sums."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[i - distance], [span]) for i in range(distance, size, 2 * distance)), adds=True)
@@ -124,13 +126,13 @@ def reduce_tree(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def reduce_binary_tree(ranks: Sequence[int], span: Span) -> Rounds:
-    """Up a binary tree: rank 0 is the root, and the children of rank i are ranks 2i + 1 and 2i + 2."""
+    """Reduce up a binary tree: rank 0 is the root, and the children of rank i are ranks 2i + 1 and 2i + 2."""
     levels = [range(distance - 1, min(2 * distance - 1, len(ranks))) for distance in distances(len(ranks) + 1)[1:]]
     return [_round(((ranks[i], ranks[(i - 1) // 2], [span]) for i in level), adds=True) for level in reversed(levels)]
 
 
 def gather_tree(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Up a binomial tree to the first rank: each rank sends all parts of its subtree. Backwards it is a scatter."""
+    """Gather up a binomial tree to the first rank: each rank sends all parts of its subtree."""
     return [
         _round(
             (ranks[i], ranks[i - distance], [span for spans in owned[i : i + distance] for span in spans])
@@ -195,9 +197,9 @@ def all_reduce_rabenseifner(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) -> Rounds:
-    """Half of the elements use one binary tree, up and down; half another, whose inner ranks are leaves of the first.
+    """All-reduce over two binary trees, each for half of the elements. Inner ranks of one tree are leaves of the other.
 
-    Each half is cut in ``pieces``, so that a rank passes one piece on while it receives the next (Sanders, Speck,
+    Each half is cut into ``pieces``, so that a rank passes one piece on while it receives the next (Sanders, Speck,
     Träff 2009). With an odd number of ranks the second tree is the first tree shifted by one.
     """
     size = len(ranks)

@@ -5,8 +5,9 @@
                 rank 1                 b of both  ──▶  b of all four  ──▶  a b
         box 1   ...
 
-Every rank of a box sends its share over the slow links. Boxes may be unequal: then shares are cut so finely that each
-has one owner in every box. With several pieces, a piece goes across while the next is added up in the boxes.
+Every rank of a box sends its share over the slow links. If boxes are unequal, shares are cut so finely that each share
+has one owner in every box. If the vector is cut into several pieces, one piece goes across boxes while the next piece
+is added up inside them.
 
 An algorithm's name is INSIDE+ACROSS@BOXES, followed by /PIECES if it has several pieces:
 
@@ -66,7 +67,8 @@ def leaves(boxes: Boxes | int) -> list[int]:
 
 
 class Leveled(NamedTuple):
-    """A parsed name of an algorithm: a name in INSIDE, one in ACROSS_BY_OPERATION, the boxes, the number of pieces."""
+    """A parsed name of an algorithm: its names in INSIDE and in ACROSS_BY_OPERATION, the boxes, the number of
+    pieces."""
 
     inside: str
     across: str
@@ -150,8 +152,8 @@ def all_reduce_in_levels(leveled: Leveled, length: int) -> Rounds:
 
 
 def reduce_scatter_in_levels(leveled: Leveled, owned: Owned) -> Rounds:
-    """The rounds of a reduce-scatter. In each box, the rank at the same place as a part's owner adds up the part; then
-    the parts are added up across boxes. The all-gather is these rounds backwards.
+    """The rounds of a reduce-scatter. In each box, a part is added up by the rank at the same place as the part's
+    owner; then the parts are added up across boxes. Run backwards, these rounds are an all-gather.
 
     Raises:
         ScheduleError: the boxes are not equal.

@@ -27,7 +27,7 @@ ALL_REDUCE: Mapping[str, Whole] = {
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
 }
-"""All-reduces in place. ``shares``: one star for each rank's share, all at once."""
+"""All-reduces in place, by name. ``shares`` runs one star for each rank's share of the vector, all at once."""
 
 HALVES: Mapping[str, tuple[Half, Half]] = {
     "star": (group.scatter_star, group.gather_star),
@@ -54,7 +54,7 @@ GATHERS: Mapping[str, Callable[[Sequence[int], Owned], Rounds]] = {
 """Gathers at the first rank; run backwards they are scatters."""
 
 IN_TURN = ("one-by-one", "contention-free")
-"""All-reduces that send the original vector while they add up received ones: they need a memory of two vectors."""
+"""All-reduces that send the original vector while they add up received vectors. They need memory for two vectors."""
 
 Counts = Sequence[Sequence[int]]
 """``counts[i][j]``: the elements that rank i sends to rank j."""
@@ -75,8 +75,8 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = False) -> Steps:
     """The steps after which every rank holds the sum of all vectors of ``length`` elements.
 
-    ``algorithm`` is a name in ``ALGORITHMS``, or one along levels (``ring+rabenseifner@2x4``, see ``hierarchy.py``).
-    ``server``: the star's centre is an extra rank, which contributes nothing.
+    ``algorithm`` is a name in ``ALGORITHMS``, or that of an algorithm along levels (``ring+rabenseifner@2x4``, see
+    ``hierarchy.py``). ``server``: the star's centre is an extra rank, which contributes nothing.
 
     Raises:
         ScheduleError: the algorithm is unknown or made for another number of ranks, or a number is too small.
@@ -94,7 +94,8 @@ def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = Fa
 
 
 def _in_turn(algorithm: str, size: int, length: int) -> Steps:
-    """Every rank sends to every rank: one message at a time among all ranks, or one from each rank at a time."""
+    """Every rank sends to every other rank. At a time, one rank sends (``one-by-one``) or every rank sends one
+    message."""
     whole, out = (0, length), (length, 2 * length)
     start = [Move(rank, rank, 0, length, length) for rank in range(size) if length]
     turns = range(1, size) if length else ()
@@ -123,7 +124,8 @@ def _scatter(algorithm: str, spans: Sequence[Span]) -> Rounds:
 
 
 def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
-    """The steps after which every rank holds all parts; rank i contributes ``counts[i]`` elements, at their place."""
+    """The steps after which every rank holds all parts, each at its place; rank i contributes ``counts[i]``
+    elements."""
     spans = _parts("all_gather", algorithm, counts)
     if read(algorithm) is not None:
         rounds = group.backwards(_scatter(algorithm, spans))
@@ -155,7 +157,7 @@ def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Ste
 
 
 def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
-    """The steps after which ``root`` holds all parts; rank i contributes ``counts[i]`` elements, at their place."""
+    """The steps after which ``root`` holds all parts, each at its place; rank i contributes ``counts[i]`` elements."""
     spans = _parts("gather", algorithm, counts)
     ranks = _from(root, "gather", algorithm, len(counts), sum(counts))
     rounds = GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks])
@@ -176,8 +178,9 @@ def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
 def all_to_all(algorithm: str, counts: Counts) -> Steps:
     """The steps in which rank i sends ``counts[i][j]`` elements to rank j.
 
-    A rank's sent elements lie at the start of its memory, by receiver. Its received elements lie by sender; they begin
-    behind the longest list of sent elements of any rank.
+    The elements that a rank sends lie at the start of its memory, in the order of the receivers. The elements that it
+    receives lie in the order of the senders. They begin at the same position on all ranks, behind the longest list of
+    sent elements.
     """
     size = len(counts)
     _check("all_to_all", algorithm, size, min((value for row in counts for value in row), default=0))
@@ -202,7 +205,7 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
 
 
 def barrier(algorithm: str, num_ranks: int) -> Steps:
-    """The steps that no rank ends before every rank has begun them. Messages are empty."""
+    """The steps of a barrier: no rank ends them before every rank has begun them. Messages are empty."""
     _check("barrier", algorithm, num_ranks, 0)
     if algorithm == "central":
         others = range(1, num_ranks)
@@ -218,8 +221,8 @@ def barrier(algorithm: str, num_ranks: int) -> Steps:
 def build(
     operation: str, algorithm: str, num_ranks: int, length: int, root: int = 0, counts: Counts | None = None
 ) -> Steps:
-    """The steps of any operation, with equal parts, over a vector of ``length`` elements. In an all-to-all each rank
-    sends ``length`` elements, unless ``counts`` is given, as for :func:`all_to_all`."""
+    """The steps of any operation over a vector of ``length`` elements, which is cut into nearly equal parts. In an
+    all-to-all each rank sends ``length`` elements, unless ``counts`` is given, as for :func:`all_to_all`."""
     _check(operation, algorithm, num_ranks, length)
     parts = [end - begin for begin, end in cut((0, length), num_ranks)]
     makers: dict[str, Callable[[], Steps]] = {

@@ -12,8 +12,8 @@ WIDTH = 120
 def rounds(steps: Steps) -> str:
     """A row for each round and a column for each rank; a cell shows the messages that the rank sends in the round.
 
-    ``b>2+``: the rank sends piece b to rank 2, which adds it to its own piece; ``b>2``: rank 2 replaces its piece. The
-    pieces are the largest that no message cuts, named a, b, ... in the order of the vector.
+    ``b>2+``: the rank sends piece b to rank 2, which adds it to its own piece; ``b>2``: rank 2 replaces its piece. A
+    piece is as long as possible without being cut by a message. Pieces are named a, b, ... in the order of the vector.
     """
     messages = [move for moves in steps.rounds for move in moves]
     borders = sorted({border for move in messages for border in (move.begin, move.begin + move.length)})

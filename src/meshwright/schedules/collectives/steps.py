@@ -13,7 +13,8 @@ Span = tuple[int, int]
 class Move(msgspec.Struct, frozen=True, gc=False):
     """``length`` elements from ``begin`` in ``source``'s memory go to ``into`` in ``target``'s memory.
 
-    ``adds``: the target adds them to its elements there, else they replace these. A move from a rank to itself copies.
+    ``adds``: the target adds them to its elements there; otherwise they replace those elements. A move from a rank to
+    itself is a copy.
     """
 
     source: int
@@ -58,9 +59,9 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """The cost of steps. Counted in elements: ``moved``, in all messages; ``peak``, the most into, or out of, one rank
-    in one round; ``busiest``, the sum over rounds of each round's peak; ``added``, the most additions that one rank
-    makes. ``fan_in``: the most messages that one rank takes in one round."""
+    """The counted cost of steps. ``moved``: elements of all messages; ``busiest``: the sum of the peaks of all rounds;
+    ``peak``: the most elements that enter, or leave, one rank in one round; ``fan_in``: the most messages that one rank
+    receives in one round; ``added``: the most additions that one rank makes."""
 
     rounds: int
     messages: int
@@ -100,7 +101,7 @@ Program = tuple[tuple[Move, ...], ...]
 
 
 def programs(steps: Steps) -> tuple[Program, ...]:
-    """The program of each rank, by rank."""
+    """The programs of all ranks, in the order of the ranks."""
     by_rank: list[list[tuple[Move, ...]]] = [[] for _ in range(steps.num_ranks)]
     for moves in steps.rounds:
         sends, takes = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
@@ -123,7 +124,8 @@ def cut(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = False) -> list[Move]:
-    """The moves of these elements to the same place on the target; empty spans need no move."""
+    """The moves of ``spans`` to the same place on the target, with neighbouring spans joined and empty spans left
+    out."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if begin == end:
