@@ -58,7 +58,7 @@ _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROW
 
 
 def fuse(graph: fx.Graph, again: Recomputation) -> None:
-    """Fuse operators, or replace them by faster operators with the same results:
+    """Fuse operators, or replace them by faster operators with the same results.
 
         mm + add of a bias -> addmm, unless a collective stands between them
         both gradients of a convolution -> one call
