@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from meshwright.catalog import load_cluster
+from meshwright.cost import layer, step
 from meshwright.cost.memory import estimate_memory
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
@@ -44,14 +45,18 @@ ACTIVATIONS = {
 """Layers, hidden size, heads, stages, chunks, micro-batch; GiB of activations on the first stage, kept whole and with
 selective recomputation and sequence parallelism (Korthikanti et al. 2022, figures 1 and 7, as read by Calculon)."""
 
-FITTED = ("matmul_fraction", "extra_depth", "operand_cost", "bandwidth_fraction", "kernel_s", "launch_s")
-"""The parameters of A100 that come from step times; all other devices have theirs from data sheets or from files."""
+GUESS = {
+    "matmul_fraction": (0.9, 0.05), "extra_depth": (128.0, 0.5), "operand_cost": (8.0, 0.5),
+    "bandwidth_fraction": (0.8, 0.1), "kernel_s": (3e-6, 0.5), "launch_s": (30e-6, 0.5),
+    "attention_fraction": (0.5, 0.3),
+    "LOSS_BYTES": (64.0, 0.3), "OPTIMIZER_BYTES": (32.0, 0.1), "HOST_BLEND": (4.0, 0.3),
+}  # fmt: skip
+"""The constants that come from step times on A100: fields of ``Kernels``, and numbers of the software. For each: where
+a fit starts and what it is held near (round numbers that no table was looked at for), and how far it may go, as a
+fraction: fractions of peaks are known better than latencies."""
 
-GUESS = Kernels(
-    processors=108, matmul_fraction=0.9, extra_depth=128.0, operand_cost=8.0, bandwidth_fraction=0.8, kernel_s=3e-6,
-    launch_s=30e-6,
-)  # fmt: skip
-"""Where a fit starts and what it is held near: round numbers that no table was looked at for."""
+SOFTWARE = {"LOSS_BYTES": layer, "OPTIMIZER_BYTES": step, "HOST_BLEND": step}
+"""The modules of the constants that are not fields of ``Kernels``."""
 
 GROUPS: dict[str, Callable[[Case], object]] = {
     "tp": lambda case: case.setup.tp,
@@ -137,11 +142,23 @@ def _command(arguments: Sequence[str]) -> None:
 
 
 def cross_validate(folder: Path) -> None:
-    """Fit the parameters of A100 to all tables of a folder but one group, and judge them on that group; then on runs
-    that no fit has seen, of other devices with A100's parameters at their own data sheets' rates."""
+    """Fit all constants of A100 to all of its tables but one group, and judge them on that group; then on runs that no
+    fit has seen, of other devices with A100's constants at their own data sheets' rates.
+
+    The tables are those of ``folder``, and the runs on A100 in ``validation/`` that the folder has not.
+    """
     tables = {
         path.stem: [case for case in read_cases(path)[0] if case.measured_s] for path in sorted(folder.glob("*.csv"))
     }
+    of_others: dict[str, list[Case]] = {}
+    for path in sorted(TABLES.glob("*.csv")):
+        cases = [case for case in read_cases(path)[0] if case.measured_s]
+        for name in sorted({case.cluster.device.name for case in cases}):
+            held = [case for case in cases if case.cluster.device.name == name]
+            if name.startswith("a100") and path.stem not in IN_FOLDER:
+                tables[f"{path.stem} {name}"] = held
+            elif not name.startswith("a100"):
+                of_others[f"{path.stem} {name}"] = held
     print(f"{'held out':41} runs   mean   bias")
     for name, held in tables.items():
         _report(f"table {name}", held, fit([cases for other, cases in tables.items() if other != name]))
@@ -156,17 +173,13 @@ def cross_validate(folder: Path) -> None:
     errors = []
     for profile in profiles:
         held = [case for case in tables[largest] if _profile(case) == profile]
-        kernels = fit([[case for case in tables[largest] if _profile(case) != profile], *rest], rounds=3)
-        errors += [100 * (_step_s(case, kernels) / (case.measured_s or 1.0) - 1) for case in held]
+        constants = fit([[case for case in tables[largest] if _profile(case) != profile], *rest], rounds=3)
+        errors += _errors(held, constants)
     _print_errors(f"{largest}, {len(profiles)} profiles each", errors)
-    kernels = fit(list(tables.values()))
-    for path in sorted(TABLES.glob("*.csv")):
-        cases = [case for case in read_cases(path)[0] if case.measured_s]
-        for name in sorted({case.cluster.device.name for case in cases}):
-            if (path.stem, name) not in FITTED_TABLES:
-                held = [case for case in cases if case.cluster.device.name == name]
-                processors = held[0].cluster.device.kernels.processors  # type: ignore[union-attr]
-                _report(f"{path.stem} {name}", held, msgspec.structs.replace(kernels, processors=processors))
+    constants = fit(list(tables.values()))
+    for name, held in of_others.items():
+        _report(name, held, constants)
+    print("fitted to all:", ", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
 
 
 def _profile(case: Case) -> tuple[int, int, int]:
@@ -174,24 +187,26 @@ def _profile(case: Case) -> tuple[int, int, int]:
     return case.setup.model.hidden, case.setup.micro_batch, case.setup.tp
 
 
-FITTED_TABLES = (("korthikanti_2022", "a100-80gb"), ("narayanan_2021", "a100-80gb"))
-"""Tables whose runs are in the folder that is fitted to."""
+IN_FOLDER = ("korthikanti_2022", "narayanan_2021")
+"""Tables in ``validation/`` whose runs are in the folder that is fitted to."""
+
+Constants = dict[str, float]
+"""The fitted constants, by the names of ``GUESS``."""
 
 
-def fit(tables: Sequence[Sequence[Case]], *, most: int = 80, rounds: int = 6) -> Kernels:
-    """The parameters with the least squared log errors, each table weighing the same, held near ``GUESS``
+def fit(tables: Sequence[Sequence[Case]], *, most: int = 80, rounds: int = 6) -> Constants:
+    """The constants with the least squared log errors, each table weighing the same, held near ``GUESS``
     (Levenberg-Marquardt on the logarithms). Of long tables, ``most`` runs that are spread over them are used."""
     used = [case for table in tables for case in table[:: max(1, len(table) // most)]]
     weights = np.concatenate(
         [np.full(len(part), len(part) ** -0.5) for part in (t[:: max(1, len(t) // most)] for t in tables)]
     )
-    origin = np.log([getattr(GUESS, key) for key in FITTED])
-    # How far a parameter may go: fractions are known better than latencies.
-    freedom = np.array([0.05, 0.5, 0.5, 0.1, 0.5, 0.5])
+    origin = np.log([value for value, _ in GUESS.values()])
+    freedom = np.array([fraction for _, fraction in GUESS.values()])
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        kernels = _kernels(point)
-        errors = np.array([np.log(_step_s(case, kernels) / (case.measured_s or 1.0)) for case in used])
+        seconds = _step_s(used, _constants(point))
+        errors = np.array([np.log(each / (case.measured_s or 1.0)) for each, case in zip(seconds, used, strict=True)])
         return np.concatenate([errors * weights, (point - origin) / freedom * 0.02])
 
     point, damping = origin.copy(), 1e-2
@@ -199,27 +214,46 @@ def fit(tables: Sequence[Sequence[Case]], *, most: int = 80, rounds: int = 6) ->
     for _ in range(rounds):
         slopes = np.stack([(residuals(point + 0.01 * unit) - here) / 0.01 for unit in np.eye(len(point))], axis=1)
         normal = slopes.T @ slopes
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ here)
-        there = residuals(point + step)
+        change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slopes.T @ here)
+        there = residuals(point + change)
         if there @ there < here @ here:
-            point, here, damping = point + step, there, damping / 3
+            point, here, damping = point + change, there, damping / 3
         else:
             damping *= 10
-    return _kernels(point)
+    return _constants(point)
 
 
-def _kernels(point: np.ndarray) -> Kernels:
-    values = {key: float(value) for key, value in zip(FITTED, np.exp(point), strict=True)}
-    return msgspec.structs.replace(GUESS, **values)
+def _constants(point: np.ndarray) -> Constants:
+    return {key: float(value) for key, value in zip(GUESS, np.exp(point), strict=True)}
 
 
-def _step_s(case: Case, kernels: Kernels) -> float:
-    device = msgspec.structs.replace(case.cluster.device, kernels=kernels)
-    return estimate_step(case.setup, msgspec.structs.replace(case.cluster, device=device)).step_s
+def _step_s(cases: Sequence[Case], constants: Constants) -> list[float]:
+    """Predicted seconds of a step of each case, with these constants in place of those of its device and of ours."""
+    fields = {name: value for name, value in constants.items() if name not in SOFTWARE}
+    ours = {name: getattr(module, name) for name, module in SOFTWARE.items()}
+    seconds = []
+    try:
+        for name, module in SOFTWARE.items():
+            setattr(module, name, constants[name])
+        for case in cases:
+            processors = case.cluster.device.kernels.processors if case.cluster.device.kernels else 1
+            device = msgspec.structs.replace(case.cluster.device, kernels=Kernels(processors=processors, **fields))
+            cluster = msgspec.structs.replace(case.cluster, device=device)
+            seconds.append(estimate_step(case.setup, cluster).step_s)
+    finally:
+        for name, value in ours.items():
+            setattr(SOFTWARE[name], name, value)
+    return seconds
 
 
-def _report(name: str, cases: Sequence[Case], kernels: Kernels) -> None:
-    _print_errors(name, [100 * (_step_s(case, kernels) / (case.measured_s or 1.0) - 1) for case in cases])
+def _errors(cases: Sequence[Case], constants: Constants) -> list[float]:
+    """Percent by which each case is predicted too slow."""
+    seconds = _step_s(cases, constants)
+    return [100 * (each / (case.measured_s or 1.0) - 1) for each, case in zip(seconds, cases, strict=True)]
+
+
+def _report(name: str, cases: Sequence[Case], constants: Constants) -> None:
+    _print_errors(name, _errors(cases, constants))
 
 
 def _print_errors(name: str, errors: Sequence[float]) -> None:
