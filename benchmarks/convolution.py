@@ -76,7 +76,7 @@ WAYS: Mapping[str, tuple[tuple[int, ...], str]] = {
 """By name the mesh, and how every convolution that can is split."""
 
 
-def trained(name: str, layout: mw.Layout) -> oracle.Comparison:
+def trained(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     return test_mixed.train(name, layout)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.report import alone
-from meshwright.cost.work import Communicate, Compute, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, StageWork, StepWork, Wait
 from meshwright.emulation.devices import emulate
 from meshwright.emulation.stages import EmulatedStage, emulated_stages
 from meshwright.ir.cluster import Cluster, Level
@@ -43,7 +43,7 @@ CLUSTER = Cluster(
 MESH = Mesh.of(pp=RANKS, dp=2)
 
 
-def work_of(num_stages: int) -> Work:
+def work_of(num_stages: int) -> StepWork:
     """Uneven stages of tens of milliseconds, and gradients that are reduced beside other computing."""
     stages = []
     for stage in range(num_stages):
@@ -62,7 +62,7 @@ def work_of(num_stages: int) -> Work:
                 sent_down_bytes=10**6,
             )
         )
-    return Work(tuple(stages))
+    return StepWork(tuple(stages))
 
 
 def on_a_rank(stages: tuple[EmulatedStage, ...], schedule: Schedule, num_steps: int) -> list[Trace]:

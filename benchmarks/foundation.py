@@ -48,7 +48,7 @@ Sides = dict[str, Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedTarget:
     """One target of speed: Meshwright's step over the fastest peer's is at most ``limit``."""
 
     name: str
@@ -75,19 +75,19 @@ PARALLELIZE_MODULE = {
     "parallelize_module, vocabulary split, foreach": {"vocabulary": True, "foreach": True},
 }
 COMPARISONS = [
-    *(Comparison(f"world size 1, {name}", mw.Layout(), model, EAGER, 1.03) for name, model in MODELS.items()),
+    *(SpeedTarget(f"world size 1, {name}", mw.Layout(), model, EAGER, 1.03) for name, model in MODELS.items()),
     *(
-        Comparison(f"dp2, {name}", mw.Layout(dp=2), model, DDP, 0.97 if model is gpt_s else 1.0)
+        SpeedTarget(f"dp2, {name}", mw.Layout(dp=2), model, DDP, 0.97 if model is gpt_s else 1.0)
         for name, model in MODELS.items()
     ),
-    Comparison("tp2, GPT-S", mw.Layout(tp=2), gpt_s, PARALLELIZE_MODULE, 0.65),
+    SpeedTarget("tp2, GPT-S", mw.Layout(tp=2), gpt_s, PARALLELIZE_MODULE, 0.65),
 ]
 
 
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(comparison: Comparison, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(comparison: SpeedTarget, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds a step by side and round, and the first losses of every side."""
     sides = sides_of(comparison)
     losses = {name: [float(step()) for _ in range(NUM_BATCHES)] for name, step in sides.items()}
@@ -99,7 +99,7 @@ def measure(comparison: Comparison, rounds: int, steps: int) -> tuple[dict[str, 
     return alternate(sides, rounds=rounds, steps=steps), losses
 
 
-def sides_of(comparison: Comparison) -> Sides:
+def sides_of(comparison: SpeedTarget) -> Sides:
     """Meshwright and its peers, each with a model and an optimizer of its own."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = _model(comparison)
@@ -123,7 +123,7 @@ def sgd(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options)
 
 
-def _model(comparison: Comparison) -> GPT:
+def _model(comparison: SpeedTarget) -> GPT:
     torch.manual_seed(0)
     return comparison.model()
 
@@ -150,7 +150,7 @@ def over(step: Callable[[Any], torch.Tensor], batches: Batches) -> Callable[[], 
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def speed(comparison: Comparison, rounds: int, steps: int) -> Finding:
+def speed(comparison: SpeedTarget, rounds: int, steps: int) -> Finding:
     """Measure one comparison in fresh processes and judge it."""
     with Ranks() as ranks:
         measured = ranks(comparison.num_ranks, measure, comparison, rounds, steps, timeout=1800.0)

@@ -56,7 +56,7 @@ Losses = dict[int, float]
 
 
 @dataclass(frozen=True)
-class Row:
+class KillResult:
     """A run that was disturbed, beside one that was not. ``kills`` counts them by kind; ``gave_up``: how often the
     launcher did, so that the command had to be given again."""
 
@@ -241,7 +241,7 @@ def _unfinished(checkpoints: Path) -> bool:
 # --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def run(num_kills: int, seed: int = 0) -> list[Row]:
+def run(num_kills: int, seed: int = 0) -> list[KillResult]:
     """A run under ``num_kills`` kills, and one that other layouts take over."""
     with _directory() as directory:
         steps = max(TAKEOVER_STEPS, STEPS_A_KILL * num_kills)
@@ -251,7 +251,7 @@ def run(num_kills: int, seed: int = 0) -> list[Row]:
         return [_killed(alone, steps, num_kills, seed), _taken_over(alone, seed)]
 
 
-def _killed(alone: Command, steps: int, num_kills: int, seed: int) -> Row:
+def _killed(alone: Command, steps: int, num_kills: int, seed: int) -> KillResult:
     command = Command(alone.directory.parent / "killed", steps)
 
     def disturb(killer: Killer) -> str:
@@ -267,7 +267,7 @@ def _killed(alone: Command, steps: int, num_kills: int, seed: int) -> Row:
     return row
 
 
-def _taken_over(alone: Command, seed: int) -> Row:
+def _taken_over(alone: Command, seed: int) -> KillResult:
     """Started as dp2, killed, gone on with as tp2, killed, gone on with as one rank."""
     command = Command(alone.directory.parent / "taken over", TAKEOVER_STEPS)
 
@@ -283,7 +283,7 @@ def _taken_over(alone: Command, seed: int) -> Row:
 
 def _disturbed(
     name: str, command: Command, alone: Command, disturb: Callable[[Killer], str], seed: int, tolerance: float
-) -> Row:
+) -> KillResult:
     killer = Killer(command, seed)
     start, seconds, failure, error = time.monotonic(), 0.0, "", float("inf")
     try:
@@ -301,7 +301,9 @@ def _disturbed(
         killer.launcher.kill()
         killer.launcher.wait()
     seconds_a_kill = seconds / max(1, killer.kills.total())
-    return Row(name, dict(killer.kills), command.steps, error, tolerance, seconds_a_kill, killer.gave_up, failure)
+    return KillResult(
+        name, dict(killer.kills), command.steps, error, tolerance, seconds_a_kill, killer.gave_up, failure
+    )
 
 
 def difference(mine: Losses, others: Losses) -> float:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tests.distributed import oracle, pipelines
-from tests.distributed.oracle import Case, Comparison
+from tests.distributed.oracle import Case, LargestErrors
 from tests.distributed.pool import Ranks, RanksFailedError
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,7 +34,7 @@ MAX_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class Combination:
     """One combination: its largest error over ranks, losses, metrics, parameters and buffers, or how it failed."""
 
     case: Case | pipelines.Case
@@ -53,29 +53,29 @@ class Row:
         return f"{self.error:.0e}" if self.passed else f"**{self.error:.0e}**"
 
 
-def compare(case: Case) -> Comparison:
+def compare(case: Case) -> LargestErrors:
     return oracle.compare(case)
 
 
-def compare_with_casts_as_they_come(case: Case) -> Comparison:
+def compare_with_casts_as_they_come(case: Case) -> LargestErrors:
     return oracle.compare(case, widen_casts=False)
 
 
-def compare_pipeline(case: pipelines.Case) -> Comparison | None:
+def compare_pipeline(case: pipelines.Case) -> LargestErrors | None:
     return pipelines.compare(case)[1]
 
 
-def run(ranks: Ranks, case: Any, function: Callable[[Any], Comparison | None], tolerance: float) -> Row:
+def run(ranks: Ranks, case: Any, function: Callable[[Any], LargestErrors | None], tolerance: float) -> Combination:
     """A case both ways, on the pool of ranks."""
     try:
         found = ranks(case.num_ranks, function, case, timeout=TIMEOUT_S)
     except RanksFailedError as error:
         last = next(iter(error.failures.values())).strip().splitlines()[-1]
-        return Row(case, float("inf"), tolerance, last)
-    return Row(case, max(one.error for one in found if one is not None), tolerance)
+        return Combination(case, float("inf"), tolerance, last)
+    return Combination(case, max(one.error for one in found if one is not None), tolerance)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Combination]) -> str:
     """Markdown: a line for each model and setting, a column for each layout."""
     by_case = {row.case: row for row in rows}
     lines = [f"| model | optimizer | clipping | labels | {' | '.join(oracle.LAYOUTS)} |"]
@@ -89,10 +89,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def pipeline_table(rows: Sequence[Row]) -> str:
+def pipeline_table(rows: Sequence[Combination]) -> str:
     """Markdown: a line for each model, schedule and mesh, a column for each micro-batch count and recomputation."""
     columns = list(itertools.product(*(pipelines.FACTORS[index] for index in (4, 5))))
-    found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
+    found: dict[tuple[str, ...], dict[tuple[str, str], Combination]] = {}
     for row in rows:
         assert isinstance(row.case, pipelines.Case)
         line = (row.case.model, row.case.schedule, row.case.pp, row.case.chunks, row.case.mesh)
@@ -111,11 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # of the models' libraries
     start = time.monotonic()
     console = Console()
-    every: list[Row] = []
+    every: list[Combination] = []
     RESULTS.mkdir(exist_ok=True)
     with Ranks() as ranks:
 
-        def rows_of(what: str, cases: Sequence[Any], function: Callable[[Any], Any], tolerance: float) -> list[Row]:
+        def rows_of(
+            what: str, cases: Sequence[Any], function: Callable[[Any], Any], tolerance: float
+        ) -> list[Combination]:
             found = [run(ranks, case, function, tolerance) for case in track(cases, what, console=console)]
             every.extend(found)
             return found
@@ -140,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(not row.passed for row in every) else 0
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Combination]) -> str:
     return f"{sum(row.passed for row in rows)} of {len(rows)} combinations passed"
 
 
@@ -150,7 +152,7 @@ def _versions() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
 
 
-def _pipeline_report(rows: Sequence[Row]) -> str:
+def _pipeline_report(rows: Sequence[Combination]) -> str:
     return f"""# Pipelines equal one process: every combination
 
 {_summary(rows)}. Made by `{COMMAND}` with {_versions()}.
@@ -166,7 +168,7 @@ that works through the same micro-batches.
 """
 
 
-def _report(rows: Sequence[Row], plain: Sequence[Row]) -> str:
+def _report(rows: Sequence[Combination], plain: Sequence[Combination]) -> str:
     return f"""# Parallel equals serial: every combination
 
 {_summary([*rows, *plain])}. Made by `{COMMAND}` with {_versions()}.

@@ -39,7 +39,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelParity:
     """One model under one layout."""
 
     model: str
@@ -64,17 +64,17 @@ def compare(model: str, layout: str) -> Found:
     return hugging_face.compare(model, layout, PARITY_STEPS)
 
 
-def run(ranks: Ranks, model: str, layout: str) -> Row:
+def run(ranks: Ranks, model: str, layout: str) -> ModelParity:
     """A model under a layout, on the pool of ranks."""
     try:
         found = ranks(hugging_face.num_ranks(layout), compare, model, layout, timeout=TIMEOUT_S)
     except RanksFailedError as error:
         last = next(iter(error.failures.values())).strip().splitlines()[-1]
-        return Row(model, layout, None, last)
-    return Row(model, layout, max(found, key=lambda one: one.error))
+        return ModelParity(model, layout, None, last)
+    return ModelParity(model, layout, max(found, key=lambda one: one.error))
 
 
-def parity(console: Console, only: str) -> list[Row]:
+def parity(console: Console, only: str) -> list[ModelParity]:
     """Every model under every layout that fits it."""
     cases = [
         (model, layout)
@@ -90,7 +90,7 @@ def parity(console: Console, only: str) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ModelParity]) -> str:
     """Markdown: a line for each model, a column for each layout."""
     lines = [f"| model | operators without a rule | {' | '.join(LAYOUTS)} |", "|" + " --- |" * (2 + len(LAYOUTS))]
     for model in dict.fromkeys(row.model for row in rows):
@@ -101,7 +101,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def parity_finding(rows: Sequence[Row]) -> Check:
+def parity_finding(rows: Sequence[ModelParity]) -> Check:
     """All rows as one."""
     passed = sum(row.passed for row in rows)
     errors = [row.found.error for row in rows if row.found is not None]
@@ -180,7 +180,7 @@ def _write(name: str, title: str, results: Sequence[Finding], text: str) -> None
     print(f"written to benchmarks/results/{name}.md and .json")
 
 
-def _parity_text(rows: Sequence[Row]) -> str:
+def _parity_text(rows: Sequence[ModelParity]) -> str:
     return f"""Each cell is the largest error of {PARITY_STEPS} training steps against one process of eager
 PyTorch in float64, over all ranks, of losses and of all parameters and buffers afterwards: |a - b| / max(1, max|b|) for
 each tensor; bold: over {oracle.TOLERANCE:.0e} (MobileNet 2: {hugging_face.tolerance("MobileNet 2"):.0e}, for

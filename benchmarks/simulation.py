@@ -5,7 +5,7 @@ import time
 
 from benchmarks.report import alone, at_most, new_run
 from meshwright.catalog import load_cluster
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.result import Duration, Finding, Series
 from meshwright.ir.statistics import median
@@ -20,7 +20,7 @@ LAYOUTS = ((1, 64, 16, "none", 1), (8, 16, 8, "1f1b", 1), (16, 8, 8, "1f1b", 1),
            (16, 8, 8, "zb-h1", 1), (16, 8, 8, "interleaved", 4), (64, 4, 4, "1f1b", 1))  # fmt: skip
 
 
-def example_work(num_stages: int) -> Work:
+def example_work(num_stages: int) -> StepWork:
     """Stages of a transformer in tensor parallel: two all-reduces in a forward, two in a backward."""
 
     def layer(seconds: float) -> tuple[Piece, ...]:
@@ -38,7 +38,7 @@ def example_work(num_stages: int) -> Work:
         held_bytes=2**33,
         workspace_bytes=2**28,
     )
-    return Work((stage,) * num_stages)
+    return StepWork((stage,) * num_stages)
 
 
 def findings() -> list[Finding]:

@@ -130,7 +130,7 @@ FSDP: Peers = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ZeroTarget:
     """One target of speed: Meshwright's step over the fastest peer's is at most ``limit``."""
 
     model: Model
@@ -145,9 +145,9 @@ class Comparison:
 AS_DDP = mw.Layout(dp=NUM_RANKS, batch_statistics="rank")
 """DistributedDataParallel takes statistics of each rank's samples."""
 COMPARISONS = [
-    Comparison(GPT_S, mw.Layout(dp=NUM_RANKS, zero=3), FSDP, 0.85),
-    Comparison(GPT_S, mw.Layout(dp=NUM_RANKS, zero=1), DDP, 1.0),
-    *(Comparison(model, AS_DDP if model.has_batch_norm else mw.Layout(dp=NUM_RANKS), DDP, 1.0) for model in MODELS),
+    ZeroTarget(GPT_S, mw.Layout(dp=NUM_RANKS, zero=3), FSDP, 0.85),
+    ZeroTarget(GPT_S, mw.Layout(dp=NUM_RANKS, zero=1), DDP, 1.0),
+    *(ZeroTarget(model, AS_DDP if model.has_batch_norm else mw.Layout(dp=NUM_RANKS), DDP, 1.0) for model in MODELS),
 ]
 
 
@@ -179,7 +179,7 @@ HYBRID = [mw.Layout(dp=2 * NUM_RANKS, zero=zero, zero_ranks=NUM_RANKS, microbatc
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(comparison: Comparison, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(comparison: ZeroTarget, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds a step by side and round, and the first losses of every side, over the global batch."""
     torch.set_num_threads(1)
     sides = sides_of(comparison)
@@ -191,7 +191,7 @@ def measure(comparison: Comparison, rounds: int, steps: int) -> tuple[dict[str, 
     return alternate(sides, rounds=rounds, steps=steps), losses
 
 
-def sides_of(comparison: Comparison) -> Sides:
+def sides_of(comparison: ZeroTarget) -> Sides:
     """Meshwright and its peers, each with a model and an optimizer of its own."""
     model = comparison.model
     batches = list(oracle.shards(model.samples(NUM_BATCHES * model.batch), NUM_BATCHES))
@@ -260,7 +260,7 @@ def _resident_bytes() -> int:
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 
-def speed(comparison: Comparison, rounds: int, steps: int) -> Finding:
+def speed(comparison: ZeroTarget, rounds: int, steps: int) -> Finding:
     """Measure one comparison in fresh processes and judge it."""
     with Ranks() as ranks:
         seconds, losses = ranks(NUM_RANKS, measure, comparison, rounds, steps, timeout=1800.0)[0]

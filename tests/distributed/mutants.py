@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
+from meshwright.ir.rule import Dim, Factor, Pattern, PatternOperand, Rule
 from meshwright.ops.base import Call, OperatorRule, Unsplit, emit_unchanged
 from tests.distributed.rule_cases import SIZES, Draw
 
@@ -89,7 +89,7 @@ def _fixed(rule: Rule) -> Callable[[Call], Rule]:
     return lambda call: rule
 
 
-def _rewritten(rule: Rule, operands: Callable[[Operand, bool, int], Operand], **changes: Any) -> Rule:
+def _rewritten(rule: Rule, operands: Callable[[PatternOperand, bool, int], PatternOperand], **changes: Any) -> Rule:
     pattern = rule.parsed
     text = Pattern(
         tuple(operands(one, False, index) for index, one in enumerate(pattern.inputs)),
@@ -98,9 +98,9 @@ def _rewritten(rule: Rule, operands: Callable[[Operand, bool, int], Operand], **
     return msgspec.structs.replace(rule, pattern=str(text), **changes)
 
 
-def _renamed(operand: Operand, rename: Callable[[Factor], Factor]) -> Operand:
+def _renamed(operand: PatternOperand, rename: Callable[[Factor], Factor]) -> PatternOperand:
     dims: tuple[Dim, ...] = tuple(tuple(rename(factor) for factor in dim) for dim in operand.dims)
-    return Operand(dims, operand.linear)
+    return PatternOperand(dims, operand.linear)
 
 
 def _marks(rule: Rule, letters: Any, fixed: bool) -> Rule:
@@ -125,7 +125,9 @@ def _dropped(rule: Rule, call: Call) -> Iterator[Rule]:
                 if lost.name in rule.decompositions or rule.sizes[lost.name] == 1:
                     continue
 
-                def drop(operand: Operand, out: bool, at: int, index: int = index, lost: Factor = lost) -> Operand:
+                def drop(
+                    operand: PatternOperand, out: bool, at: int, index: int = index, lost: Factor = lost
+                ) -> PatternOperand:
                     fresh = Factor(FRESH, fixed=True)
                     same = (out, at) == (True, index)
                     return _renamed(operand, lambda one: fresh if same and one.name == lost.name else one)
@@ -148,7 +150,9 @@ def _swapped(rule: Rule, call: Call) -> Iterator[Rule]:
                     yield _rewritten(rule, _swap(rule, (out, index), {one: two, two: one}))
 
 
-def _swap(rule: Rule, here: tuple[bool, int], other: dict[str, str]) -> Callable[[Operand, bool, int], Operand]:
+def _swap(
+    rule: Rule, here: tuple[bool, int], other: dict[str, str]
+) -> Callable[[PatternOperand, bool, int], PatternOperand]:
     def rename(factor: Factor) -> Factor:
         name = other.get(factor.name, factor.name)
         return msgspec.structs.replace(factor, name=name, fixed=name in rule.parsed.fixed_names())
@@ -163,7 +167,7 @@ def _linear(rule: Rule, call: Call) -> Iterator[Rule]:
         if operand.linear or not tensor.is_floating_point():
             continue
 
-        def mark(one: Operand, out: bool, at: int, index: int = index) -> Operand:
+        def mark(one: PatternOperand, out: bool, at: int, index: int = index) -> PatternOperand:
             return msgspec.structs.replace(one, linear=fresh) if (out, at) == (False, index) else one
 
         yield _rewritten(rule, mark)
@@ -177,7 +181,7 @@ def _joined(rule: Rule, call: Call) -> Iterator[Rule]:
     if groups.count(1) > 1:
         first = groups.index(1)
 
-        def apart(one: Operand, out: bool, at: int) -> Operand:
+        def apart(one: PatternOperand, out: bool, at: int) -> PatternOperand:
             return msgspec.structs.replace(one, linear=9) if (out, at) == (False, first) else one
 
         yield _rewritten(rule, apart)

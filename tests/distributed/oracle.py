@@ -83,7 +83,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LargestErrors:
     """The largest errors of one rank's run, relative to max(1, max|expected|), and what the plan did.
 
     ``state`` is of parameters and buffers and infinite if a name is missing; only rank 0 has them.
@@ -382,7 +382,7 @@ def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
     return parallelize
 
 
-def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
+def compare(case: Case, *, widen_casts: bool = True) -> LargestErrors:
     """Run a case both ways on this rank. Cases of a model share its capture, but where casts are left as they are."""
     parallelize = sharing_capture((case.model, case.labels)) if widen_casts else mw.parallelize
     with WiderCasts() if widen_casts else nullcontext():
@@ -394,12 +394,12 @@ def compare(case: Case, *, widen_casts: bool = True) -> Comparison:
     return compared(before, expected, found, trainer)
 
 
-def compared(before: Mapping[str, Tensor], expected: Run, found: Run, trainer: mw.Trainer) -> Comparison:
+def compared(before: Mapping[str, Tensor], expected: Run, found: Run, trainer: mw.Trainer) -> LargestErrors:
     """Two runs of one training that began ``before``, the second by ``trainer``."""
     state = 0.0
     if trainer.rank == 0:
         state = largest_error(found.state, expected.state)
-    return Comparison(
+    return LargestErrors(
         losses=error_of(torch.stack(found.losses), torch.stack(expected.losses)),
         metrics=largest_error(_stacked(found.metrics), _stacked(expected.metrics)),
         state=state,

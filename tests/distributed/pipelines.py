@@ -19,7 +19,7 @@ from meshwright.models import UNet, segmentation_loss
 from meshwright.models.losses import IGNORED
 from meshwright.schedules.pipeline import build
 from tests.distributed import oracle
-from tests.distributed.oracle import Batch, Comparison, Run, Subject
+from tests.distributed.oracle import Batch, LargestErrors, Run, Subject
 
 SIZE = 112
 """Of the global batch: it divides into 1, 4, 7 and 8 micro-batches, also over two dp ranks."""
@@ -209,7 +209,7 @@ def parts(batch: Batch, dp: int, microbatches: int) -> list[Batch]:
     ]
 
 
-def compare(case: Case) -> tuple[dict[str, list[float]], Comparison | None]:
+def compare(case: Case) -> tuple[dict[str, list[float]], LargestErrors | None]:
     """The losses and metrics that this rank saw, by step; on rank 0 also the comparison with one process."""
     layout, settings = case.layout, (oracle.OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping])
     with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():

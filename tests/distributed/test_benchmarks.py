@@ -57,7 +57,7 @@ def test_ratio_is_of_medians_and_its_interval_holds_it() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict[str, dict[str, bool]]) -> None:
     """Four steps from the same weights over the same batches give the same losses."""
-    comparison = foundation.Comparison("tiny", layout, tiny, peers, 1.0)
+    comparison = foundation.SpeedTarget("tiny", layout, tiny, peers, 1.0)
     for seconds, losses in ranks(comparison.num_ranks, foundation.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
         assert all(len(values) == 1 for values in seconds.values())
@@ -73,7 +73,7 @@ def test_peers_train_the_same_model(ranks: Ranks, layout: mw.Layout, peers: dict
 def test_peers_of_zero_train_the_same_model(ranks: Ranks, stage: int, peers: zero.Peers) -> None:
     model = zero.Model("tiny", tiny, models.language_model_loss, partial(prediction.text, length=8, vocabulary=256), 8)
     layout = mw.Layout(dp=2, zero=3 if stage == 3 else 1)
-    comparison = zero.Comparison(model, layout, peers, 1.0)
+    comparison = zero.ZeroTarget(model, layout, peers, 1.0)
     for seconds, losses in ranks(zero.NUM_RANKS, zero.measure, comparison, 1, 1):
         assert list(seconds) == list(losses) == [foundation.OURS, *peers]
         for found in losses.values():
@@ -176,9 +176,9 @@ def test_a_duration_of_one_run_can_fail_but_not_pass(monkeypatch: pytest.MonkeyP
 def test_matrix_table_shows_failures() -> None:
     case = Case("MLP", "dp2", "SGD", "whole", "full")
     rows = [
-        matrix.Row(case, 2e-16, 1e-9),
-        matrix.Row(Case("MLP", "tp2", "SGD", "whole", "full"), 1e-3, 1e-9),
-        matrix.Row(Case("MLP", "dp2 x tp2", "SGD", "whole", "full"), float("inf"), 1e-9, "ValueError: no"),
+        matrix.Combination(case, 2e-16, 1e-9),
+        matrix.Combination(Case("MLP", "tp2", "SGD", "whole", "full"), 1e-3, 1e-9),
+        matrix.Combination(Case("MLP", "dp2 x tp2", "SGD", "whole", "full"), float("inf"), 1e-9, "ValueError: no"),
     ]
     assert [row.passed for row in rows] == [True, False, False]
     last = matrix.table(rows).splitlines()[-1]
@@ -190,7 +190,7 @@ def test_a_disturbed_run_is_judged_by_its_largest_difference() -> None:
     assert kills.difference({1: 2.0, 2: 1.5}, alone) == 0.0
     assert kills.difference({1: 2.0, 2: 1.5 + 2**-50}, alone) == 2**-50
     assert kills.difference({1: 2.0}, alone) == float("inf")
-    row = kills.Row("killed", {"step": 2, "cut": 1}, 2, 2**-50, 0.0, 4.0)
+    row = kills.KillResult("killed", {"step": 2, "cut": 1}, 2, 2**-50, 0.0, 4.0)
     assert not row.passed
     assert str(row) == (
         "FAIL  killed: 3 kills (2 step, 1 cut; the launcher gave up 0 times) in 2 steps, 4.0 s a kill; "

@@ -185,7 +185,7 @@ def fail_while_writing(directory: str) -> dict[str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(shards.Part, "view", full_disk)
+            patch.setattr(shards.StoredPart, "view", full_disk)
         found["tensors"] = refused(lambda: trainer.save(root / "ckpt"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write_atomically", full_disk)

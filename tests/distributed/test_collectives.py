@@ -31,7 +31,7 @@ from meshwright.comm.transport import base, segment, shared_memory
 from meshwright.comm.transport.base import Lane
 from meshwright.comm.transport.loopback import Loopback
 from meshwright.comm.transport.point_to_point import TorchLane
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 from meshwright.errors import LostRankError, RankError
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, leaves, read, written
 from meshwright.schedules.collectives.operations import ALGORITHMS
@@ -148,7 +148,7 @@ def _ours() -> Collectives:
 
 def _over_wires() -> Collectives:
     rank, size = _world().rank(), _world().size()
-    lanes: dict[int, Lane] = {peer: TorchLane(_world(), peer, Progress()) for peer in range(size) if peer != rank}
+    lanes: dict[int, Lane] = {peer: TorchLane(_world(), peer, RankStreams()) for peer in range(size) if peer != rank}
     return Collectives(rank, size, lanes, f"rank {rank}")
 
 
@@ -262,7 +262,7 @@ def in_boxes(boxes: str) -> tuple[int, str]:
             assert lane is not None
             lanes[peer] = lane
         elif peer != rank:
-            lanes[peer] = TorchLane(_world(), peer, Progress())
+            lanes[peer] = TorchLane(_world(), peer, RankStreams())
     with small_messages(1024):
         done = run_along(Collectives(rank, size, lanes), boxes)
     return done, " ".join(type(lanes[peer]).__name__ if peer in lanes else "." for peer in range(size))

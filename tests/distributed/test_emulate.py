@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.emulation.devices import emulate
 from meshwright.emulation.stages import Doing, EmulatedStage, emulated_stages
 from meshwright.errors import LayoutError, RankError, ScheduleError
@@ -28,7 +28,7 @@ CLUSTER = Cluster(
 )
 
 
-def work(num_stages: int) -> Work:
+def work(num_stages: int) -> StepWork:
     pieces: dict[str, tuple[Piece, ...]] = {
         "F": (Compute("f", 2e-3), Communicate("tp", "all_reduce", "dp", 100)),
         "B": (Compute("b", 4e-3),),
@@ -40,7 +40,7 @@ def work(num_stages: int) -> Work:
     stage = StageWork(
         pieces=pieces, before=(Compute("data", 1e-3),), after=after, sent_up_bytes=500, sent_down_bytes=900
     )
-    return Work((stage,) * num_stages)
+    return StepWork((stage,) * num_stages)
 
 
 def emulated(schedule: Schedule, stages: tuple[EmulatedStage, ...]) -> list[Trace]:
@@ -106,4 +106,4 @@ def test_collectives_become_waits() -> None:
 def test_a_collective_along_pp_that_does_not_block_is_refused() -> None:
     stage = StageWork(pieces={}, after=(Communicate("g", "all_reduce", "pp", 8, blocking=False),))
     with pytest.raises(ScheduleError, match="`g` goes on along pp"):
-        emulated_stages(Work((stage,) * 2), Mesh.of(pp=2), CLUSTER)
+        emulated_stages(StepWork((stage,) * 2), Mesh.of(pp=2), CLUSTER)

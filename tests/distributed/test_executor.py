@@ -18,7 +18,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.point_to_point import PointToPoint
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 from meshwright.errors import LostRankError, NonFiniteLossError
 from meshwright.runtime.executor import Executor
 from meshwright.schedules.check import check
@@ -271,7 +271,7 @@ def wait_in_vain(transport: str) -> str:
     message, channels = "", executor_of(trainer)._channels
     if transport == "point to point":
         group = dist.new_group(timeout=timedelta(seconds=0.5))
-        channels[1 - trainer.rank] = PointToPoint(group, 1 - trainer.rank, Progress())  # type: ignore[index]
+        channels[1 - trainer.rank] = PointToPoint(group, 1 - trainer.rank, RankStreams())  # type: ignore[index]
     else:
         channels[1 - trainer.rank]._lane.timeout_s = 0.5  # type: ignore[attr-defined]
     dist.barrier()

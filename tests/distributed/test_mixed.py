@@ -98,7 +98,7 @@ def possible(name: str, layout: mw.Layout) -> mw.Layout:
     return mw.Layout(dp=layout.dp, spatial=layout.spatial, mixed=layout.mixed, pin=kept)
 
 
-def train(name: str, layout: mw.Layout) -> oracle.Comparison:
+def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     torch.manual_seed(3)
     serial = (NETWORKS | LARGE)[name]()
     torch.manual_seed(3)

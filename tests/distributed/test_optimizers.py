@@ -12,7 +12,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.optim import LAMB
 from tests.distributed import oracle
-from tests.distributed.oracle import Comparison
+from tests.distributed.oracle import LargestErrors
 from tests.distributed.pool import Ranks
 
 LAYOUTS = {
@@ -38,7 +38,7 @@ def subject() -> oracle.Subject:
 
 def train_with_each(
     layout: mw.Layout, optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] | None = None
-) -> dict[str, Comparison]:
+) -> dict[str, LargestErrors]:
     """All optimizers on one captured graph: making it is most of the time."""
     first = subject()
     parallelize = oracle.sharing_capture("optimizers")
@@ -74,7 +74,7 @@ def deaf(make: Callable[..., Any]) -> Callable[[Any], torch.optim.Optimizer]:
     return made
 
 
-def train_on_norms_of_parts(layout: mw.Layout) -> dict[str, Comparison]:
+def train_on_norms_of_parts(layout: mw.Layout) -> dict[str, LargestErrors]:
     return train_with_each(layout, {name: deaf(OPTIMIZERS[name]) for name in LAYER_WISE})
 
 

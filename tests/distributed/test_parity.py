@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed import oracle
-from tests.distributed.oracle import Case, Comparison
+from tests.distributed.oracle import Case, LargestErrors
 from tests.distributed.pool import Ranks
 
 PAIRWISE = oracle.pairwise_cases()
@@ -23,11 +23,11 @@ CHOSEN = [
 ]
 
 
-def compare(case: Case) -> Comparison:
+def compare(case: Case) -> LargestErrors:
     return oracle.compare(case)
 
 
-def compare_with_casts_as_they_come(case: Case) -> Comparison:
+def compare_with_casts_as_they_come(case: Case) -> LargestErrors:
     return oracle.compare(case, widen_casts=False)
 
 

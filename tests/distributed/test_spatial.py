@@ -97,7 +97,7 @@ CASES = [
 ]
 
 
-def train(name: str, layout: mw.Layout) -> oracle.Comparison:
+def train(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     torch.manual_seed(3)
     serial = MODELS[name]()
     torch.manual_seed(3)
@@ -106,7 +106,7 @@ def train(name: str, layout: mw.Layout) -> oracle.Comparison:
 
 def compared(
     serial: Subject, parallel: Subject, layout: mw.Layout, parallelize: Callable[..., mw.Trainer] = mw.parallelize
-) -> oracle.Comparison:
+) -> oracle.LargestErrors:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial, optimizer)
@@ -121,7 +121,7 @@ def test_cut_images_train_as_in_one_process(ranks: Ranks, model: str, layout: mw
         assert found.moved > 1e-3
 
 
-def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.Comparison:
+def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     """With every convolution as the planner has large ones."""
     torch.manual_seed(3)
     serial = MODELS[name]()
@@ -235,7 +235,7 @@ def test_what_is_whole_where_others_are_cut_computes_the_same(ranks: Ranks) -> N
             assert found.error <= oracle.TOLERANCE, found
 
 
-def train_coarse(stride: int, windows: int, parts: int) -> oracle.Comparison:
+def train_coarse(stride: int, windows: int, parts: int) -> oracle.LargestErrors:
     torch.manual_seed(3)
     serial = coarse(stride, windows)
     torch.manual_seed(3)

@@ -20,7 +20,7 @@ from meshwright.comm import backend, groups, member  # noqa: F401 - backend give
 from meshwright.comm.transport import process, shared_memory, stream
 from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane, Trouble
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.transport.stream import Stream
 from meshwright.errors import LostRankError, RankError
@@ -46,7 +46,7 @@ def _connected(slots: int = 8) -> SharedMemory:
 
 def _messages(kind: str, slots: int) -> int:
     """Messages of all sizes and dtypes, each of which the peer takes ``slots`` - 1 later."""
-    lane: Lane = TorchLane(_world(), 1 - dist.get_rank(), Progress()) if kind == "wire" else _connected(slots)
+    lane: Lane = TorchLane(_world(), 1 - dist.get_rank(), RankStreams()) if kind == "wire" else _connected(slots)
     sizes = [0, 1, 7, 1000, MESSAGE_BYTES // 8]
     sent = [torch.arange(num).to(dtype) for num in sizes for dtype in DTYPES]
     for number in range(len(sent) + slots - 1):
@@ -205,7 +205,7 @@ def test_a_peer_that_does_not_answer_is_named_after_the_timeout(ranks: Ranks) ->
 def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     """Each rank sends all before it receives anything, in the order of ``sizes``."""
     me = dist.get_rank()
-    progress = Progress()
+    progress = RankStreams()
     channel: Channel
     channel = (
         PointToPoint(_world(), 1 - me, progress) if kind == "point to point" else Stream(_connected(slots), progress)

@@ -123,7 +123,7 @@ CASES = [
 ]
 
 
-def train(name: str, batch: int, layout: mw.Layout) -> tuple[oracle.Comparison, list[str]]:
+def train(name: str, batch: int, layout: mw.Layout) -> tuple[oracle.LargestErrors, list[str]]:
     """The comparison with one process, and this rank's part of every tensor that is split."""
     subjects = []
     for _ in range(2):

@@ -16,7 +16,7 @@ from meshwright.errors import OptimizerError
 from meshwright.ir.plan_check import check_fits
 from meshwright.models import MLP, classification_loss
 from tests.distributed import oracle, pipelines
-from tests.distributed.oracle import Comparison
+from tests.distributed.oracle import LargestErrors
 from tests.distributed.pool import Ranks
 
 OPTIMIZERS = {**oracle.OPTIMIZERS, **oracle.MORE_OPTIMIZERS}
@@ -83,7 +83,7 @@ CASES = [
 every stage is in ``test_optimizers.py``."""
 
 
-def compare(case: Case) -> tuple[list[float], Comparison | None, int]:
+def compare(case: Case) -> tuple[list[float], LargestErrors | None, int]:
     """The losses that this rank saw; on rank 0 also the comparison with one process."""
     settings = OPTIMIZERS[case.optimizer], oracle.CLIPPING[case.clipping]
     with oracle.WiderCasts() if case.model.startswith("HF") else nullcontext():

@@ -13,7 +13,7 @@ import torch
 from meshwright import config
 from meshwright.bench import machine
 from meshwright.bench.lint import lint
-from meshwright.bench.scaling import EAGER, OURS, Measured, findings, grown, measure
+from meshwright.bench.scaling import EAGER, OURS, LaunchTimes, findings, grown, measure
 from meshwright.bench.utilization import utilization
 from meshwright.cli import run as cli
 from meshwright.cli.bench import counts_of
@@ -117,8 +117,8 @@ def test_strong_scaling_over_two_ranks_computes_the_same_and_is_honest(
     assert result.command.endswith(" ".join(SMALL))
 
 
-def measured(seconds: float, flops: float = 1.0, items: int = 8, *sides: str) -> Measured:
-    return Measured(
+def measured(seconds: float, flops: float = 1.0, items: int = 8, *sides: str) -> LaunchTimes:
+    return LaunchTimes(
         seconds={side: [seconds] * 5 for side in sides or (OURS,)}, losses={side: [2.0] for side in sides or (OURS,)},
         parameters=10 * int(flops), flops=flops, items=items, unit="tok",
     )  # fmt: skip
@@ -132,7 +132,7 @@ def measured(seconds: float, flops: float = 1.0, items: int = 8, *sides: str) ->
         ("model", measured(2.0, flops=2.0), 8),
     ],
 )
-def test_a_speedup_is_of_work_a_second(kind: str, two: Measured, batch: int) -> None:
+def test_a_speedup_is_of_work_a_second(kind: str, two: LaunchTimes, batch: int) -> None:
     """One rank takes 1.6 s. Two take 1 s for the same work, or 2 s for twice as much."""
     scaling, _ = findings(kind, {1: 8, 2: batch}, {1: [measured(1.6, 1.0, 8, OURS, EAGER)], 2: [two]}, steps=1)
     assert isinstance(scaling, Scaling)
@@ -146,7 +146,7 @@ def test_more_ranks_than_cores_are_marked(
 ) -> None:
     counted = []
 
-    def instead(function: Any, *args: Any, num_ranks: int) -> Measured:
+    def instead(function: Any, *args: Any, num_ranks: int) -> LaunchTimes:
         counted.append(num_ranks)
         return measured(1 / num_ranks, 1.0, 8, *([OURS, EAGER] if num_ranks == 1 else [OURS]))
 

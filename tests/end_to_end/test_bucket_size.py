@@ -71,7 +71,7 @@ def every_size(cluster: mw.Cluster, **layout: int) -> list[mw.Plan]:
 
 
 def only(reduced: int, gathered: int):  # type: ignore[no-untyped-def]
-    def near(choices: list[bucket_size.Choice], computed_s: float) -> list[bucket_size.Choice]:
+    def near(choices: list[bucket_size.BucketSizes], computed_s: float) -> list[bucket_size.BucketSizes]:
         del computed_s
         return sorted(choices, key=lambda one: abs(one.reduced_bytes - reduced) + abs(one.gathered_bytes - gathered))
 

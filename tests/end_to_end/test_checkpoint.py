@@ -21,7 +21,7 @@ from meshwright.models import ResNet, classification_loss
 from meshwright.runtime import manifest
 from meshwright.runtime.data import TensorLoader
 from meshwright.runtime.manifest import SavedFile
-from meshwright.runtime.shards import Part
+from meshwright.runtime.shards import StoredPart
 from tests.end_to_end.checkpoint_cases import (
     OPTIMIZERS,
     a_batch,
@@ -212,7 +212,7 @@ def test_ctrl_c_while_tensors_are_written_is_ctrl_c(saved: Path, monkeypatch: py
 
     trainer = a_trainer()
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "view", interrupt)
+        patch.setattr(StoredPart, "view", interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.save(saved)
     trainer.load(saved)

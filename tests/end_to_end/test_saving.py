@@ -81,7 +81,7 @@ def test_what_the_disk_refuses_is_told_and_the_next_save_tries_again(
     trainer = a_trainer()
     first = trainer.save_in(tmp_path)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "meshwright"):
-        patch.setattr(shards.Part, "view", lambda part, chunk: part.value)
+        patch.setattr(shards.StoredPart, "view", lambda part, chunk: part.value)
         patch.setattr(manifest, "written", full)
         trainer.step(a_batch())
         second = trainer.save_in(tmp_path, keep=1, blocking=False)

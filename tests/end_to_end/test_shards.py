@@ -20,7 +20,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Flat, Placements, Shard
 from meshwright.lower.reshard import local_part
 from meshwright.runtime import shards
-from meshwright.runtime.shards import Chunk, Part, boxes_of, chunks_of, part_at
+from meshwright.runtime.shards import Chunk, StoredPart, boxes_of, chunks_of, part_at
 
 MOST_ELEMENTS = 600
 """Each is looked at one by one, on every rank."""
@@ -118,7 +118,7 @@ def splits(draw: st.DrawFn, dims: tuple[tuple[int, ...], ...] | None = None) -> 
     return Split(factors, axes, draw(st.sampled_from(["", *whole])))
 
 
-def part(split: Split, groups: dict[str, AxisGroup], whole: Tensor) -> Part:
+def part(split: Split, groups: dict[str, AxisGroup], whole: Tensor) -> StoredPart:
     return part_at(local_part(whole, split.placements, groups).clone(), split.shape, split.placements, groups)
 
 
@@ -195,17 +195,17 @@ def test_a_range_of_elements_is_few_boxes(shape: tuple[int, ...], data: st.DataO
     assert len(boxes_of(shape, begin, end)) <= max(1, 2 * len(shape) - 1)
 
 
-def write(directory: Path, parts: dict[str, Part]) -> None:
+def write(directory: Path, parts: dict[str, StoredPart]) -> None:
     share = shards.Share(parts)
     share.write_index(directory, [share.write(directory)])
 
 
 def test_saved_chunks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     groups = {"tp": AxisGroup("tp", 2, 0)}
-    half = Part(torch.zeros(2), (4,), chunks_of((4,), {"tp": Shard(0)}, groups))
+    half = StoredPart(torch.zeros(2), (4,), chunks_of((4,), {"tp": Shard(0)}, groups))
     write(tmp_path / "data", {"x": half})
     with pytest.raises(CheckpointError) as caught:
-        shards.read(tmp_path / "data", {"x": Part(torch.zeros(4), (4,), chunks_of((4,), {}, {}))})
+        shards.read(tmp_path / "data", {"x": StoredPart(torch.zeros(4), (4,), chunks_of((4,), {}, {}))})
     assert str(caught.value) == (
         f"{tmp_path}/data: tensors could not be read (rank 0: x: the saved chunks do not cover the tensor)\n"
         "  -> load this or another checkpoint before training on: parameters may be half read"
@@ -214,11 +214,13 @@ def test_saved_chunks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
 
 def test_empty_and_scalar_parameters(tmp_path: Path) -> None:
     parts = {
-        "empty": Part(torch.empty(0, 3), (0, 3), chunks_of((0, 3), {}, {})),
-        "scalar": Part(torch.tensor(2.5), (), chunks_of((), {}, {})),
-        "strided": Part(torch.arange(6.0).view(2, 3).t(), (3, 2), chunks_of((3, 2), {}, {})),
+        "empty": StoredPart(torch.empty(0, 3), (0, 3), chunks_of((0, 3), {}, {})),
+        "scalar": StoredPart(torch.tensor(2.5), (), chunks_of((), {}, {})),
+        "strided": StoredPart(torch.arange(6.0).view(2, 3).t(), (3, 2), chunks_of((3, 2), {}, {})),
     }
     write(tmp_path / "data", parts)
-    found = {name: Part(nn.Parameter(torch.zeros(one.shape)), one.shape, one.chunks) for name, one in parts.items()}
+    found = {
+        name: StoredPart(nn.Parameter(torch.zeros(one.shape)), one.shape, one.chunks) for name, one in parts.items()
+    }
     shards.read(tmp_path / "data", found)
     assert all(torch.equal(found[name].value, one.value) for name, one in parts.items())

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.exposed import Actions, Moment, Transfer, computed_s, exposed_s
+from meshwright.cost.exposed import Actions, BucketTransfer, Moment, computed_s, exposed_s
 from meshwright.ir.plan import Bucket
-from meshwright.planner.bucket_size import ALIKE, Choice, ranked
-from meshwright.planner.buckets import BUCKET_BYTES, Member, filled
+from meshwright.planner.bucket_size import ALIKE, BucketSizes, ranked
+from meshwright.planner.buckets import BUCKET_BYTES, BucketMember, filled
 
 KEY = ((0,), "dp", (), False, "float32")
 OTHER = ((1,), "dp", (), False, "float32")
@@ -20,10 +20,11 @@ def backward(gradients: Made) -> list[Actions]:
     return [Actions(1, tuple(Moment(seconds, made=(f"p{n}",)) for n, (seconds, _) in enumerate(gradients)))]
 
 
-def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool) -> list[Transfer]:
-    members = [Member(KEY, f"p{n}", size) for n, (_, size) in enumerate(gradients)]
+def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01, **kind: bool) -> list[BucketTransfer]:
+    members = [BucketMember(KEY, f"p{n}", size) for n, (_, size) in enumerate(gradients)]
     return [
-        Transfer("dp", one.parameters, alpha_s + byte_s * one.num_bytes, **kind) for one in filled(members, most, {})
+        BucketTransfer("dp", one.parameters, alpha_s + byte_s * one.num_bytes, **kind)
+        for one in filled(members, most, {})
     ]
 
 
@@ -34,7 +35,7 @@ def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01,
 def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
     sizes: list[tuple[tuple[tuple[int, ...], str, tuple[str, ...], bool, str], int]], most: int
 ) -> None:
-    members = [Member(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
+    members = [BucketMember(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
     buckets = filled(members, most, {"dp": "ring"})
     for key in (KEY, OTHER):
         mine = [one.name for one in members if one.key == key]
@@ -50,7 +51,7 @@ def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
 
 
 def test_members_follow_the_buckets_of_another_plan() -> None:
-    members = [Member(KEY, name, BUCKET_BYTES) for name in "abcd"]
+    members = [BucketMember(KEY, name, BUCKET_BYTES) for name in "abcd"]
     base = [Bucket(axis="dp", parameters=("a", "c"), num_bytes=1), Bucket(axis="dp", parameters=("b",), num_bytes=1)]
     assert [one.parameters for one in filled(members, BUCKET_BYTES, {}, base)] == [("a", "c"), ("b",), ("d",)]
 
@@ -64,7 +65,10 @@ def test_what_ends_after_backward_is_exposed() -> None:
     link         | p0 3      | p1 p2 4       |
     """
     actions = backward([(1.0, 1), (1.0, 1), (1.0, 1)])
-    assert exposed_s(actions, (), [Transfer("dp", ("p0",), 3.0), Transfer("dp", ("p1", "p2"), 4.0)]) == 8.0 - 3.0
+    assert (
+        exposed_s(actions, (), [BucketTransfer("dp", ("p0",), 3.0), BucketTransfer("dp", ("p1", "p2"), 4.0)])
+        == 8.0 - 3.0
+    )
     assert computed_s(actions) == 3.0
 
 
@@ -74,7 +78,7 @@ def test_parameters_are_gathered_one_bucket_ahead() -> None:
     link     | a 2   | b 5               | c 2   |
     """
     moments = (Moment(0.0, wanted=("a",)), Moment(3.0, wanted=("b",)), Moment(1.0, wanted=("c",)), Moment(1.0))
-    gathers = [Transfer("dp", (name,), seconds) for name, seconds in (("a", 2.0), ("b", 5.0), ("c", 2.0))]
+    gathers = [BucketTransfer("dp", (name,), seconds) for name, seconds in (("a", 2.0), ("b", 5.0), ("c", 2.0))]
     assert exposed_s([Actions(1, moments)], gathers, ()) == 2.0 + 2.0 + 1.0
     assert exposed_s([Actions(4, moments)], gathers, ()) == 4 * 5.0, "in every micro-batch"
 
@@ -86,7 +90,7 @@ def test_parts_are_reduced_one_bucket_at_a_time() -> None:
     link         | p0 3 |(the sum: 2)
     """
     gradients = [(1.0, 1), (1.0, 1)]
-    alone = [Transfer("dp", (f"p{n}",), 3.0, after_s=2.0, alone=True) for n in (0, 1)]
+    alone = [BucketTransfer("dp", (f"p{n}",), 3.0, after_s=2.0, alone=True) for n in (0, 1)]
     assert exposed_s(backward(gradients), (), alone) == (2.0 + 2.0) + (3.0 + 2.0)
 
 
@@ -97,7 +101,7 @@ def test_other_collectives_of_the_axis_wait_for_the_link() -> None:
     """
     for axis, exposed in (("dp", 3.0), ("tp", 2.0)):
         actions = [Actions(1, (Moment(1.0, made=("p0",)), Moment(0.0, ((axis, 1.0),))))]
-        assert exposed_s(actions, (), [Transfer("dp", ("p0",), 3.0)]) == exposed
+        assert exposed_s(actions, (), [BucketTransfer("dp", ("p0",), 3.0)]) == exposed
 
 
 @given(made)
@@ -123,8 +127,8 @@ def test_with_a_latency_longer_than_backward_one_bucket_is_best(gradients: Made,
 
 
 def test_sizes_that_cost_the_same_are_as_usual_and_others_by_cost() -> None:
-    def choice(times: float, exposed: float) -> Choice:
-        return Choice(round(times * BUCKET_BYTES), BUCKET_BYTES, exposed)
+    def choice(times: float, exposed: float) -> BucketSizes:
+        return BucketSizes(round(times * BUCKET_BYTES), BUCKET_BYTES, exposed)
 
     usual, small, large, dear = choice(1, 1.0 + ALIKE), choice(0.25, 1.0), choice(8, 3.0), choice(2, 2.0)
     assert ranked([small, large, dear, usual], computed_s=1.1) == [usual, small, dear, large]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.planner.intra_op import eliminate
 from meshwright.planner.intra_op import solve as intra_op_solve
 from meshwright.planner.intra_op.integer import CoreSolution, solve_core
-from meshwright.planner.intra_op.problem import Node, Problem, Tensor, table_of
+from meshwright.planner.intra_op.problem import Problem, ProblemEdge, ProblemNode, table_of
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
 
 SECONDS = st.integers(0, 20).map(float)
@@ -30,7 +30,7 @@ def problems(draw: st.DrawFn, moments: int = 0) -> Problem:
         flat = draw(st.lists(of, min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
         return np.array(flat, dtype=float).reshape(shape)
 
-    nodes = [Node(f"n{index}", array(size), array(moments, size)) for index, size in enumerate(sizes)]
+    nodes = [ProblemNode(f"n{index}", array(size), array(moments, size)) for index, size in enumerate(sizes)]
     tensors = []
     for _ in range(draw(st.integers(0, 7))):
         maker, places = draw(st.integers(0, count - 1)), draw(st.integers(1, 3))
@@ -42,7 +42,9 @@ def problems(draw: st.DrawFn, moments: int = 0) -> Problem:
         readers = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3))
         memory = array(moments, places, places) if moments else None
         prices = array(places, places, of=PRICES)
-        tensors.append(Tensor(maker, spread(maker), tuple((node, spread(node)) for node in readers), prices, memory))
+        tensors.append(
+            ProblemEdge(maker, spread(maker), tuple((node, spread(node)) for node in readers), prices, memory)
+        )
     limits = np.array([draw(st.integers(10, 120)) for _ in range(moments)], dtype=float)
     return Problem(tuple(nodes), tuple(tensors), limits)
 
@@ -84,7 +86,7 @@ def test_simplifying_keeps_the_best_and_the_program_finds_it(problem: Problem, w
 def test_a_table_says_what_a_tensor_costs(problem: Problem) -> None:
     for one in problem.tensors:
         table = table_of(problem, one)
-        alone = Problem(tuple(Node("", np.zeros(n.num_choices), n.memory) for n in problem.nodes), (one,))
+        alone = Problem(tuple(ProblemNode("", np.zeros(n.num_choices), n.memory) for n in problem.nodes), (one,))
         for at in np.ndindex(table.shape):
             choices = [0] * len(problem.nodes)
             for node, choice in zip(one.nodes, at, strict=True):
@@ -94,9 +96,9 @@ def test_a_table_says_what_a_tensor_costs(problem: Problem) -> None:
 
 def test_chains_trees_and_rings_need_no_integer_program() -> None:
     rng = np.random.default_rng(0)
-    nodes = tuple(Node(f"n{index}", rng.random(4), np.zeros((0, 4))) for index in range(40))
+    nodes = tuple(ProblemNode(f"n{index}", rng.random(4), np.zeros((0, 4))) for index in range(40))
     places = np.arange(4)
-    ring = tuple(Tensor(i, places, (((i + 1) % 40, places),), rng.random((4, 4))) for i in range(40))
+    ring = tuple(ProblemEdge(i, places, (((i + 1) % 40, places),), rng.random((4, 4))) for i in range(40))
     found = solve(Problem(nodes, ring))
     assert found is not None
     assert found.left == 0
@@ -115,10 +117,10 @@ def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytes
     count, choices, places = 8, 26, np.arange(26)
     pairs = [(0, other) for other in range(1, 5)] + list(itertools.combinations(range(1, count), 2))
     differ = 1.0 - np.eye(choices)
-    tensors = tuple(Tensor(one, places, ((other, places),), differ) for one, other in pairs)
+    tensors = tuple(ProblemEdge(one, places, ((other, places),), differ) for one, other in pairs)
     costs = np.random.default_rng(0).integers(1, 9, (count, choices)).astype(float)
     costs[:, 11] = 0.5
-    nodes = tuple(Node(f"n{index}", each, np.zeros((0, choices))) for index, each in enumerate(costs))
+    nodes = tuple(ProblemNode(f"n{index}", each, np.zeros((0, choices))) for index, each in enumerate(costs))
     found = solve(Problem(nodes, tensors))
     assert found is not None
     assert (found.choices, found.left) == ((11,) * count, count)
@@ -127,7 +129,7 @@ def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytes
 
 def test_readers_that_want_the_same_pay_once() -> None:
     free, prices = np.zeros(1), np.array([[5.0]])
-    nodes = tuple(Node(name, free, np.zeros((0, 1))) for name in "abc")
+    nodes = tuple(ProblemNode(name, free, np.zeros((0, 1))) for name in "abc")
     at = np.zeros(1, dtype=np.int64)
-    problem = Problem(nodes, (Tensor(0, at, ((1, at), (2, at)), prices),))
+    problem = Problem(nodes, (ProblemEdge(0, at, ((1, at), (2, at)), prices),))
     assert problem.seconds((0, 0, 0)) == 5.0

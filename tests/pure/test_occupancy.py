@@ -6,7 +6,7 @@ import pytest
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.occupancy import memory_verdict, peak_memory
-from meshwright.cost.work import Communicate, Compute, StageWork, Work
+from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
 from meshwright.ir.device import Condition, Device, Kernels
@@ -64,7 +64,7 @@ def schedule(name: str, ranks: int, microbatches: int) -> Schedule:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_keeps_as_many_micro_batches_as_the_validator_counts(name: str, ranks: int) -> None:
     one = schedule(name, ranks, 8)
-    work = Work(tuple(stage() for _ in range(ranks)))
+    work = StepWork(tuple(stage() for _ in range(ranks)))
     for rank, report in zip(peak_memory(work, one), check(one).ranks, strict=True):
         assert rank.saved_bytes == 10 * report.live_activations
         assert rank.peak_bytes == 100 + 10 * report.live_activations + 7
@@ -72,14 +72,14 @@ def test_a_rank_keeps_as_many_micro_batches_as_the_validator_counts(name: str, r
 
 def test_chunks_of_a_rank_are_counted_together() -> None:
     one = add_reduction(add_communication(build("interleaved", 2, 4, 2)))
-    (first, second) = peak_memory(Work(tuple(stage() for _ in range(4))), one)
+    (first, second) = peak_memory(StepWork(tuple(stage() for _ in range(4))), one)
     assert first.held_bytes == second.held_bytes == 200
     live = [report.live_activations for report in check(one).ranks]
     assert [first.saved_bytes, second.saved_bytes] == [10 * count for count in live]
 
 
 def test_the_peak_is_where_workspace_and_saved_are_most_together() -> None:
-    uneven = Work((stage(workspace_bytes=1), stage(saved_bytes=1, workspace_bytes=500)))
+    uneven = StepWork((stage(workspace_bytes=1), stage(saved_bytes=1, workspace_bytes=500)))
     first, second = peak_memory(uneven, schedule("gpipe", 2, 3))
     assert (first.peak_bytes, first.action) == (100 + 30 + 1, "0F2")
     assert (second.peak_bytes, second.action) == (100 + 3 + 500, "1F2")
@@ -89,7 +89,7 @@ def test_the_peak_is_where_workspace_and_saved_are_most_together() -> None:
     ("limit", "verdict"), [(127, "fits"), (126, "fits"), (120, "marginal"), (117, "marginal"), (116, "does not fit")]
 )
 def test_the_verdict_leaves_a_margin(limit: float, verdict: str) -> None:
-    peaks = peak_memory(Work((stage(),)), schedule("none", 1, 1))
+    peaks = peak_memory(StepWork((stage(),)), schedule("none", 1, 1))
     assert peaks[0].peak_bytes == 117
     assert memory_verdict(max(one.peak_bytes for one in peaks), limit) == verdict
 
@@ -108,7 +108,7 @@ def test_a_function_may_tell_the_cost_of_each_action() -> None:
 
 def test_stages_of_equal_work_have_the_bubble_of_the_closed_form() -> None:
     """m micro-batches of 3 s, and p - 1 more of them for filling and draining (GPipe, 1F1B)."""
-    work = Work((stage(), stage(), stage()))
+    work = StepWork((stage(), stage(), stage()))
     for name in ("gpipe", "1f1b"):
         found = predict_step(work, schedule(name, 3, 6), Mesh.of(pp=3), cluster())
         assert found.step_s == pytest.approx((6 + 2) * 3.0)
@@ -124,7 +124,7 @@ def test_messages_and_collectives_are_added() -> None:
     one = stage(pieces=pieces, sent_up_bytes=10**6, sent_down_bytes=10**6)
     machine, mesh = cluster(), Mesh.of(pp=2, dp=2)
     network = Network(machine)
-    found = predict_step(Work((one, one)), schedule("gpipe", 2, 1), mesh, machine)
+    found = predict_step(StepWork((one, one)), schedule("gpipe", 2, 1), mesh, machine)
     expected = 6.0 + 2 * network.send_s(10**6, 2) + network.collective_s("all_reduce", 10**6, Group(2))
     assert found.step_s == pytest.approx(expected)
 

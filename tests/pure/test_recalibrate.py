@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.recalibrate import MOST, Factors, factors, recalibrate
+from meshwright.cost.recalibrate import MOST, Corrections, factors, recalibrate
 from meshwright.errors import ClusterError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
@@ -78,12 +78,12 @@ def test_waiting_for_a_rank_that_comes_late_is_no_communication() -> None:
     before = times(0, 8.0, 2.0, 0.0, 0.0)
     late = msgspec.structs.replace(before, rank=1)
     found = factors(ledger((before, times(0, 8.0, 6.0, 0.0, 0.0)), (late, times(1, 12.0, 2.0, 0.0, 0.0))))
-    assert found == Factors(compute=1.25, communication=1.0)
+    assert found == Corrections(compute=1.25, communication=1.0)
 
 
 def test_what_is_too_little_to_tell_from_changes_nothing() -> None:
     found = factors(ledger((times(0, 8.0, 0.0, 1.0, 0.0), times(0, 8.0, 3.0, 0.0, 0.0))))
-    assert found == Factors(compute=1.0, communication=1.0)
+    assert found == Corrections(compute=1.0, communication=1.0)
 
 
 def test_the_corrected_cluster_foretells_the_run() -> None:

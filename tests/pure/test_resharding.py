@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.ir.mesh import members
 from meshwright.ir.placement import REPLICATE, Flat, Partial, Placement, Placements, Replicate, Shard
-from meshwright.ir.resharding import Kind, Link, Move, Mover
+from meshwright.ir.resharding import Kind, Link, Mover, ReshardingMove
 
 SIZES = {"dp": 2, "tp": 2}
 SHAPE = (48, 48)
@@ -20,7 +20,9 @@ JOINED = ALIKE | {"dp+tp": Link(1e-6, 1e-9)}
 SLOW_DP = {"dp": Link(1e-6, 1e-6), "tp": Link(1e-6, 1e-9), "dp+tp": Link(1e-6, 1e-6)}
 
 
-def moves(have: Placements, want: Placements, links: dict[str, Link], shape: tuple[int, ...]) -> tuple[Move, ...]:
+def moves(
+    have: Placements, want: Placements, links: dict[str, Link], shape: tuple[int, ...]
+) -> tuple[ReshardingMove, ...]:
     return Mover(SIZES, links).moves(have, want, shape, 4)
 
 
@@ -123,7 +125,7 @@ def explicit(placements: Placements) -> Placements:
     return {axis: one for axis, one in placements.items() if not isinstance(one, Replicate)}
 
 
-def seconds(path: tuple[Move, ...], links: dict[str, Link]) -> float:
+def seconds(path: tuple[ReshardingMove, ...], links: dict[str, Link]) -> float:
     """By the formulas of the module's text, from the bytes that each move leaves or finds."""
     total = 0.0
     for move in path:
@@ -216,7 +218,7 @@ def cheapest(have: Placements, want: Placements, links: dict[str, Link]) -> floa
     cost = [0.0 if one == explicit(have) else inf for one in states]
     kinds: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "slice")
     edges = [
-        (first, second, seconds((Move(kind, axis, SUM, states[first], states[second]),), links))
+        (first, second, seconds((ReshardingMove(kind, axis, SUM, states[first], states[second]),), links))
         for first, second in product(range(len(states)), repeat=2)
         if first != second
         for kind in kinds

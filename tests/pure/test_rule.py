@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.errors import RuleError
 from meshwright.ir import files
 from meshwright.ir.placement import Partial, Shard, input_placements, output_placements
-from meshwright.ir.rule import Factor, Operand, Pattern, Rule, parse_pattern
+from meshwright.ir.rule import Factor, Pattern, PatternOperand, Rule, parse_pattern
 
 MATMUL = Rule(pattern="^b s k, ^^k f -> b s f", sizes={"b": 4, "s": 6, "k": 8, "f": 10})
 SOFTMAX = Rule(pattern="b !v -> b !v", sizes={"b": 4, "v": 8}, decompositions={"v": "gather"})
@@ -18,10 +18,10 @@ SOFTMAX = Rule(pattern="b !v -> b !v", sizes={"b": 4, "v": 8}, decompositions={"
 def test_a_letter_is_a_factor_of_every_operand_it_stands_in() -> None:
     pattern = parse_pattern("b s k, k f -> b s f")
     assert pattern.inputs == (
-        Operand((factor("b"), factor("s"), factor("k"))),
-        Operand((factor("k"), factor("f"))),
+        PatternOperand((factor("b"), factor("s"), factor("k"))),
+        PatternOperand((factor("k"), factor("f"))),
     )
-    assert pattern.outputs == (Operand((factor("b"), factor("s"), factor("f"))),)
+    assert pattern.outputs == (PatternOperand((factor("b"), factor("s"), factor("f"))),)
     assert pattern.factor_names() == ("b", "s", "k", "f")
 
 
@@ -41,7 +41,9 @@ def test_marks() -> None:
 
 
 def test_a_dot_is_a_scalar_and_nothing_is_no_operand() -> None:
-    assert parse_pattern("^., b -> .") == Pattern((Operand((), 1), Operand((factor("b"),))), (Operand(()),))
+    assert parse_pattern("^., b -> .") == Pattern(
+        (PatternOperand((), 1), PatternOperand((factor("b"),))), (PatternOperand(()),)
+    )
     assert parse_pattern(" -> b").inputs == ()
 
 
@@ -115,7 +117,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,2}", fullmatch=True)
 
 
 @st.composite
-def operands(draw: st.DrawFn) -> Operand:
+def operands(draw: st.DrawFn) -> PatternOperand:
     names = iter(draw(st.lists(NAMES, unique=True, min_size=9, max_size=9)))
     dims = []
     for width in draw(st.lists(st.integers(1, 3), max_size=3)):
@@ -127,7 +129,7 @@ def operands(draw: st.DrawFn) -> Operand:
             else:
                 factors.append(Factor(next(names), fixed=mark == "!", stencil=mark == "~"))
         dims.append(tuple(factors))
-    return Operand(tuple(dims), draw(st.integers(0, 2)))
+    return PatternOperand(tuple(dims), draw(st.integers(0, 2)))
 
 
 PATTERNS = st.builds(

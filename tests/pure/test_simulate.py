@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import ClusterError, LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
@@ -53,7 +53,7 @@ def cluster(*fan_outs: int, alpha_s: float = 0.0, beta_s_per_byte: float = 0.0, 
 FREE = cluster(64)
 
 
-def work(num_stages: int, *, after: tuple[Piece, ...] = (), reduce: tuple[Piece, ...] = (), **stage: Any) -> Work:
+def work(num_stages: int, *, after: tuple[Piece, ...] = (), reduce: tuple[Piece, ...] = (), **stage: Any) -> StepWork:
     pieces: dict[str, tuple[Piece, ...]] = {
         "F": (Compute("f", 1.0, 8.0, 4),),
         "B": (Compute("b", 2.0),),
@@ -62,7 +62,7 @@ def work(num_stages: int, *, after: tuple[Piece, ...] = (), reduce: tuple[Piece,
         "REDUCE_GRAD": reduce,
     }
     one = StageWork(**({"pieces": pieces, "after": after} | stage))
-    return Work((one,) * num_stages)
+    return StepWork((one,) * num_stages)
 
 
 def full(schedule: Schedule) -> Schedule:
@@ -323,4 +323,4 @@ def test_collectives_that_do_not_match_are_refused() -> None:
     with pytest.raises(
         ScheduleError, match=r"`norm` is all_reduce of 8 bytes, and meets `loss`, all_reduce of 4 bytes"
     ):
-        play(full(build("gpipe", 2, 1)), Work((first, last)), Mesh.of(pp=2), FREE).trace()
+        play(full(build("gpipe", 2, 1)), StepWork((first, last)), Mesh.of(pp=2), FREE).trace()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork
 from meshwright.errors import LayoutError
 from meshwright.ir.mesh import Mesh
 from meshwright.schedules.passes import add_communication, add_reduction
@@ -20,7 +20,7 @@ PIECES: dict[str, tuple[Piece, ...]] = {
     "B": (Compute("b", 2.0),),
     "REDUCE_GRAD": (Communicate("g", "all_reduce", "dp", 1),),
 }
-STEP = Work((StageWork(pieces=PIECES),) * 2)
+STEP = StepWork((StageWork(pieces=PIECES),) * 2)
 SCHEDULE = add_reduction(add_communication(build("1f1b", 2, 4)))
 MESH = Mesh.of(pp=2, dp=2)
 

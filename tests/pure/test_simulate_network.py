@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
 from meshwright.ir.device import Device
@@ -137,7 +137,7 @@ def test_no_link_carries_more_than_it_can(messages: list[tuple[int, int, int, fl
 
 def test_without_anything_to_share_contention_changes_nothing() -> None:
     pieces: dict[str, tuple[Piece, ...]] = {"F": (Compute("f", 1.0),), "B": (Compute("b", 2.0),)}
-    step = Work((StageWork(pieces=pieces, sent_up_bytes=1000, sent_down_bytes=2000),) * 4)
+    step = StepWork((StageWork(pieces=pieces, sent_up_bytes=1000, sent_down_bytes=2000),) * 4)
     schedule = add_communication(build("1f1b", 4, 6))
     alone, shared = (
         play(schedule, step, Mesh.of(pp=4), boxes(1).resized(4), contention=contention).trace()
@@ -152,7 +152,7 @@ def test_without_anything_to_share_contention_changes_nothing() -> None:
         assert found[key] == pytest.approx(times)
 
 
-def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, Work, Mesh, Cluster]:
+def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, StepWork, Mesh, Cluster]:
     """After 3 s of computing, an all-reduce of 1 MB along each of ``axes``, then a wait for all; on one box."""
     started = tuple(Communicate(f"{n}", "all_reduce", one, 10**6, blocking=False) for n, one in enumerate(axes))
     pieces: dict[str, tuple[Piece, ...]] = {
@@ -160,7 +160,7 @@ def _started_together(mesh: Mesh, *axes: str) -> tuple[Schedule, Work, Mesh, Clu
         "B": (Compute("b", 2.0),),
         "REDUCE_GRAD": started,
     }
-    step = Work((StageWork(pieces=pieces, after=tuple(Wait(one.what) for one in started)),))
+    step = StepWork((StageWork(pieces=pieces, after=tuple(Wait(one.what) for one in started)),))
     return add_reduction(build("none", 1, 1)), step, mesh, boxes(1).resized(4)
 
 

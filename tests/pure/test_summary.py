@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.work import Communicate, Compute, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, StageWork, StepWork, Wait
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import MemorySample, Span, Trace
@@ -81,7 +81,7 @@ def test_counting_second_by_second_gives_the_same(spans: list[tuple[str, tuple[i
 @given(st.integers(1, 4), st.integers(0, 4))
 def test_a_simulated_pipeline_has_the_bubble_of_the_closed_form(num_ranks: int, more: int) -> None:
     m = num_ranks + more
-    step = Work((StageWork(pieces={"F": (Compute("f", 1.0),), "B": (Compute("b", 2.0),)}),) * num_ranks)
+    step = StepWork((StageWork(pieces={"F": (Compute("f", 1.0),), "B": (Compute("b", 2.0),)}),) * num_ranks)
     trace = play(add_communication(build("1f1b", num_ranks, m)), step, Mesh.of(pp=num_ranks), FREE).trace()
     for found in summarize(trace):
         assert found.bubble_s / found.compute_s == pytest.approx((num_ranks - 1) / m)
@@ -97,7 +97,7 @@ def test_simulated_communication_is_hidden_or_exposed() -> None:
     )
     slow = cluster(2, beta_s_per_byte=1e-3)
     seconds = Network(slow).collective_s("all_reduce", 4000, Group(2))
-    for found in summarize(play(add_reduction(build("none", 1, 1)), Work((stage,)), Mesh.of(dp=2), slow).trace()):
+    for found in summarize(play(add_reduction(build("none", 1, 1)), StepWork((stage,)), Mesh.of(dp=2), slow).trace()):
         assert seconds > 2.0
         assert (found.compute_s, found.exposed_s) == pytest.approx((4.0, seconds - 1.0))
         assert (found.hidden_s, found.bubble_s) == pytest.approx((1.0, 0.0))

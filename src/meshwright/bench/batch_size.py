@@ -36,7 +36,7 @@ TIMED = (
 )
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class SeedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Trainings that differ only in their seed."""
 
     rule: str
@@ -126,7 +126,7 @@ def batch_size(
     )  # fmt: skip
 
 
-def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -> tuple[Case, ...]:
+def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -> tuple[SeedRuns, ...]:
     """The cases of every size and rule. The smallest size occurs once, because no rule changes it."""
     replace, base, cases = msgspec.structs.replace, sizes[0], []
     for size in sizes:
@@ -137,7 +137,7 @@ def cases_of(run: Run, sizes: Sequence[int], rules: Sequence[str], seeds: int) -
             )  # fmt: skip
             sized = replace(run, data=replace(run.data, batch_size=size), schedule=schedule)
             trains = [replace(run.train, seed=run.train.seed + k) for k in range(seeds)]
-            cases.append(Case(rule=rule, runs=tuple(replace(sized, train=train) for train in trains)))
+            cases.append(SeedRuns(rule=rule, runs=tuple(replace(sized, train=train) for train in trains)))
     return tuple(cases)
 
 
@@ -168,7 +168,7 @@ def _check(run: Run, sizes: Sequence[int], target: float, rules: Sequence[str]) 
 
 
 def measure(
-    cases: Sequence[Case], target: float, evaluate_every: int, repetitions: int, steps: int, threads: int
+    cases: Sequence[SeedRuns], target: float, evaluate_every: int, repetitions: int, steps: int, threads: int
 ) -> Counted:
     """Train every case to the target, then time a step of each batch size."""
     torch.set_num_threads(threads)
@@ -240,7 +240,7 @@ def name_of(size: int) -> str:
     return f"batch {size}"
 
 
-def finding(cases: Sequence[Case], counted: Counted, target: float, steps: int) -> BatchSizes:
+def finding(cases: Sequence[SeedRuns], counted: Counted, target: float, steps: int) -> BatchSizes:
     """Steps, samples and time of every case, and the knee of every rule."""
     run, base = uuid.uuid4().hex[:12], cases[0].batch
     series = {

@@ -32,7 +32,7 @@ TIMED = (
 )
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchTimes(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of one launch. ``seconds`` maps a program (Meshwright or eager PyTorch) to its seconds per step,
     one value per repetition; ``losses`` maps it to its first losses."""
 
@@ -77,7 +77,7 @@ def scaling(
     progress = progress or Silent()
     check_alone("bench scaling")
     runs = _planned(run, kind, counts, grow, progress)
-    launches: dict[int, list[Measured]] = {count: [] for count in counts}
+    launches: dict[int, list[LaunchTimes]] = {count: [] for count in counts}
     with measuring(progress):
         progress.begin(f"measuring {' '.join(map(str, counts))} ranks", turns * len(counts))
         for turn in range(turns):
@@ -174,7 +174,7 @@ def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Pr
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
+def measure(run: Run, repetitions: int, steps: int, threads: int) -> LaunchTimes:
     """Time the training step on this launch's ranks; on a single rank also in plain eager PyTorch, by turns."""
     torch.set_num_threads(threads)
     source = build.Source(run)
@@ -184,7 +184,7 @@ def measure(run: Run, repetitions: int, steps: int, threads: int) -> Measured:
     if trainer.plan.mesh.world_size == 1:
         sides[EAGER] = _over(_eager(run, trainer.device), batches)
     items, unit = source.items_per_step
-    return Measured(
+    return LaunchTimes(
         losses={name: [float(step()) for _ in range(2)] for name, step in sides.items()},
         seconds=alternate(sides, rounds=repetitions, steps=steps),
         parameters=sum(value.numel() for value in build.model(run).parameters()),
@@ -222,7 +222,7 @@ def name_of(count: int) -> str:
 
 
 def findings(
-    kind: str, batches: Mapping[int, int], launches: Mapping[int, Sequence[Measured]], steps: int
+    kind: str, batches: Mapping[int, int], launches: Mapping[int, Sequence[LaunchTimes]], steps: int
 ) -> tuple[Finding, ...]:
     """The scaling, and the comparison of one rank with eager PyTorch if that was measured."""
     run = uuid.uuid4().hex[:12]

@@ -15,7 +15,7 @@ from meshwright.ops import library
 SCALED_DOT_PRODUCT: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
-class Attention:
+class CapturedAttention:
     """A replacement of PyTorch's attention function that is captured as one operator wherever that is possible."""
 
     def __init__(self) -> None:

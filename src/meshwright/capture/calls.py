@@ -18,7 +18,7 @@ _NAMES = {"inf": inf, "nan": nan, "device": torch.device, "torch": torch}
 
 
 @dataclass(frozen=True)
-class Operand:
+class TensorInput:
     """Stands for tensor input number ``index`` in the arguments of a call."""
 
     index: int
@@ -69,7 +69,7 @@ def _value(node: ast.expr) -> Any:
         case ast.Tuple():
             return tuple(map(_value, node.elts))
         case ast.Name():
-            return Operand(int(node.id[1:])) if node.id[1:].isdigit() else _NAMES[node.id]
+            return TensorInput(int(node.id[1:])) if node.id[1:].isdigit() else _NAMES[node.id]
         case ast.UnaryOp():
             return -_value(node.operand)
         case ast.BinOp():  # a complex number
@@ -88,7 +88,7 @@ def read(text: str, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, 
     """Return (args, kwargs) from a text that ``written`` made, with ``tensors`` as the tensor inputs."""
 
     def fill(value: Any) -> Any:
-        if isinstance(value, Operand):
+        if isinstance(value, TensorInput):
             return tensors[value.index]
         if isinstance(value, tuple | list):
             return type(value)(map(fill, value))

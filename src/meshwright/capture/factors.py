@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from meshwright.ir.rule import Dim, Factor, Operand, Pattern, Rule
+from meshwright.ir.rule import Dim, Factor, Pattern, PatternOperand, Rule
 
 PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m")
 """Letters, the most meaningful first. A factor class takes the first of the letters that operators give to it."""
@@ -186,7 +186,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
     fixed |= doubled
     pattern = bound.rule.parsed
 
-    def refined(operand: Operand, atoms: BoundOperand) -> Operand:
+    def refined(operand: PatternOperand, atoms: BoundOperand) -> PatternOperand:
         dims: list[Dim] = []
         used: set[str] = set()
         for dim, parts in zip(operand.dims, atoms, strict=True):
@@ -199,7 +199,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
                     factors.append(Factor(letter, **marks) if is_letter else Factor("", size=atom.size))
                     used.add(letter)
             dims.append(tuple(factors))
-        return Operand(tuple(dims), operand.linear)
+        return PatternOperand(tuple(dims), operand.linear)
 
     text = Pattern(
         tuple(map(refined, pattern.inputs, bound.inputs)), tuple(map(refined, pattern.outputs, bound.outputs))

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from meshwright.capture import refusals
 from meshwright.capture.outputs import outputs_of
-from meshwright.capture.recorder import Recorder
+from meshwright.capture.recorder import CallRecorder
 from meshwright.capture.tracer import Traced
 from meshwright.ops.loss import SUM
 from meshwright.ops.table import CANONICAL
@@ -64,7 +64,7 @@ class _Replay(fx.Interpreter):
 def _replayed(step: Traced) -> Traced:
     """Record the step again with the origin of each node. In-place operators become operators that make new tensors."""
     replay, inputs = _Replay(step), [node.meta["val"] for node in step.placeholders]
-    recorder = Recorder(inputs, lambda: replay.here, CANONICAL)
+    recorder = CallRecorder(inputs, lambda: replay.here, CANONICAL)
     with step.mode, recorder:
         outputs = torch.func.functionalize(lambda *values: replay.run(*values, enable_io_processing=False))(*inputs)
     recorder.returns(outputs)

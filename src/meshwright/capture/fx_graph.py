@@ -9,7 +9,7 @@ _set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
 """Setters that skip the bookkeeping of a normal assignment, which looks the node up twice in the graph's tables."""
 
 
-class Graph(fx.Graph):
+class FxGraph(fx.Graph):
     """An ``fx.Graph`` that sets the arguments of a node after making it. ``create_node`` itself would first search the
     arguments for symbolic numbers, and these graphs have none."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshwright.capture.fx_graph import Graph
+from meshwright.capture.fx_graph import FxGraph
 from meshwright.capture.outputs import outputs_of
 from meshwright.torch_private import FakeTensor, TorchDispatchMode, has_kernel
 
@@ -19,7 +19,7 @@ Rewrites = Mapping[Any, Callable[..., Any]]
 """Maps an operator to the function to call instead; if it returns NotImplemented, the operator stays."""
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Records every operator below autograd as a node.
 
     A node's ``meta["val"]`` is the fake tensor (or the sequence of fake tensors) that the operator returned. Tensors
@@ -28,7 +28,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor], place: Place, rewrites: Rewrites) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = FxGraph()
         self.constants: dict[str, Tensor] = {}
         self.mutates = False
         self._place, self._rewrites = place, rewrites

@@ -11,14 +11,14 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.capture import refusals
-from meshwright.capture.attention import SCALED_DOT_PRODUCT, Attention
+from meshwright.capture.attention import SCALED_DOT_PRODUCT, CapturedAttention
 from meshwright.capture.batch import Leaves, take_apart
 from meshwright.capture.experts import one_operator
 from meshwright.capture.outputs import fake_mode
 from meshwright.capture.precision import called, check_masters, computing_in
 from meshwright.capture.provenance import Provenance, user_line
 from meshwright.capture.recompute import nothing_recomputed
-from meshwright.capture.recorder import Recorder, Rewrites
+from meshwright.capture.recorder import CallRecorder, Rewrites
 from meshwright.capture.values import Contents, contents_of
 from meshwright.errors import CaptureError
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
@@ -79,7 +79,7 @@ class _Watch(TorchFunctionMode):
     """Intercepts every torch function, to record source lines, to replace attention and embedding bags, and to cast
     arguments to float32."""
 
-    def __init__(self, provenance: Provenance, attention: Attention) -> None:
+    def __init__(self, provenance: Provenance, attention: CapturedAttention) -> None:
         super().__init__()
         self._provenance = provenance
         self._replaced: Mapping[Any, Any] = {SCALED_DOT_PRODUCT: attention, BAGS: embedding_bag}
@@ -136,7 +136,7 @@ def trace(
     def run() -> list[Tensor | None]:
         weights = {name: value.detach().requires_grad_(name in wanted) for name, value in values.items()}
         given = {f"model.{name}": value for name, value in (weights | states).items()}
-        attention = Attention()
+        attention = CapturedAttention()
         with _Watch(provenance, attention), attention.everywhere(), provenance.forward(), computing_in(precision):
             result, after = torch.func.functional_call(step, given, (leaves.with_tensors(list(inputs.values())),))
         loss, extra = _loss_and_metrics(result)
@@ -158,7 +158,7 @@ def trace(
     draws = refusals.Draws()
     modes = [(part, part.training) for part in model.modules()]
     placeholders = [*values.values(), *states.values(), *inputs.values(), *scale.values()]
-    recorder = Recorder(placeholders, provenance.here, rewrites)
+    recorder = CallRecorder(placeholders, provenance.here, rewrites)
     cached_casts = torch.is_autocast_cache_enabled()
     try:
         if model.training != training:  # else modules whose mode the user has set keep it

@@ -21,7 +21,7 @@ _MEMORY_TOLERANCE = 0.1
 _EXAMPLE = "a100-80gb-dgx-hdr200x8"
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BoxLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A link between two devices of a box: the cost of one message in one direction. ``rings``: see ``Level``."""
 
     alpha_s: float
@@ -35,7 +35,7 @@ class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reports (without the vendor), and the BOX-FABRICs of its known ``clusters``."""
 
     device: Device
-    links: dict[str, Link]
+    links: dict[str, BoxLink]
     aliases: tuple[str, ...] = ()
     reported: tuple[str, ...] = ()
     clusters: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     links: tuple[str, ...]
 
 
-class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FabricEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A kind of network between boxes. Without ``rates_gbit_per_s`` any rate is allowed; without
     ``adapter_gbit_per_s`` a box has one link unless its name says otherwise."""
 
@@ -66,12 +66,12 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     source: str
 
 
-class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CatalogParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and machines (``dgx-1``) with their spelling
     in the grammar."""
 
     boxes: dict[str, Box]
-    fabrics: dict[str, Fabric]
+    fabrics: dict[str, FabricEntry]
     box_aliases: dict[str, str]
     fabric_aliases: dict[str, str]
     machines: dict[str, str]
@@ -187,7 +187,7 @@ def _from_grammar(name: str, spelled: str) -> Cluster:
     )
 
 
-def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts) -> Level:
+def _box(name: str, text: str, device: str, links: dict[str, BoxLink], parts: CatalogParts) -> Level:
     text = parts.box_aliases.get(text, text)
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)", text)
     kind = parts.boxes.get(text) or (parts.boxes.get(match[1]) if match else None)
@@ -204,7 +204,7 @@ def _box(name: str, text: str, device: str, links: dict[str, Link], parts: Parts
     return Level(name="box", fan_out=devices, origin="catalog", **fields)
 
 
-def _fabric(name: str, text: str, parts: Parts) -> Level:
+def _fabric(name: str, text: str, parts: CatalogParts) -> Level:
     match = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", text)
     kind = parts.fabrics.get(parts.fabric_aliases.get(match[1], match[1])) if match else None
     if match is None or kind is None:
@@ -247,8 +247,8 @@ def _known_devices() -> dict[str, str]:
 
 
 @functools.cache
-def _parts() -> Parts:
-    return _read("parts.toml", Parts)
+def _parts() -> CatalogParts:
+    return _read("parts.toml", CatalogParts)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch.library import Library, fallthrough_kernel
 from meshwright.comm import halo
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
-from meshwright.comm.member import Member, culprit, member, naming
+from meshwright.comm.member import GroupState, culprit, member, naming
 from meshwright.comm.record import blocking, current, place
 from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line
 from meshwright.comm.transport.mpi import Mpi
@@ -38,7 +38,7 @@ class _Ranks(NamedTuple):
 
     name: str
     group: dist.ProcessGroup
-    mine: Member
+    mine: GroupState
     begun: float
 
     def carrier(
@@ -233,7 +233,7 @@ def halo_exchange_start(
     label: str = "",
 ) -> Tensor:
     """Start to fetch the rows of ``dim`` that this rank's part reads but other parts own."""
-    ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
+    ranks, part = _ranks(group), halo.HaloPart(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.exchange(value, part, ranks.group, fill), "halo", label)
 
 
@@ -241,7 +241,7 @@ def halo_reduce_start(
     value: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
     """Start to sum rows over the parts. The part that owns a row receives the terms of the row and adds them up."""
-    ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
+    ranks, part = _ranks(group), halo.HaloPart(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.reduce(value, part, ranks.group), "halo", label)
 
 
@@ -249,7 +249,7 @@ def halo_return_start(
     strips: Tensor, dim: int, lows: _Ints, highs: _Ints, edges: _Ints, group: str, index: int, label: str = ""
 ) -> Tensor:
     """Start to send ``strips``, the terms for rows that other parts own, to the owners; receive terms for own rows."""
-    ranks, part = _ranks(group), halo.Part(dim, tuple(zip(lows, highs, strict=True)), edges, index)
+    ranks, part = _ranks(group), halo.HaloPart(dim, tuple(zip(lows, highs, strict=True)), edges, index)
     return ranks.in_flight(*halo.give_back(strips, part, ranks.group), "halo", label)
 
 

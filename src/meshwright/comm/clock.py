@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.transport.point_to_point import PointToPoint
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 from meshwright.ir.trace import Trace, merge
 
 ROUNDS = 16
@@ -37,7 +37,7 @@ def clock_offsets(device: torch.device, clock: Callable[[], float] = time.perf_c
     for peer in range(1, world.size()):
         if rank not in (0, peer):
             continue
-        channel, best = PointToPoint(world, 0 if rank else peer, Progress()), Offset(0.0, float("inf"))
+        channel, best = PointToPoint(world, 0 if rank else peer, RankStreams()), Offset(0.0, float("inf"))
         for _ in range(ROUNDS):
             if rank:
                 channel.receive(note).wait()

@@ -15,7 +15,7 @@ from meshwright.comm.transport.base import UnderWay
 from meshwright.ir.halo import Rows, fetched, given, outside, overlap, owned
 
 
-class Part(NamedTuple):
+class HaloPart(NamedTuple):
     """Part ``number`` of a dim that is cut at ``edges``. ``ranges`` holds the rows that each part reads."""
 
     dim: int
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     number: int
 
 
-def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
+def exchange(value: Tensor, part: HaloPart, group: dist.ProcessGroup, fill: float) -> tuple[Tensor, UnderWay]:
     """Start to fetch the rows that this part reads but other parts own. Returns these rows (the strips) and the work to
     wait for. The strips are complete after the wait. Rows that no part owns hold ``fill``."""
     dim, ranges, edges, number = part
@@ -41,7 +41,7 @@ def exchange(value: Tensor, part: Part, group: dist.ProcessGroup, fill: float) -
     return result, _start(sent, places, group, Tensor.copy_)
 
 
-def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
+def reduce(value: Tensor, part: HaloPart, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
     """Start to sum rows over the parts: the owner of a row adds up all terms. ``value`` holds this part's terms for all
     rows that it reads. Returns this part's own rows and the work to wait for."""
     dim, ranges, edges, number = part
@@ -58,7 +58,7 @@ def reduce(value: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor,
     return result, _start(sent, places, group, Tensor.add_)
 
 
-def give_back(strips: Tensor, part: Part, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
+def give_back(strips: Tensor, part: HaloPart, group: dist.ProcessGroup) -> tuple[Tensor, UnderWay]:
     """Start to send ``strips``, the values for the rows before and after this part's own rows, to the owners of these
     rows. Returns the received values and the work to wait for. The values for this part's first rows come first, then
     the values for its last rows. Values are zero where the part has no neighbour."""

@@ -12,7 +12,7 @@ from meshwright.comm.blocks import Blocks
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.transport.base import Channel, Trouble
 from meshwright.comm.transport.mpi import Mpi
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.watch import Watch
 from meshwright.schedules.collectives.choice import chosen
 
@@ -20,10 +20,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TOLD = 4096
-"""Upper limit on the descriptions of collectives that a ``Member`` caches."""
+"""Upper limit on the descriptions of collectives that a ``GroupState`` caches."""
 
 
-class Member:
+class GroupState:
     """The state that this rank keeps for one process group; torch.distributed's own table of groups cannot hold it.
 
     ``axis`` is a text such as ``axis dp`` that names the group's mesh axis; it is empty if the group has no axis.
@@ -33,7 +33,7 @@ class Member:
     ``attendance`` (set by ``attend``) tells which ranks are gone.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RankStreams) -> None:
         self.axis, self.begun, self.progress, self.has_links = "", 0, progress, False
         self.attendance: Attendance | None = None
         self.watch: Watch | None = None
@@ -59,18 +59,18 @@ class Member:
         return description
 
 
-_MEMBERS: WeakKeyDictionary[dist.ProcessGroup, Member] = WeakKeyDictionary()
+_MEMBERS: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 """Maps a group to its state. The state lives as long as the group. If the state refers to its group (as ``TorchLane``
 does), it lives until the process ends."""
 
 
-def member(group: dist.ProcessGroup) -> Member:
+def member(group: dist.ProcessGroup) -> GroupState:
     """The state that this rank keeps for a group; made at the first call."""
     state = _MEMBERS.get(group)
     if state is None:
         world = dist.group.WORLD
-        progress = Progress() if world is None or group is world else member(world).progress
-        state = _MEMBERS[group] = Member(progress)
+        progress = RankStreams() if world is None or group is world else member(world).progress
+        state = _MEMBERS[group] = GroupState(progress)
     return state
 
 

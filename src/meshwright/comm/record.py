@@ -13,7 +13,7 @@ COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 SAMPLE_EVERY_S = 0.002
 
 
-class Recorder:
+class SpanRecorder:
     """Collects the spans and memory samples of one rank since ``clear``. Recording a span takes under 1 µs.
 
     ``axes`` maps the name of a process group to its axis. ``memory`` returns the bytes that the rank holds now.
@@ -64,16 +64,16 @@ class Recorder:
         )
 
 
-_CURRENT: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_CURRENT: ContextVar[SpanRecorder | None] = ContextVar("recorder", default=None)
 
 
-def current() -> Recorder | None:
+def current() -> SpanRecorder | None:
     """The recorder of this thread, or None."""
     return _CURRENT.get()
 
 
 @contextmanager
-def recording(recorder: Recorder | None) -> Iterator[None]:
+def recording(recorder: SpanRecorder | None) -> Iterator[None]:
     """Record the work inside the block with ``recorder``; with None, record nothing."""
     token = _CURRENT.set(recorder)
     try:

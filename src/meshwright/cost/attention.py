@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from meshwright.ir.graph import ITEM_BYTES
-from meshwright.ir.kernel import Attention, Kernel, Product
+from meshwright.ir.kernel import AttentionSizes, Kernel, Product
 
 _PASSES = {False: {"pointwise": 6, "activation": 4, "reduction": 2}, True: {"pointwise": 9, "activation": 2}}
 """How often the kernels between the products read or write the scores, by kind, in forward (False) and backward
@@ -47,7 +47,7 @@ def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
     return (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, kernel.dtype, sizes.held)
 
 
-def _products(sizes: Attention, backward: bool) -> tuple[Product, ...]:
+def _products(sizes: AttentionSizes, backward: bool) -> tuple[Product, ...]:
     batch, rows, keys, width, values = sizes[:5]
     if not backward:
         return Product(rows, keys, width, batch), Product(rows, values, keys, batch)
@@ -57,5 +57,5 @@ def _products(sizes: Attention, backward: bool) -> tuple[Product, ...]:
     )  # fmt: skip
 
 
-def _scores_bytes(sizes: Attention, dtype: str, keys: int) -> int:
+def _scores_bytes(sizes: AttentionSizes, dtype: str, keys: int) -> int:
     return sizes.batch * sizes.queries * keys * max(4, ITEM_BYTES[dtype])

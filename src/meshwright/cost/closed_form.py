@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.work import Communicate, Compute, Piece, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, ActionKind, Schedule
@@ -25,7 +25,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, self.step_s - self.compute_s - self.communication_s)
 
 
-def predict_step(work: Work, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
+def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
     """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
     compute, and only the ranks of one collective share links."""
     network = Network(cluster)

@@ -34,7 +34,7 @@ class Moment(NamedTuple):
         return self.compute_s + sum(seconds for _, seconds in self.others)
 
 
-class Transfer(NamedTuple):
+class BucketTransfer(NamedTuple):
     """The collective of a bucket on ``axis``. It takes ``seconds``, then ``after_s`` for sums over other axes, which
     overlap nothing. ``alone``: before the collective starts, compute waits until earlier reductions have ended. Without
     ``hides``, compute waits for the collective at once, as on devices whose ranks move the bytes themselves."""
@@ -105,7 +105,9 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
     )
 
 
-def exposed_s(actions: Iterable[Actions], gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
+def exposed_s(
+    actions: Iterable[Actions], gathers: Sequence[BucketTransfer], reductions: Sequence[BucketTransfer]
+) -> float:
     """Seconds of a step in which a stage's compute waits for ``gathers`` and ``reductions``. Other parameters are
     ignored."""
     gathered = {name: transfer for transfer in gathers for name in transfer.parameters}
@@ -119,7 +121,7 @@ def computed_s(actions: Iterable[Actions]) -> float:
 
 
 def _stands_still_s(
-    moments: Sequence[Moment], gathered: Mapping[str, Transfer], reduced: Mapping[str, Transfer]
+    moments: Sequence[Moment], gathered: Mapping[str, BucketTransfer], reduced: Mapping[str, BucketTransfer]
 ) -> float:
     line = _Line()
     wanted = [gathered[name] for moment in moments for name in moment.wanted if name in gathered]
@@ -155,9 +157,9 @@ class _Line:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._free_s: dict[str, float] = {}
-        self._ends_s: dict[Transfer, float] = {}
+        self._ends_s: dict[BucketTransfer, float] = {}
 
-    def start(self, transfer: Transfer) -> None:
+    def start(self, transfer: BucketTransfer) -> None:
         """Start a transfer as soon as its link is free, unless it is already started."""
         if transfer in self._ends_s:
             return
@@ -170,11 +172,11 @@ class _Line:
         """Wait for a collective that overlaps nothing."""
         self.now_s = self._free_s[axis] = max(self.now_s, self._free_s.get(axis, 0.0)) + seconds
 
-    def finish(self, transfer: Transfer) -> None:
+    def finish(self, transfer: BucketTransfer) -> None:
         """Wait for the end of a transfer, unless that was done before."""
         if transfer in self._ends_s:
             self.now_s = max(self.now_s, self._ends_s.pop(transfer)) + transfer.after_s
 
-    def finish_all(self, which: Callable[[Transfer], bool]) -> None:
+    def finish_all(self, which: Callable[[BucketTransfer], bool]) -> None:
         for transfer in [transfer for transfer in self._ends_s if which(transfer)]:
             self.finish(transfer)

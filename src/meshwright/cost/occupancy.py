@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.work import Work
+from meshwright.cost.work import StepWork
 from meshwright.ir.schedule import ActionKind, Schedule
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
@@ -28,7 +28,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.held_bytes + self.saved_bytes + self.workspace_bytes
 
 
-def peak_memory(work: Work, schedule: Schedule) -> tuple[RankMemory, ...]:
+def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
     """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until its B or W has ended, as
     the schedule's validator counts (``schedules/check.py``)."""
     peaks = []

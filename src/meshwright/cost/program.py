@@ -1,4 +1,4 @@
-"""The ``Work`` of a step from its lowered programs: compute, communication and memory of every action."""
+"""The ``StepWork`` of a step from its lowered programs: compute, communication and memory of every action."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import msgspec
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
@@ -29,7 +29,7 @@ CHECK_KERNELS = 3
 """Number of kernels that check whether the loss is finite."""
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class StageHeld(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank of a stage holds for the whole step. If a step runs as one function, gradients and gathered
     parameters do not live that long: they are counted with the activations."""
 
@@ -62,7 +62,7 @@ def step_work(
     optimizer: OptimizerCost = SGD,
     clips: bool = False,
     threads: int = 1,
-) -> Work:
+) -> StepWork:
     """The work of one training step of ``plan``, which was lowered to ``programs``, on ``cluster``. ``threads`` is the
     number of threads of each rank.
 
@@ -71,12 +71,12 @@ def step_work(
     wait.
     """
     stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads) for program in programs]
-    return Work(tuple(stage.work() for stage in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
+    return StepWork(tuple(stage.work() for stage in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
 
 
 def stage_held(
     programs: Sequence[Program], plan: Plan, stage: int, cluster: Cluster, optimizer: OptimizerCost = SGD
-) -> Held:
+) -> StageHeld:
     """The bytes that a stage keeps during a step, by kind: parameters, gradients, optimizer state, ..."""
     return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
 
@@ -243,7 +243,7 @@ class _Stage:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def held(self) -> Held:
+    def held(self) -> StageHeld:
         program = self.program
         once = set() if program.together else set(program.phase(PROLOGUE).outputs)
         derived = {parameter.value for parameter in program.parameters}
@@ -253,7 +253,7 @@ class _Stage:
         kept = {value.storage: value.name for node in self._nodes(PROLOGUE) for value in node.outputs
                 if value.name in once}  # fmt: skip
         whole = {storage for storage, name in kept.items() if name in derived}
-        return Held(
+        return StageHeld(
             parameters_bytes=sum(parameter.bytes for parameter in program.parameters),
             gathered_bytes=sum(self.sizes[storage] for storage in whole),
             prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),

@@ -16,20 +16,20 @@ _FRACTIONS = ("matmul_fraction", "attention_fraction", "bandwidth_fraction")
 _SAYS = "; corrected by a run of "
 
 
-class Factors(msgspec.Struct, frozen=True, kw_only=True):
+class Corrections(msgspec.Struct, frozen=True, kw_only=True):
     """Measured time divided by the time that the cluster's constants predict, for computing and for communication."""
 
     compute: float = 1.0
     communication: float = 1.0
 
 
-def factors(ledger: Ledger) -> Factors:
+def factors(ledger: Ledger) -> Corrections:
     """Measured over predicted time of a ledger, for computing and for communication.
 
     Raises:
         ClusterError: a factor is above ``MOST`` or below its inverse.
     """
-    ratios = Factors(compute=ledger.compute_factor, communication=ledger.communication_factor)
+    ratios = Corrections(compute=ledger.compute_factor, communication=ledger.communication_factor)
     remedy = "calibrate the machine again while nothing else runs, or name the cluster that it really is"
     for what, factor in (("computing", ratios.compute), ("communication", ratios.communication)):
         if not 1 / MOST <= factor <= MOST:
@@ -70,7 +70,7 @@ def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
     return msgspec.structs.replace(changed, source=cluster.source.partition(_SAYS)[0] + said)
 
 
-def _corrected(value: Any, ratios: Factors, levels: tuple[str, ...], key: str = "") -> Any:
+def _corrected(value: Any, ratios: Corrections, levels: tuple[str, ...], key: str = "") -> Any:
     """The value with its constants corrected: those of every device in it, under every condition, by
     ``ratios.compute``; alpha, beta and the collectives of ``levels`` by ``ratios.communication``."""
     replace = msgspec.structs.replace

@@ -4,7 +4,7 @@ import msgspec
 
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
-from meshwright.cost.layer import Pass, Span, Summed, embedding_pass, head_pass, layer_pass
+from meshwright.cost.layer import LayerSpan, Pass, Summed, embedding_pass, head_pass, layer_pass
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 
@@ -19,7 +19,7 @@ HIDDEN = 0.6
 """The fraction of an overlapped collective's time that is hidden. The rest slows down the kernels beside it."""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step and of its parts, which add up to ``step_s``.
 
     ``compute_s``: kernels of the slowest stage; ``tensor_comm_s``: waiting of that stage for collectives inside layers;
@@ -40,7 +40,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """FLOP/s of all devices together. Only the model's own FLOPs count, not those of recomputation."""
 
 
-def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
+def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
     """Estimate the step of ``setup`` on ``cluster``, which has (at least) ``setup.world_size`` devices.
 
     Each of the m micro-batches passes every stage forward and backward, and the slowest stage sets the pace:
@@ -60,7 +60,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> Estimate:
     after = _after(setup, rates, network, slowest, pace)
     busy_s = setup.microbatches * pace.total_s
     step_s = busy_s + bubble_s + sends_s + sum(after)
-    return Estimate(
+    return StepEstimate(
         step_s=step_s,
         compute_s=setup.microbatches * both.device_s,
         tensor_comm_s=setup.microbatches * both.comm_s,
@@ -88,7 +88,7 @@ class Busy(Summed, frozen=True):
         return self.device_s + self.comm_s + self.host_s
 
 
-class Stage(Summed, frozen=True):
+class StageSeconds(Summed, frozen=True):
     """Seconds of one micro-batch on one stage."""
 
     forward: Busy = Busy()
@@ -105,7 +105,7 @@ class Pieces(msgspec.Struct, frozen=True):
     (stage s is on rank ``s % p``); ``send_s``: a message to the next stage and the message back; ``after_s``: the time
     after the last backward."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageSeconds, ...]
     send_s: float
     after_s: float
 
@@ -136,45 +136,45 @@ def stage_parameters(setup: Setup, stage: int) -> float:
     return (shared + experts * model.experts / setup.ep * model.expert_parameters) / setup.tp
 
 
-def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[Stage]:
+def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[StageSeconds]:
     """The times of one micro-batch on each stage, with ``chunks`` stages per rank. Host and device times are combined
     layer by layer, not for the whole stage: the device may limit the head while the host limits the layers. The host
     does not launch far ahead, because losses are read and stages wait."""
     model = setup.model
     share = model.expert_layers / model.layers
-    layer = Stage()
+    layer = StageSeconds()
     for part, experts in ((1 - share, False), (share, True)):
         if part:
             passes = layer_pass(setup, rates, network, experts=experts)
             back = passes.backward + _recomputed(setup, passes)
-            both = Stage(_timed(passes.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
+            both = StageSeconds(_timed(passes.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
             layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
     stages = [layer * (layers / chunks) for layers in setup.stage_layers] * chunks
     for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
-        stages[stage] += Stage(_timed(ends.forward, rates), _timed(ends.backward, rates))
+        stages[stage] += StageSeconds(_timed(ends.forward, rates), _timed(ends.backward, rates))
     return stages
 
 
-def _bubble_s(setup: Setup, stage: Stage) -> float:
+def _bubble_s(setup: Setup, stage: StageSeconds) -> float:
     """Seconds for which a rank idles because of another stage (Qi et al. 2023, table 1): the time of one micro-batch on
     that stage. Zero-bubble schedules fill part of it with two or three times the gradients of parameters."""
     filled = {"zb-h1": 2, "zb-h2": 3, "zb-v": 3}.get(setup.schedule, 0)
     return max(0.0, stage.total_s - filled * stage.backward.weight_s)
 
 
-def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: Stage) -> tuple[float, float]:
+def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: StageSeconds) -> tuple[float, float]:
     """Seconds after the last backward, as a pair: communication over dp and of tied weights; the optimizer's update."""
     parameters = stage_parameters(setup, slowest)
     data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
     return data_s, _optimizer_s(setup, rates, parameters)
 
 
-def _recomputed(setup: Setup, layer: Pass) -> Span:
+def _recomputed(setup: Setup, layer: Pass) -> LayerSpan:
     if setup.recompute == "full":
         return layer.forward
     if setup.alternate:
         return layer.rest * 0.5
-    return layer.core if setup.recompute == "selective" else Span()
+    return layer.core if setup.recompute == "selective" else LayerSpan()
 
 
 def _exposed(setup: Setup) -> float:
@@ -182,7 +182,7 @@ def _exposed(setup: Setup) -> float:
     return 1 - HIDDEN if setup.overlap == "all" else 1.0
 
 
-def _timed(span: Span, rates: Rates, exposed: float = 1.0) -> Busy:
+def _timed(span: LayerSpan, rates: Rates, exposed: float = 1.0) -> Busy:
     comm_s = max(exposed * span.comm_s, span.comm_s - span.device_s)
     busy_s, launch_s = span.device_s + comm_s, span.kernels * rates.launch_s
     total_s = (busy_s**HOST_BLEND + launch_s**HOST_BLEND) ** (1 / HOST_BLEND)

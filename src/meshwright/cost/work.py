@@ -57,7 +57,7 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     workspace_bytes: int = 0
 
 
-class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The stages of a step, from the first to the last. ``heap_factor``: the bytes that the allocator takes from the
     system per byte of saved values or workspace."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import axis_groups, channels, sum_over
-from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, current, recording
+from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, current, recording
 from meshwright.comm.transport.base import Channel, UnderWay, Work
 from meshwright.emulation.stages import Doing, EmulatedStage
 from meshwright.errors import LayoutError
@@ -57,7 +57,7 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
     executor = _executor(stages, schedule, rank, own_stages, device)
     traces = []
     for _ in range(num_steps):
-        recorder = Recorder()
+        recorder = SpanRecorder()
         device.meet()
         with recording(recorder):
             for stage in own_stages:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.work import Communicate, Compute, Piece, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
@@ -33,7 +33,7 @@ class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sent_down_s: float = 0.0
 
 
-def emulated_stages(work: Work, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedStage, ...]:
+def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedStage, ...]:
     """The durations of one rank of every stage (stage s is on pipeline rank s % pp). The rank's peers on the other axes
     are assumed to arrive when it does, so collectives take closed-form times, as in the simulator without stragglers.
 

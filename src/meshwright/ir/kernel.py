@@ -33,7 +33,7 @@ class Product(NamedTuple):
     batch: float = 1
 
 
-class Attention(NamedTuple):
+class AttentionSizes(NamedTuple):
     """The sizes of attention on one rank.
 
     ``batch`` is samples times heads. ``queries`` and ``keys`` are numbers of positions. ``width`` is the head size of
@@ -67,7 +67,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     bytes: int = 0
     calls: int = 1
     product: Product | None = None
-    attention: Attention | None = None
+    attention: AttentionSizes | None = None
 
 
 def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool) -> bool:
@@ -95,7 +95,9 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operan
     return Product(*sizes.get(kind, (depth, columns, rows)), groups)
 
 
-def attention_of(backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool) -> Attention:
+def attention_of(
+    backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool
+) -> AttentionSizes:
     """The sizes of attention or of its backward pass.
 
     ``inputs`` are the inputs on one rank, in the order of ``ops/library.py``."""
@@ -104,4 +106,4 @@ def attention_of(backward: bool, inputs: Sequence[Operand], flops: float, *, dro
     # In a ring, the queries see the keys of all ranks, but the rank's own inputs have only its own keys.
     keys = max(key[2], round(flops / (batch * each)))
     masked = len(inputs) > (6 if backward else 3)
-    return Attention(batch, query[2], keys, query[3], value[3], key[2], dropout, causal, masked)
+    return AttentionSizes(batch, query[2], keys, query[3], value[3], key[2], dropout, causal, masked)

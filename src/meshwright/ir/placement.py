@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
-from meshwright.ir.rule import ONE_AXIS, Dim, Factor, Operand, Rule
+from meshwright.ir.rule import ONE_AXIS, Dim, Factor, PatternOperand, Rule
 
 LINEAR = "^"
 """The caret. If a strategy's choice for an axis consists of carets, the operator passes a Partial through unreduced.
@@ -151,7 +151,7 @@ def output_placements(rule: Rule, strategy: Mapping[str, str], output: int, size
 
 
 def _shard(
-    rule: Rule, operand: Operand, strategy: Mapping[str, str], choice: str, sizes: Mapping[str, int]
+    rule: Rule, operand: PatternOperand, strategy: Mapping[str, str], choice: str, sizes: Mapping[str, int]
 ) -> Shard | None:
     for letter in rule.members(choice):
         parts = parts_of(rule, strategy, letter, sizes)

@@ -46,7 +46,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     byte_s: float = 1e-9
 
 
-class Move(msgspec.Struct, frozen=True):
+class ReshardingMove(msgspec.Struct, frozen=True):
     """A collective over ``axis`` (or joined axes), or a ``slice`` of data that the rank already holds.
 
     For an all-reduce, all-gather or all-to-all, ``placement`` is the old placement on the axis. For a slice or
@@ -70,7 +70,9 @@ class Mover(msgspec.Struct, frozen=True):
     sizes: Mapping[str, int]
     links: Mapping[str, Link] = {}
 
-    def moves(self, have: Placements, want: Placements, shape: tuple[int, ...], item_bytes: int) -> tuple[Move, ...]:
+    def moves(
+        self, have: Placements, want: Placements, shape: tuple[int, ...], item_bytes: int
+    ) -> tuple[ReshardingMove, ...]:
         """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``.
 
         Of paths with equal times, the path with the fewest moves wins. Of paths with equally many moves, the order of
@@ -99,7 +101,7 @@ def _cheapest(
     links: tuple[tuple[str, Link], ...],
     shape: tuple[int, ...],
     item_bytes: int,
-) -> tuple[Move, ...]:
+) -> tuple[ReshardingMove, ...]:
     tensor = _tensor(sizes, links, shape, item_bytes)
     cuts = _cuts(tensor, start, end)
     differ = sum(1 << axis for axis, (have, want) in enumerate(zip(start, end, strict=True)) if have != want)
@@ -318,12 +320,14 @@ class _Tensor:
         order = (_ORDER[kind], place, str(cut if kind == "all_to_all" else placement))
         return _Step(kind, group, placement, after, self._seconds(kind, group, state, after), order, True)
 
-    def move(self, before: _State, step: _Step) -> Move:
-        """The ``Move`` that corresponds to a step from the state ``before``."""
+    def move(self, before: _State, step: _Step) -> ReshardingMove:
+        """The ``ReshardingMove`` that corresponds to a step from the state ``before``."""
         cut = step.after[step.group.axes[0]]
         target = cut if step.kind == "all_to_all" and isinstance(cut, Shard) else None
         assert isinstance(step.placement, Shard | Flat | Partial)
-        return Move(step.kind, step.group.name, step.placement, self._named(before), self._named(step.after), target)
+        return ReshardingMove(
+            step.kind, step.group.name, step.placement, self._named(before), self._named(step.after), target
+        )
 
     def _named(self, state: _State) -> dict[str, Placement]:
         return {axis: placement for axis, placement in zip(self.names, state, strict=True) if placement is not None}

@@ -44,7 +44,7 @@ class Factor(msgspec.Struct, frozen=True):
 Dim = tuple[Factor, ...]
 
 
-class Operand(msgspec.Struct, frozen=True):
+class PatternOperand(msgspec.Struct, frozen=True):
     """One tensor of a pattern. ``linear`` is its number of carets (0: the operator is not linear in this tensor)."""
 
     dims: tuple[Dim, ...]
@@ -69,8 +69,8 @@ class Operand(msgspec.Struct, frozen=True):
 class Pattern(msgspec.Struct, frozen=True):
     """A parsed pattern, with the operands for inputs and for outputs."""
 
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
+    inputs: tuple[PatternOperand, ...]
+    outputs: tuple[PatternOperand, ...]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.inputs)) + " -> " + ", ".join(map(str, self.outputs))
@@ -183,12 +183,12 @@ def _written(text: str) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(factor.name for dim in out.dims for factor in dim) for out in parse_pattern(text).outputs)
 
 
-def _operand(part: str, text: str) -> Operand:
+def _operand(part: str, text: str) -> PatternOperand:
     part = part.strip()
     linear = len(part) - len(part.lstrip("^"))
     part = part.lstrip("^").strip()
     if part == ".":
-        return Operand((), linear)
+        return PatternOperand((), linear)
     if not part:
         raise RuleError(f"an operand of {text!r} is empty", remedy="write '.' for a scalar")
     dims: list[Dim] = []
@@ -222,7 +222,7 @@ def _operand(part: str, text: str) -> Operand:
                 group.append(factor)
     if group is not None:
         raise RuleError(f"unbalanced '(' in pattern {text!r}", remedy="balance the brackets")
-    return Operand(tuple(dims), linear)
+    return PatternOperand(tuple(dims), linear)
 
 
 def _factor(token: str) -> Factor:

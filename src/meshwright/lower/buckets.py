@@ -21,7 +21,7 @@ Emit = Callable[..., fx.Node]
 
 
 @dataclass
-class Value:
+class LoweredValue:
     """A tensor of the graph on this rank, and its versions under other placements."""
 
     node: fx.Node
@@ -38,7 +38,7 @@ class Gathers:
         self._groups, self._tensors, self._emit = groups, tensors, emit
         self._sizes, self._at = sizes_of(groups)
         self._released = {name for stage in plan.stages for name in stage.released}
-        self._found: dict[str, Value] = {}
+        self._found: dict[str, LoweredValue] = {}
         self._bucket_of = {
             name: bucket for bucket in plan.gathers if bucket.axis in groups for name in bucket.parameters
         }
@@ -46,7 +46,7 @@ class Gathers:
     def __contains__(self, name: str) -> bool:
         return name in self._bucket_of
 
-    def whole(self, name: str, stored: Mapping[str, Value], phase: str) -> Value:
+    def whole(self, name: str, stored: Mapping[str, LoweredValue], phase: str) -> LoweredValue:
         """The parameter called ``name``, gathered over the axis over which it is stored Flat. If parameters of the
         bucket are released after use, the nodes that gather the bucket are marked (``meta["released"]``), and
         ``lower/partition.py`` runs them again in backward."""
@@ -71,7 +71,7 @@ class Gathers:
                 emitted.append(self._emit(aten.slice.Tensor, emitted[1], 0, offset, offset + prod(shape)))
                 emitted.append(self._emit(aten.view.default, emitted[-1], list(shape)))
                 emitted[-1].meta.update(local_shape=shape, dtype=node.meta["dtype"])
-                self._found[member] = Value(emitted[-1], placements, phase=phase)
+                self._found[member] = LoweredValue(emitted[-1], placements, phase=phase)
                 offset += group.size * prod(node.meta["local_shape"])
             for node in emitted:
                 node.meta.update(operator="gathers", backward=False, released=released)

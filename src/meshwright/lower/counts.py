@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.capture.rules import Rules
 from meshwright.ir.halo import most_rows
-from meshwright.ir.kernel import Attention, Kernel, Operand, attention_of, product_of
+from meshwright.ir.kernel import AttentionSizes, Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of_target
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.lower.fuse import FUNCTIONAL
@@ -120,7 +120,7 @@ def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -
     """The call as one kernel, with the sizes of its matrix product or attention if it is one."""
     operands = [_operand(tensor) for tensor in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
-    attention: Attention | None = None
+    attention: AttentionSizes | None = None
     if call.target in _SETTINGS:
         dropout, causal = call.args[_SETTINGS[call.target] :][:2]
         backward = kind == "attention_backward"

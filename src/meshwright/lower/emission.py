@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.capture.fx_graph import Graph
+from meshwright.capture.fx_graph import FxGraph
 from meshwright.errors import PlanError
 from meshwright.ir import graph as ir
 from meshwright.ir import program
@@ -22,7 +22,7 @@ from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import FINISH, PROLOGUE, STEP
-from meshwright.lower.buckets import Gathers, Value
+from meshwright.lower.buckets import Gathers, LoweredValue
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.ops import collectives
 
@@ -46,8 +46,8 @@ class Emission:
         self.ir, self.groups, self.plan = graph, groups, plan
         self.sizes, self.at = sizes_of(groups)
         self.released = frozenset(plan.stages[stage].released)
-        self.graph = Graph()
-        self.values: dict[str, Value] = {}
+        self.graph = FxGraph()
+        self.values: dict[str, LoweredValue] = {}
         self.wants: dict[str, list[tuple[str, Placements]]] = {}
         self.slices: dict[str, program.Slice] = {}
         self.roots: list[fx.Node] = []
@@ -56,7 +56,7 @@ class Emission:
         self._resharder = Resharder(self.emit, groups, plan.links)
         self._gathers = Gathers(plan, groups, graph.tensors, self.emit)
         self._sliced: dict[tuple[fx.Node, int, int], fx.Node] = {}
-        self._shared: dict[str, Value] = {}
+        self._shared: dict[str, LoweredValue] = {}
 
     @property
     def microbatched(self) -> bool:
@@ -124,11 +124,11 @@ class Emission:
         dtype: torch.dtype = getattr(torch, self.ir.tensors[name].dtype)
         return dtype
 
-    def make(self, name: str, node: fx.Node, placements: Placements, *, owned: bool = False) -> Value:
+    def make(self, name: str, node: fx.Node, placements: Placements, *, owned: bool = False) -> LoweredValue:
         """Record ``node`` as this rank's part of a tensor. ``owned``: no other node reads the memory of ``node``."""
         node.meta.setdefault("local_shape", self.local_shape(self.ir.tensors[name].shape, placements))
         node.meta.setdefault("dtype", self.dtype(name))
-        value = self.values[name] = Value(node, placements, owned=owned, phase=self.phase)
+        value = self.values[name] = LoweredValue(node, placements, owned=owned, phase=self.phase)
         return value
 
     def start(self, name: str) -> None:
@@ -165,7 +165,7 @@ class Emission:
                 return result
             self.phase = FINISH
 
-    def _version(self, name: str, value: Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
+    def _version(self, name: str, value: LoweredValue, wanted: Placements, *, finish: bool) -> fx.Node | None:
         over_time = wanted.get(TIME)
         again = name in self.released or (name in self.ir.buffer_updates and not isinstance(over_time, Shard))
         if not self.microbatched or value.phase not in (STEP, PROLOGUE) or again:
@@ -183,7 +183,7 @@ class Emission:
             return self._slice(name, node, over_time, whole)
         return node
 
-    def _resharded(self, name: str, value: Value, wanted: Placements, *, finish: bool) -> fx.Node | None:
+    def _resharded(self, name: str, value: LoweredValue, wanted: Placements, *, finish: bool) -> fx.Node | None:
         if name in self._gathers and value is self.values[name]:
             value = self._gathers.whole(name, self.values, self.phase)
         have = self.known(value.placements)
@@ -213,13 +213,13 @@ class Emission:
         except StopIteration as stop:
             version.node = stop.value
 
-    def _share(self, name: str, value: Value) -> Value:
+    def _share(self, name: str, value: LoweredValue) -> LoweredValue:
         """Divide a tensor that is equal in all micro-batches by their number, so that the sum over the micro-batches is
         the tensor."""
         if name not in self._shared:
             node = self.emit(aten.div.Tensor, value.node, self.plan.microbatches)
             node.meta.update({key: value.node.meta[key] for key in ("local_shape", "dtype") if key in value.node.meta})
-            self._shared[name] = Value(node, {**value.placements, TIME: Partial("sum")}, phase=value.phase)
+            self._shared[name] = LoweredValue(node, {**value.placements, TIME: Partial("sum")}, phase=value.phase)
         return self._shared[name]
 
     def _slice(self, name: str, node: fx.Node, divided: Shard, rest: Placements) -> fx.Node:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from meshwright.capture.fx_graph import Graph
+from meshwright.capture.fx_graph import FxGraph
 
 BoxedFunction = Callable[[list[Any]], list[Any]]
 Kernels = Mapping[Any, Callable[..., Any]]
@@ -33,7 +33,7 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels:
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
         root.register_buffer(name, constants[name], persistent=False)
-    direct = Graph()
+    direct = FxGraph()
     direct.output(direct.graph_copy(graph, {}))
     for node in direct.nodes:
         if node.op == "call_function":

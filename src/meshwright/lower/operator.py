@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from meshwright.capture.calls import read, target_of
-from meshwright.capture.fx_graph import Graph as CallGraph
+from meshwright.capture.fx_graph import FxGraph
 from meshwright.errors import RuleError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, sizes_of
@@ -63,7 +63,7 @@ def lower_operator(
     inputs already have the placements that it needs."""
     groups = {axis: AxisGroup(axis, size, 0) for axis, size in sizes.items()}
     at = sizes_of(groups)[1]
-    calls, tensors = CallGraph(), []
+    calls, tensors = FxGraph(), []
     for position, name in enumerate(operator.inputs):
         tensor = graph.tensors[name]
         wanted = input_placements(operator.rule, strategy, position, sizes) if operator.rule else {}

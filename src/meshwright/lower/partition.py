@@ -7,7 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, fx
 
-from meshwright.capture.fx_graph import Graph
+from meshwright.capture.fx_graph import FxGraph
 from meshwright.ir.program import Program
 from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.schedule import ActionKind
@@ -194,7 +194,7 @@ class _Partition:
     ) -> fx.Graph:
         """Copy a phase's nodes into a graph of their own, and run all passes over it."""
         constants = {source: None for node in order for source in node.all_input_nodes if source.op == "get_attr"}
-        new = Graph()
+        new = FxGraph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in taken:
             copies[node] = new.placeholder(node.name)

@@ -21,7 +21,7 @@ from meshwright.ir.placement import (
     local_shape,
     unflattened,
 )
-from meshwright.ir.resharding import Link, Move, Mover
+from meshwright.ir.resharding import Link, Mover, ReshardingMove
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ class Resharder:
         node = self._emit(aten.reshape.default, node, [lead, parts, -1])
         return self._emit(aten.transpose.int, node, 0, 1)
 
-    def _all_to_all(self, node: fx.Node, move: Move, shape: tuple[int, ...], label: str) -> Steps:
+    def _all_to_all(self, node: fx.Node, move: ReshardingMove, shape: tuple[int, ...], label: str) -> Steps:
         """Emit an all-to-all. Each rank sends to each other rank the part of its shard that the other rank will hold.
         All parts have equal sizes."""
         group, source, target = self._groups[move.axis], move.placement, move.target

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 NORMS = ("group", "batch")
 
 
-class Level(nn.Module):
+class UNetLevel(nn.Module):
     """Two 3x3 convolutions, each with a norm and a ReLU: [b, c, y, x] -> [b, c', y, x]."""
 
     def __init__(self, inputs: int, outputs: int, norm: str) -> None:
@@ -51,13 +51,13 @@ class UNet(nn.Module):
         self.depth = depth
         widths = [width * 2**level for level in range(depth + 1)]
         self.down = nn.ModuleList(
-            Level(inputs, outputs, norm) for inputs, outputs in zip([image_channels, *widths], widths, strict=False)
+            UNetLevel(inputs, outputs, norm) for inputs, outputs in zip([image_channels, *widths], widths, strict=False)
         )
         self.pool = nn.MaxPool2d(2)
         self.enlarge = nn.ModuleList(
             nn.ConvTranspose2d(2 * outputs, outputs, 2, stride=2) for outputs in reversed(widths[:-1])
         )
-        self.up = nn.ModuleList(Level(2 * outputs, outputs, norm) for outputs in reversed(widths[:-1]))
+        self.up = nn.ModuleList(UNetLevel(2 * outputs, outputs, norm) for outputs in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ Shift = Callable[[Tensor], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
-class Part:
+class RingSlices:
     """The queries (``rows``) and keys (``columns``) on this rank that one step uses, as slices along the sequence."""
 
     mask: Tensor | None = None
@@ -68,26 +68,26 @@ class Ring:
         """Return the index of the rank whose keys and values are on this rank in a step."""
         return (self.index - step) % self.size
 
-    def part(self, step: int, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Part | None:
+    def part(self, step: int, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> RingSlices | None:
         """Return the queries and keys that a step uses. Return None if no query may see any of the keys."""
         rows, columns = query.shape[2], key.shape[2]
         if self.balanced:
             half, source = rows // 2, self.source(step)
             if source == self.index:
-                return Part(causal=True)
-            return Part(columns=slice(0, half)) if source < self.index else Part(rows=slice(half, rows))
+                return RingSlices(causal=True)
+            return RingSlices(columns=slice(0, half)) if source < self.index else RingSlices(rows=slice(half, rows))
         column = self.source(step) * columns
         if not causal:
             whole = mask is not None and mask.shape[-1] == columns * self.size
-            return Part(mask.narrow(-1, column, columns) if whole and mask is not None else mask)
+            return RingSlices(mask.narrow(-1, column, columns) if whole and mask is not None else mask)
         if column > self.row + rows - 1:
             return None
         if column == self.row:
-            return Part(causal=True)
+            return RingSlices(causal=True)
         if column + columns - 1 <= self.row:
-            return Part()
+            return RingSlices()
         every = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-        return Part(every.tril_(self.row - column))
+        return RingSlices(every.tril_(self.row - column))
 
     def takes(self, rank: int) -> tuple[int, int]:
         """Return the indices of the two half parts of the sequence that a rank works on in a balanced ring."""

@@ -10,7 +10,7 @@ from meshwright.cost.closed_form import Predicted, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
-from meshwright.cost.work import Work
+from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -40,7 +40,7 @@ class _Option(msgspec.Struct, frozen=True):
     """A layout with its plan, its costs, and the memory of the rank that needs the most memory."""
 
     plan: Plan
-    work: Work
+    work: StepWork
     predicted: Predicted
     memory: RankMemory
     ask: Ask
@@ -163,8 +163,8 @@ def plan_auto(
 
 @dataclass
 class _Scales:
-    """Estimates the step time and memory of layouts. ``Work`` does not depend on the schedule, so layouts that differ
-    only in their schedule share it."""
+    """Estimates the step time and memory of layouts. ``StepWork`` does not depend on the schedule, so layouts that
+    differ only in their schedule share it."""
 
     graph: Graph
     world_size: int
@@ -175,7 +175,7 @@ class _Scales:
     offload: bool
     clock: TimeLimit
     begun: list[_Option] = field(default_factory=list)
-    works: dict[tuple[object, ...], Work] = field(default_factory=dict)
+    works: dict[tuple[object, ...], StepWork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._plain = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)

@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
-from meshwright.cost.exposed import Actions, Transfer, computed_s, exposed_s, stage_actions
+from meshwright.cost.exposed import Actions, BucketTransfer, computed_s, exposed_s, stage_actions
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import step_work
@@ -17,7 +17,7 @@ from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Note, Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.algorithms import in_a_box
-from meshwright.planner.buckets import BUCKET_BYTES, Member, filled
+from meshwright.planner.buckets import BUCKET_BYTES, BucketMember, filled
 from meshwright.schedules.collectives.choice import NATIVE, chosen
 from meshwright.schedules.pipeline import schedule_of
 
@@ -30,7 +30,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Choice:
+class BucketSizes:
     """A bucket size for gradients (``reduced_bytes``) and one for parameters (``gathered_bytes``). ``exposed_s`` is the
     seconds per step that computing waits for these buckets, on the stage that waits longest."""
 
@@ -48,8 +48,8 @@ def fit_buckets(
     lower: Lower,
     plan: Plan,
     cluster: Cluster,
-    reduced: Sequence[Member],
-    gathered: Sequence[Member],
+    reduced: Sequence[BucketMember],
+    gathered: Sequence[BucketMember],
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
@@ -77,7 +77,7 @@ def fit_buckets(
     return msgspec.structs.replace(fitted, notes=(*fitted.notes, *scale.notes(choices[0])))
 
 
-def ranked(choices: Sequence[Choice], computed_s: float) -> list[Choice]:
+def ranked(choices: Sequence[BucketSizes], computed_s: float) -> list[BucketSizes]:
     """Sort choices: first those that cost about as little as the best (``ALIKE``), by their distance from the default
     bucket size; then the others by cost."""
     most = min(choice.exposed_s for choice in choices) + ALIKE * computed_s
@@ -94,7 +94,12 @@ class _Scale:
     """Computes the costs of buckets of every size. The plan is lowered once, with buckets of one parameter each."""
 
     def __init__(
-        self, lower: Lower, plan: Plan, cluster: Cluster, reduced: Sequence[Member], gathered: Sequence[Member]
+        self,
+        lower: Lower,
+        plan: Plan,
+        cluster: Cluster,
+        reduced: Sequence[BucketMember],
+        gathered: Sequence[BucketMember],
     ) -> None:
         self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
         self.reduced, self.gathered = _distinct(reduced, plan.algorithms), _distinct(gathered, plan.algorithms)
@@ -118,11 +123,11 @@ class _Scale:
         """Whether different sizes give different buckets."""
         return len(self.reduced) > 1 or len(self.gathered) > 1
 
-    def weighed(self) -> list[Choice]:
+    def weighed(self) -> list[BucketSizes]:
         """The cost of every pair of sizes. Of several sizes that give equal buckets, only one is included."""
         self.actions = [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
         return [
-            Choice(size, other, self._exposed_s(gathers, reductions))
+            BucketSizes(size, other, self._exposed_s(gathers, reductions))
             for size, reductions in self.reductions.items()
             for other, gathers in self.gathers.items()
         ]
@@ -132,16 +137,16 @@ class _Scale:
         """Seconds of compute of the stage that computes longest."""
         return max(computed_s(actions) for actions in self.actions)
 
-    def _exposed_s(self, gathers: Sequence[Transfer], reductions: Sequence[Transfer]) -> float:
+    def _exposed_s(self, gathers: Sequence[BucketTransfer], reductions: Sequence[BucketTransfer]) -> float:
         return max(exposed_s(actions, gathers, reductions) for actions in self.actions)
 
-    def plan_of(self, choice: Choice) -> Plan:
+    def plan_of(self, choice: BucketSizes) -> Plan:
         """The plan with the bucket sizes of ``choice``."""
         return msgspec.structs.replace(
             self.plan, buckets=self.reduced[choice.reduced_bytes], gathers=self.gathered[choice.gathered_bytes]
         )
 
-    def holds_more(self, choice: Choice) -> bool:
+    def holds_more(self, choice: BucketSizes) -> bool:
         """Whether ``choice`` needs more memory than buckets of ``BUCKET_BYTES``: it has larger buckets, which are
         gathered or reduce-scattered."""
         more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
@@ -170,10 +175,10 @@ class _Scale:
         name, group = chosen(algorithm, collective, int(num_bytes)), axis_group(self.plan.mesh, axis)
         return self.network.collective_s(collective, num_bytes, group, name)  # type: ignore[arg-type]
 
-    def _transfer(self, bucket: Bucket, operation: str) -> Transfer:
+    def _transfer(self, bucket: Bucket, operation: str) -> BucketTransfer:
         cut = operation == "reduce_scatter"
         left = bucket.num_bytes // self.plan.mesh.size(bucket.axis) if cut else bucket.num_bytes
-        return Transfer(
+        return BucketTransfer(
             bucket.axis,
             bucket.parameters,
             self._seconds(operation, bucket.axis, bucket.num_bytes, bucket.algorithm),
@@ -184,7 +189,7 @@ class _Scale:
 
     # --- in words ----------------------------------------------------------------------------------------------------
 
-    def notes(self, choice: Choice) -> list[Note]:
+    def notes(self, choice: BucketSizes) -> list[Note]:
         """Notes on the sizes of gradient buckets and of parameter buckets, where different sizes are possible."""
         notes = []
         for module, size, buckets, transfers in (
@@ -210,7 +215,7 @@ class _Scale:
         return notes
 
 
-def _distinct(members: Sequence[Member], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
+def _distinct(members: Sequence[BucketMember], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
     """Maps each bucket size to its buckets. Of sizes that give the same buckets, only the one nearest to
     ``BUCKET_BYTES`` is kept."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}

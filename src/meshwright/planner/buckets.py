@@ -16,7 +16,7 @@ BUCKET_BYTES = 8 * 2**20
 """Upper limit of a bucket's bytes, unless ``planner/bucket_size.py`` chooses the size."""
 
 
-class Member(NamedTuple):
+class BucketMember(NamedTuple):
     """A parameter that may share a bucket with parameters of the same ``key``. The key is (stages, axis, other axes
     over which the gradient is summed, whether storage is Flat, dtype with the modules that share the parameter).
     ``num_bytes`` is the size on one rank before ZeRO shards it."""
@@ -30,16 +30,16 @@ _Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
 
 
 def filled(
-    members: Sequence[Member], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
+    members: Sequence[BucketMember], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
 ) -> tuple[Bucket, ...]:
     """Fill members into buckets of at most ``most_bytes`` (a larger member has its own bucket), and return the buckets
     in the order in which they are completed. Members that share a bucket in ``base`` share a bucket here too, whatever
     its size."""
     home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
-    pending: dict[tuple[_Together, int], list[Member]] = {}
+    pending: dict[tuple[_Together, int], list[BucketMember]] = {}
     buckets: list[Bucket] = []
 
-    def close(held: list[Member]) -> None:
+    def close(held: list[BucketMember]) -> None:
         _, axis, across, _, _ = held[0].key
         buckets.append(
             Bucket(
@@ -62,7 +62,7 @@ def filled(
 
 def gathered_members(
     graph: Graph, divided: Cut, storage: dict[str, dict[str, Placement]], axis_sizes: dict[str, int]
-) -> tuple[Member, ...]:
+) -> tuple[BucketMember, ...]:
     """The parameters that are stored Flat, in the order of their first use. A parameter of several modules shares a
     bucket only with parameters of the same modules, because all parameters of a bucket live until the last use of any
     of them."""
@@ -81,7 +81,7 @@ def gathered_members(
             num_bytes = part_bytes(tensor, unflattened(here), axis_sizes)
             modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
             shared = " ".join(modules) if len(modules) > 1 else ""
-            members.append(Member((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
+            members.append(BucketMember((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
     return tuple(members)
 
 
@@ -91,13 +91,13 @@ def reduced_members(
     placements: dict[str, Placements],
     storage: dict[str, dict[str, Placement]],
     mover: Mover,
-) -> tuple[Member, ...]:
+) -> tuple[BucketMember, ...]:
     """The gradients that only need a sum over ranks, in the order in which backward makes them. A sum over several axes
     runs over one joined axis if ``mover`` finds that cheaper, else over one axis after the other. The axis of Flat
     storage comes first, because its reduce-scatter leaves each rank only a part."""
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
-    members: list[Member] = []
+    members: list[BucketMember] = []
     entries = [entry for entry in graph.gradients if entry.gradient is not None]
     counts = Counter(entry.gradient for entry in entries)
     for entry in sorted(entries, key=lambda entry: order.get(entry.gradient or "", -1)):
@@ -118,7 +118,7 @@ def reduced_members(
         tensor = graph.tensors[gradient]
         num_bytes = part_bytes(tensor, rest, mover.sizes)
         key = (tuple(stages), axis, tuple(across), bool(flat), tensor.dtype)
-        members.append(Member(key, entry.parameter, num_bytes))
+        members.append(BucketMember(key, entry.parameter, num_bytes))
     return tuple(members)
 
 

@@ -5,7 +5,7 @@ import msgspec
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
-from meshwright.cost.work import Work
+from meshwright.cost.work import StepWork
 from meshwright.errors import PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan, Prediction
@@ -20,7 +20,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank."""
 
     digest: str
-    work: Work
+    work: StepWork
     played: Played
     memory: tuple[RankMemory, ...]
 
@@ -49,7 +49,7 @@ def foretell(
     threads: int = 1,
     contention: bool = False,
     faults: Faults | None = None,
-    work: Work | None = None,
+    work: StepWork | None = None,
 ) -> Foretold:
     """Lower ``plan``, and simulate one training step of it on ``cluster``, with ``threads`` threads per device.
 

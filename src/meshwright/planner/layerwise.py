@@ -35,7 +35,7 @@ PLACES: dict[Way, tuple[Place, Place]] = {
 """Maps each way to the place that the inputs of a layer must have, and the place of its outputs."""
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class LayerChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The way that is chosen for a layer, and its cost. ``compute_s`` is the seconds of forward and backward.
     ``moving_s`` is the seconds to move inputs and their gradients between ranks, and to add up outputs. ``gradients_s``
     is the seconds to add up the gradients of the weights over ranks. ``optimizer_s`` is the seconds to update the
@@ -62,7 +62,7 @@ class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
     network: str
     ranks: int
     images: int
-    choices: tuple[Choice, ...]
+    choices: tuple[LayerChoice, ...]
     step_s: float
     peak_bytes: float
     verdict: Occupancy
@@ -139,7 +139,7 @@ def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
 
 def choice_of(
     layer: NetLayer, way: Way, have: Place | None, images: int, cluster: Cluster, precision: Precision
-) -> Choice:
+) -> LayerChoice:
     """The cost of one layer in one way, with inputs at the place ``have`` (None: they are the images of the batch)."""
     ranks, dtype = cluster.num_devices, DTYPES[precision]
     element = element_bytes(dtype)
@@ -155,7 +155,7 @@ def choice_of(
     if way == "inputs":
         moved_s += network.collective_s("all_reduce", images * layer.outputs * layer.pixels_out * element, Group(ranks))
     reduced = layer.parameters * element if way == "data" else 0.0
-    return Choice(
+    return LayerChoice(
         layer=layer.name,
         way=way,
         compute_s=cost.forward_s + cost.backward_s,
@@ -168,12 +168,12 @@ def choice_of(
 
 def _best(
     net: ConvNet, cluster: Cluster, images: int, precision: Precision, only: Way | None
-) -> tuple[Choice, ...] | None:
+) -> tuple[LayerChoice, ...] | None:
     """The fastest choices for all layers, by dynamic programming; None if the ranks cannot divide some layer. After
     every layer, the fastest choices so far are kept for each ``Place`` of the layer's outputs."""
-    best: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {None: (0.0, ())}
+    best: dict[Place | None, tuple[float, tuple[LayerChoice, ...]]] = {None: (0.0, ())}
     for layer in net.layers:
-        reached: dict[Place | None, tuple[float, tuple[Choice, ...]]] = {}
+        reached: dict[Place | None, tuple[float, tuple[LayerChoice, ...]]] = {}
         for way in ways_of(layer, images, cluster.num_devices):
             if only not in (None, way):
                 continue

@@ -2,7 +2,7 @@
 
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import Pieces, Stage, step_pieces
+from meshwright.cost.step import Pieces, StageSeconds, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.schedule import ActionKind, Schedule
@@ -78,7 +78,7 @@ def _schedule(setup: Setup) -> Schedule | None:
         return None  # not defined for this number of micro-batches: only the closed form is left
 
 
-def _costs(stages: tuple[Stage, ...], send_s: float) -> list[timing.Costs]:
+def _costs(stages: tuple[StageSeconds, ...], send_s: float) -> list[timing.Costs]:
     """The seconds of each kind of action, for each stage. A rank waits for its send, which takes half of ``send_s``
     (the seconds of both directions)."""
     costs = []

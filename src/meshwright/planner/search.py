@@ -11,7 +11,7 @@ from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy
 from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
-from meshwright.cost.step import Estimate, estimate_step
+from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
@@ -37,7 +37,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """A setup with its estimated time, memory and price."""
 
     setup: Setup
-    estimate: Estimate
+    estimate: StepEstimate
     memory: Memory
     verdict: Occupancy
     usd: float | None = None

@@ -9,7 +9,7 @@ from meshwright.catalog.models import family_names, load_model, load_network, mo
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import Estimate, estimate_step
+from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.errors import ClusterError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import quantity_problems
@@ -56,7 +56,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     constants: str
     """Where the cluster's constants are from (``Cluster.constants``)."""
-    estimate: Estimate
+    estimate: StepEstimate
     memory: Memory
     verdict: Occupancy
     device_memory_bytes: float

@@ -10,7 +10,7 @@ from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.rehearse import rehearsed_trace
 from meshwright.planner.search import PARTS, Option, SearchResult
-from meshwright.report import Alternative, PageContent, Part, SweepPoint
+from meshwright.report import CostShare, PageContent, SweepPoint, WeighedLayout
 
 MEANINGS = {
     "compute_s": "kernels of the stage that sets the pace",
@@ -90,10 +90,10 @@ def explain(
         facts=_facts(best, cluster),
         layout=_layout(setup),
         time=tuple(
-            Part(name=name, size=getattr(best.estimate, key), meaning=MEANINGS[key]) for key, name in PARTS.items()
+            CostShare(name=name, size=getattr(best.estimate, key), meaning=MEANINGS[key]) for key, name in PARTS.items()
         ),
         memory=tuple(
-            Part(name=key.removesuffix("_bytes"), size=getattr(memory, key), meaning=MEANINGS[key])
+            CostShare(name=key.removesuffix("_bytes"), size=getattr(memory, key), meaning=MEANINGS[key])
             for key in Memory.__struct_fields__
             if key.endswith("_bytes")
         ),
@@ -147,12 +147,12 @@ def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
     return tuple(rows)
 
 
-def _alternative(option: Option, best: Option) -> Alternative:
+def _alternative(option: Option, best: Option) -> WeighedLayout:
     why = option.slower_than(best) if option.step_s > best.step_s else "as fast"
     less = 1 - option.memory.peak_bytes / best.memory.peak_bytes
     if less > 0.1:
         why += f"; {less:.0%} less memory"
-    return Alternative(
+    return WeighedLayout(
         layout=option.text, step_s=option.step_s, peak_bytes=option.memory.peak_bytes, verdict=option.verdict,
         usd=option.usd, why=why,
     )  # fmt: skip

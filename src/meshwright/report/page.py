@@ -9,7 +9,7 @@ from meshwright.report import drawing
 from meshwright.report.template import rendered
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class CostShare(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step's time or memory, with its meaning. ``size`` is in seconds or bytes."""
 
     name: str
@@ -27,7 +27,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
 
 
-class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+class WeighedLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Another layout, and why it was not chosen."""
 
     layout: str
@@ -52,12 +52,12 @@ class PageContent(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     facts: tuple[tuple[str, str], ...]
     layout: tuple[tuple[str, str, str], ...]
-    time: tuple[Part, ...]
-    memory: tuple[Part, ...]
+    time: tuple[CostShare, ...]
+    memory: tuple[CostShare, ...]
     memory_limit_bytes: float
     trace: Trace | None = None
     scaling: tuple[SweepPoint, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[WeighedLayout, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
 
@@ -79,7 +79,7 @@ def render(report: PageContent) -> str:
     )
 
 
-def _shares(parts: tuple[Part, ...]) -> list[float]:
+def _shares(parts: tuple[CostShare, ...]) -> list[float]:
     """Each part's percentage of the whole."""
     total = sum(part.size for part in parts) or 1.0
     return [100 * part.size / total for part in parts]

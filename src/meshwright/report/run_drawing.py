@@ -20,7 +20,7 @@ _GROUP = sum(height + 2 for _, height, _ in _LANES) + 4
 _CHARACTER = 6.4
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class PlotLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a plot: points (x, y) with ascending x, its colour (0 to 7), its style, and its text in the legend
     (empty: the line is not in the legend)."""
 
@@ -89,7 +89,7 @@ def memory_lines(traces: Mapping[str, Trace]) -> str:
             peaks = " and ".join(f"{size(drawn_trace.peak_bytes(rank))} {name}" for name, drawn_trace in drawn.items())
             if samples:
                 lines.append(
-                    Line(
+                    PlotLine(
                         name=f"rank {rank}, {name}: at most {size(trace.peak_bytes(rank))}",
                         legend=f"rank {rank}: at most {peaks}" if last else "",
                         points=_held(samples, trace.duration_s),
@@ -104,7 +104,7 @@ def memory_lines(traces: Mapping[str, Trace]) -> str:
 
 
 def plot(
-    lines: Sequence[Line], label: str, *, x_text: Callable[[float], str], y_text: Callable[[float], str],
+    lines: Sequence[PlotLine], label: str, *, x_text: Callable[[float], str], y_text: Callable[[float], str],
     y_unit: float = 1.0, from_zero: bool = False,
 ) -> str:  # fmt: skip
     """A plot of lines with axes and a legend. The vertical axis is marked at round multiples of ``y_unit``; with

@@ -22,7 +22,7 @@ def render_run(run: RunFiles, command: str = "") -> str:
     the files that the run lacks, and shows ``command`` as the command that made the page."""
     traces = named_traces(run)
     losses = [
-        run_drawing.Line(
+        run_drawing.PlotLine(
             name=name, legend=name, points=points, color=color, dots=color == 1,
         )
         for color, (name, points) in enumerate((

@@ -21,7 +21,7 @@ from meshwright.errors import CheckpointError
 from meshwright.runtime import manifest, optimizer_state
 from meshwright.runtime.agree import told
 from meshwright.runtime.manifest import Manifest, SavedTensor
-from meshwright.runtime.shards import Part, part_of
+from meshwright.runtime.shards import StoredPart, part_of
 from meshwright.runtime.state import LocalParameters
 
 log = logging.getLogger("meshwright")
@@ -42,7 +42,7 @@ class Stateful(Protocol):
 Extra = Mapping[str, Stateful]
 
 
-def model_parts(parameters: LocalParameters) -> dict[str, Part]:
+def model_parts(parameters: LocalParameters) -> dict[str, StoredPart]:
     """This rank's parts of the model's tensors, by their names in a checkpoint."""
     names = filter(parameters.holds, _tensor_names(parameters))
     return {f"model.{name}": part_of(parameters, name, parameters[name]) for name in names}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, Recorder, be_at, current
+from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, be_at, current
 from meshwright.comm.transport.base import Channel, UnderWay, Work
 from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.schedule import Action, ActionKind, Schedule
@@ -114,7 +114,7 @@ class Clock:
         if len(self._begun) > 1 and (recorder := current()) is not None:
             recorder.sample()  # the values kept for backward are at their peak
 
-    def note(self, recorder: Recorder, begun_s: float) -> bool:
+    def note(self, recorder: SpanRecorder, begun_s: float) -> bool:
         """Record one compute span per phase since ``begun_s``. Return True if one function ran all phases; if False,
         only the prologue has run."""
         done_s, phases = time.perf_counter(), self._begun or [(PROLOGUE, begun_s)]
@@ -167,7 +167,7 @@ class Executor:
             ActionKind.RECV_B: self._receive,
             ActionKind.REDUCE_GRAD: self._reduce,
         }
-        self._recorder = Recorder()
+        self._recorder = SpanRecorder()
         self._begun = 0.0  # when the current action began, after waiting for received values
         self.live_activations = 0
 
@@ -179,7 +179,7 @@ class Executor:
         keys: Callable[[int], int],
     ) -> StepResult:
         """Run one step. ``keys`` maps the number of a micro-batch to its random key."""
-        self._recorder = note = current() or Recorder()
+        self._recorder = note = current() or SpanRecorder()
         self.live_activations = 0
         self._keys = keys
         self._begun = time.perf_counter()

@@ -14,7 +14,7 @@ from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Placements, Shard, bounds, local_shape
 
 
-class Parts:
+class BatchSplit:
     """How the tensors of a batch are split over the ranks. Samples are split over the data axes. Rows are split over
     other axes if all operators that read a tensor read the same rows. ``cuts`` maps the name of a tensor to these
     splits of its rows."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
-from meshwright.runtime.shards import Part, part_of
+from meshwright.runtime.shards import StoredPart, part_of
 from meshwright.runtime.state import LocalParameters
 
 HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
@@ -27,12 +27,12 @@ LEAVE = "load(..., optimizer=False) leaves the optimizer as it is"
 States = dict[str, dict[str, Any]]
 
 
-def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Part]]:
+def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, StoredPart]]:
     """Return the optimizer's state, and this rank's parts of its tensors by their names in a checkpoint. Raise a
     CheckpointError if the optimizer holds a parameter that is not the model's, or if a parameter is split and a state
     tensor has another shape."""
     states: States = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, StoredPart] = {}
     for name, (parameter, _) in _named(parameters, optimizer).items():
         tensors: dict[str, torch.dtype] = {}
         values: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
 
 def make_room(
     parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any]
-) -> tuple[States, dict[str, Part]]:
+) -> tuple[States, dict[str, StoredPart]]:
     """Return the state by parameter name, and the parts of its tensors by their names in a checkpoint. Values that are
     not tensors of the parameter's shape are the saved ones. The tensors have the saved dtypes, and hold zeros that a
     load must replace (except for padding).
@@ -108,7 +108,7 @@ def make_room(
     As with ``Optimizer.load_state_dict``, all tensors are on the parameter's device, usually except for ``step``.
     """
     result: States = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, StoredPart] = {}
     for name, (parameter, group) in _named(parameters, optimizer).items():
         if name not in saved["states"]:
             continue

@@ -28,7 +28,7 @@ from meshwright.runtime.manifest import DamagedCheckpointError, Manifest
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.saving import TRAINER, Save, Saver
-from meshwright.runtime.shards import Part, Share
+from meshwright.runtime.shards import Share, StoredPart
 from meshwright.runtime.state import LocalParameters, full_state_dict, load_state_dict
 
 log = logging.getLogger("meshwright")
@@ -128,7 +128,7 @@ class Resumable:
             Save(path, new_manifest, share, packed, num_bytes, keep=keep, board=self.saver.board), blocking=blocking
         )
 
-    def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, Part], dict[str, Any]]:
+    def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, StoredPart], dict[str, Any]]:
         """Return this rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``."""
         checkpoint.check_finite(self.parameters)
         parts, kept = checkpoint.model_parts(self.parameters), None

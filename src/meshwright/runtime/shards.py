@@ -70,7 +70,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """This rank's part of a whole tensor of ``shape``.
 
     If one axis has a Flat placement, the other axes first cut the whole tensor to a tensor of shape ``local``. The part
@@ -125,23 +125,25 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
     ]
 
 
-def part_of(parameters: LocalParameters, name: str, value: Tensor) -> Part:
+def part_of(parameters: LocalParameters, name: str, value: Tensor) -> StoredPart:
     """Return ``value`` as a Part that is split like the parameter or buffer ``name``."""
     return part_at(value, parameters.global_shape(name), parameters.placements(name), parameters.groups)
 
 
-def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> Part:
+def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> StoredPart:
     """Return ``value`` as this rank's part of a tensor of ``shape`` with these placements."""
     chunks = chunks_of(shape, unflattened(placements), groups)
     axis = flat_axis(placements)
     if not axis:
-        return Part(value, shape, chunks)
+        return StoredPart(value, shape, chunks)
     axis_sizes, at = sizes_of(groups)
     local = local_shape(shape, unflattened(placements), axis_sizes, at)
     size = math.prod(flat_shape(local, groups[axis].size))
     begin = groups[axis].index * size
     boxes = boxes_of(local, min(begin, math.prod(local)), min(begin + size, math.prod(local)))
-    return Part(value, shape, [cut for chunk in chunks for box in boxes if (cut := _within(chunk, box))], local, begin)
+    return StoredPart(
+        value, shape, [cut for chunk in chunks for box in boxes if (cut := _within(chunk, box))], local, begin
+    )
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, int], ...]]:
@@ -190,7 +192,7 @@ class Share:
     ``num_bytes`` is the approximate size of all ranks' shares together.
     """
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
         self._planner = _SavePlanner(parts)
         # Every rank computes the same plan from the same offers.
         offers = from_every_rank(self._planner.create_local_plan())
@@ -222,7 +224,7 @@ def files_of(written: list[WriteResult]) -> list[str]:
     return sorted({result.storage_data.relative_path for result in written})
 
 
-def read(directory: Path, parts: Mapping[str, Part]) -> None:
+def read(directory: Path, parts: Mapping[str, StoredPart]) -> None:
     """Fill the parts from the saved files, which may have been written with other placements. Every rank must call this
     function. Raise a CheckpointError on every rank if a rank could not read; some parts may already be filled then."""
     try:
@@ -255,10 +257,10 @@ class _SavePlanner(dcp.DefaultSavePlanner):
     """Plans a save: every rank offers its chunks. Of equal chunks (replicas), torch's default planner keeps one, and it
     balances the chunks over ranks."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
-        self._views: dict[MetadataIndex, tuple[Part, Chunk]] = {}
+        self._views: dict[MetadataIndex, tuple[StoredPart, Chunk]] = {}
         self._staged: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -292,7 +294,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Plans a load: every rank requests its chunks; each is assembled from the saved chunks that overlap it."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
 

@@ -18,7 +18,7 @@ from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import amend, look_at_links, sum_over, told_of
-from meshwright.comm.record import COMPUTE, Recorder, recording
+from meshwright.comm.record import COMPUTE, SpanRecorder, recording
 from meshwright.errors import OptimizerError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES
@@ -30,7 +30,7 @@ from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.ops.library import mix
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
-from meshwright.runtime.inputs import Parts, check_alike, compare_over_ranks, kind_of
+from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
 from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.offload import Offloader
@@ -89,7 +89,7 @@ class Trainer(Resumable):
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
         axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
-        self.recorder: Recorder | None = Recorder(axes, memory_reader(device))
+        self.recorder: SpanRecorder | None = SpanRecorder(axes, memory_reader(device))
         # lowering may fail, so it comes before any change of the caller's model
         self._compiler = Compiler(device) if compile else None
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler)
@@ -102,7 +102,7 @@ class Trainer(Resumable):
         self.loss_scale = LossScale(precision, device) if precision in LOW else None
         self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
-        self._parts = Parts(self._leaves, lowered.input_placements, self.groups)
+        self._parts = BatchSplit(self._leaves, lowered.input_placements, self.groups)
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
@@ -211,7 +211,7 @@ class Trainer(Resumable):
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.
         """
-        trace = msgspec.structs.replace((self.recorder or Recorder()).trace(self.rank), plan=self._ran.digest)
+        trace = msgspec.structs.replace((self.recorder or SpanRecorder()).trace(self.rank), plan=self._ran.digest)
         return on_rank_0(trace, self.device) if all_ranks else trace
 
     # --- inside --------------------------------------------------------------------------------------------------

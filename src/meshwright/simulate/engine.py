@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from operator import itemgetter
 
-from meshwright.cost.work import Communicate, Compute, Work
+from meshwright.cost.work import Communicate, Compute, StepWork
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
@@ -15,7 +15,7 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes
 from meshwright.simulate.network import Fabric, Links
-from meshwright.simulate.program import Entry, Meet, Post, Program, Until, programs
+from meshwright.simulate.program import Entry, Meet, Post, RankProgram, Until, programs
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 """Streams of a trace: computing, communication between ranks, and the time that computing waits for communication."""
@@ -23,7 +23,7 @@ COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
 
 def play(
     schedule: Schedule,
-    work: Work,
+    work: StepWork,
     mesh: Mesh,
     cluster: Cluster,
     *,
@@ -148,7 +148,7 @@ class _Rank:
         "bytes", "counts", "death_s", "noise", "op", "open", "place", "program", "steady", "time_s", "timeline",
     )  # fmt: skip
 
-    def __init__(self, program: Program, faults: Faults, rank: int) -> None:
+    def __init__(self, program: RankProgram, faults: Faults, rank: int) -> None:
         self.program, self.timeline = program, Timeline(program.held_bytes)
         self.place, self.op, self.time_s = 0, -1, 0.0
         self.bytes = program.held_bytes
@@ -169,7 +169,7 @@ class _Engine:
     happens only while all ranks wait, so no rank can start a transfer before that time."""
 
     def __init__(
-        self, mesh: Mesh, folded: Classes, played: tuple[Program, ...], faults: Faults, links: Links | None,
+        self, mesh: Mesh, folded: Classes, played: tuple[RankProgram, ...], faults: Faults, links: Links | None,
         overlap: bool,
     ) -> None:  # fmt: skip
         self._folded, self._links, self._overlap = folded, links, overlap

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, Wait, Work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.passes import add_communication
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     dying: int = 0
 
 
-class Program(NamedTuple):
+class RankProgram(NamedTuple):
     """The entries that a pipeline rank runs in a step, and the bytes that it holds during the whole step."""
 
     entries: tuple[Entry, ...]
@@ -62,7 +62,7 @@ class Program(NamedTuple):
 _RECEIVED_BY = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
 
 
-def programs(schedule: Schedule, work: Work, fabric: Fabric) -> tuple[Program, ...]:
+def programs(schedule: Schedule, work: StepWork, fabric: Fabric) -> tuple[RankProgram, ...]:
     """The program of every pipeline rank. Sends and receives are added if the schedule has none.
 
     Raises:
@@ -89,13 +89,13 @@ def programs(schedule: Schedule, work: Work, fabric: Fabric) -> tuple[Program, .
 
 
 class _Builder:
-    def __init__(self, schedule: Schedule, work: Work, fabric: Fabric, homes: dict[int, int], rank: int) -> None:
+    def __init__(self, schedule: Schedule, work: StepWork, fabric: Fabric, homes: dict[int, int], rank: int) -> None:
         self.schedule, self.work, self.fabric, self.homes, self.rank = schedule, work, fabric, homes, rank
         self.stages = sorted(stage for stage, home in homes.items() if home == rank)
         self.alone: set[tuple[int, str]] = set()  # collectives of groups with one rank
         self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # ops of actions that only compute
 
-    def program(self) -> Program:
+    def program(self) -> RankProgram:
         entries = [Entry("before", None, self._ops(self.work.stages[stage].before, stage)) for stage in self.stages]
         for action in self.schedule.ranks[self.rank]:
             kind = action.kind
@@ -107,7 +107,7 @@ class _Builder:
                 pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
                 entries.append(Entry(action, None, self._ops(pieces, action.stage, str(action))))
         entries += [Entry("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages]
-        return Program(tuple(entries), sum(self.work.stages[stage].held_bytes for stage in self.stages))
+        return RankProgram(tuple(entries), sum(self.work.stages[stage].held_bytes for stage in self.stages))
 
     def _computing(self, action: Action) -> Entry:
         stage, kind = self.work.stages[action.stage], action.kind

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model, load_network, make_model
 from meshwright.cost.setup import ScheduleName, Setup
-from meshwright.cost.step import Estimate, estimate_step
+from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.search import Option, search
@@ -49,7 +49,7 @@ MEGATRON = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 307
 def megatron_scaling() -> Iterator[Line]:
     """Weak scaling on DGX-2H, with tensor parallelism alone and with 64-way data parallelism."""
 
-    def rate(tp: int, dp: int) -> tuple[float, Estimate]:
+    def rate(tp: int, dp: int) -> tuple[float, StepEstimate]:
         setup = Setup(
             model=_gpt(*MEGATRON[tp]), tp=tp, dp=dp, micro_batch=8, global_batch=8 * dp, recompute="full", flash=False,
             precision="fp16",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.comm.attendance import Attendance, close
 from meshwright.comm.transport.base import MESSAGE_BYTES, Lane, Trouble, UnderWay, Work, check_message, first_line, late
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class PointToPoint:
     ``attendance`` tells which ranks are gone."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, progress: Progress, attendance: Attendance | None = None
+        self, group: dist.ProcessGroup, peer: int, progress: RankStreams, attendance: Attendance | None = None
     ) -> None:
         self._group, self._peer, self._progress, self._attendance = group, peer, progress, attendance
         self._name = dist.get_global_rank(group, peer)
@@ -72,7 +72,7 @@ class TorchLane(Lane):
     """Upper limit on sent messages under way; each is a copy in memory of its own."""
     expects = True
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, progress: Progress) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int, progress: RankStreams) -> None:
         self._group, self._peer, self._progress = group, peer, progress
         self._name = dist.get_global_rank(group, peer)
         self._leaving: deque[tuple[_Room, Work]] = deque()

@@ -20,7 +20,7 @@ POLL_S = 0.0005
 """Seconds between two moves of the streams while a call of torch.distributed or MPI waits."""
 
 
-class Progress:
+class RankStreams:
     """The streams of one rank. Each entry of ``streams`` is a function that puts and takes messages without waiting,
     and returns whether it has more to do soon. ``blocked`` holds the streams whose messages wait for room.
 

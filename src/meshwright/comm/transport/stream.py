@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from meshwright.comm.transport.base import MESSAGE_BYTES, UnderWay, Work
-from meshwright.comm.transport.progress import Progress
+from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.transport.shared_memory import SharedMemory
 
 SLOTS = 128
@@ -20,7 +20,7 @@ SLOTS = 128
 class Stream:
     """A channel over a lane of shared memory. ``progress`` moves its messages while the rank waits for anything."""
 
-    def __init__(self, lane: SharedMemory, progress: Progress) -> None:
+    def __init__(self, lane: SharedMemory, progress: RankStreams) -> None:
         self._lane, self._progress = lane, progress
         lane.while_waiting = progress.move
         progress.streams.append(self.move)

@@ -12,7 +12,7 @@ from meshwright.ir.plan import Note, Strategy
 from meshwright.planner.intra_op.assign import Assigned
 from meshwright.planner.intra_op.eliminate import Core, simplify
 from meshwright.planner.intra_op.options import classes_of
-from meshwright.planner.intra_op.problem import Node, Problem, Tensor
+from meshwright.planner.intra_op.problem import Problem, ProblemEdge, ProblemNode
 from meshwright.planner.notes import merged
 from meshwright.planner.words import word_of
 
@@ -122,9 +122,11 @@ def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -
     scope = sorted({node for tensor in near for node in tensor.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}
     rows = {node: list(range(problem.nodes[node].num_choices)) if node in free else [chosen[node]] for node in scope}
-    nodes = tuple(Node("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope)
+    nodes = tuple(
+        ProblemNode("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope
+    )
     tensors = tuple(
-        Tensor(
+        ProblemEdge(
             place[tensor.maker],
             tensor.have[rows[tensor.maker]],
             tuple((place[node], wants[rows[node]]) for node, wants in tensor.readers),

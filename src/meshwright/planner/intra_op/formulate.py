@@ -18,7 +18,7 @@ from meshwright.planner.intra_op.decisions import Decision, decisions_of
 from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
-from meshwright.planner.intra_op.problem import Costs, Node, Places, Problem, Tensor
+from meshwright.planner.intra_op.problem import Costs, Places, Problem, ProblemEdge, ProblemNode
 
 P = TypeVar("P", bound=Placements | None)
 Path = tuple[Operator, ...]
@@ -63,8 +63,8 @@ class Formulation:
             self.choices.append([tuple(map(owned, decision.members, way)) for way in best] if own_statistics else best)
         self.consumers, self.producers = graph.consumers(), graph.producers()
         self.outputs_of = {operator.name: operator.outputs for operator in graph.operators}
-        self.nodes: list[Node] = []
-        self.tensors: list[Tensor] = []
+        self.nodes: list[ProblemNode] = []
+        self.tensors: list[ProblemEdge] = []
         self.stored: dict[int, tuple[list[str], list[Placements]]] = {}
         self.parameter_node: dict[str, int] = {}
         self.gradient_of: dict[str, list[str]] = defaultdict(list)
@@ -89,7 +89,7 @@ class Formulation:
 
     def _node(self, name: str, costs: Costs, memory: Costs | None = None) -> int:
         held = np.zeros((len(self.limits), len(costs))) if memory is None else memory
-        self.nodes.append(Node(name, costs.astype(float), held))
+        self.nodes.append(ProblemNode(name, costs.astype(float), held))
         return len(self.nodes) - 1
 
     def _decided(self) -> None:
@@ -185,7 +185,7 @@ class Formulation:
             self.stored[node] = ([name], options)
         for node, (names, _) in self.stored.items():
             single = self.nodes[node]
-            self.nodes[node] = Node(single.name, single.costs * len(names), single.memory * len(names))
+            self.nodes[node] = ProblemNode(single.name, single.costs * len(names), single.memory * len(names))
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Formulation:
                 if want is not None and copies(offer, want):
                     memory[:, h, w] = alive * self.moments.size(name, want)
         if prices.any():
-            self.tensors.append(Tensor(node, have, readers, prices * len(names), memory))
+            self.tensors.append(ProblemEdge(node, have, readers, prices * len(names), memory))
         self._halos(node, names)
 
     def _halos(self, node: int, names: list[str]) -> None:
@@ -270,7 +270,7 @@ class Formulation:
                 readers.append((index, np.array([list(priced).index(want) for want in wants])))
         if readers:
             have = np.zeros(self.nodes[node].num_choices, dtype=np.int64)
-            self.tensors.append(Tensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
+            self.tensors.append(ProblemEdge(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
         """The node that decides a tensor's placement, and the placement for each choice of the node. Inputs of the step

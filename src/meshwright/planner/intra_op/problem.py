@@ -12,7 +12,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class ProblemNode:
     """A decision with ``len(costs)`` choices. ``costs`` has the seconds of each choice. ``memory``, of shape [moments,
     choices], has the bytes that each choice holds at each moment at which memory is limited."""
 
@@ -27,7 +27,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
+class ProblemEdge:
     """A value that one decision makes and others read. Placements are numbered. ``have[c]`` is the placement in which
     choice c of the node ``maker`` leaves the value. Each reader is a node, with the placement that each of its choices
     wants. It takes ``prices[have, want]`` seconds to bring the value from one placement to the other (infinite:
@@ -50,8 +50,8 @@ class Tensor:
 class Problem:
     """All decisions and the tensors between them. ``limits`` has the bytes that are allowed at each moment."""
 
-    nodes: tuple[Node, ...]
-    tensors: tuple[Tensor, ...]
+    nodes: tuple[ProblemNode, ...]
+    tensors: tuple[ProblemEdge, ...]
     limits: Costs = field(default_factory=lambda: np.zeros(0))
 
     def seconds(self, choices: Sequence[int]) -> float:
@@ -79,7 +79,7 @@ class Problem:
         return bool(np.all(self.memory(choices) <= self.limits * (1 + 1e-9)))
 
 
-def _wanted(tensor: Tensor, choices: Sequence[int]) -> set[int]:
+def _wanted(tensor: ProblemEdge, choices: Sequence[int]) -> set[int]:
     return {int(want[choices[node]]) for node, want in tensor.readers}
 
 
@@ -88,7 +88,7 @@ def table_size(problem: Problem, nodes: Sequence[int]) -> int:
     return prod(problem.nodes[node].num_choices for node in nodes)
 
 
-def table_of(problem: Problem, tensor: Tensor) -> Costs:
+def table_of(problem: Problem, tensor: ProblemEdge) -> Costs:
     """The seconds to bring a tensor to all its readers, for all choices of its nodes: an array with one axis per node,
     in the order of ``tensor.nodes``."""
     scope = tensor.nodes

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from meshwright.errors import ScheduleError
-from meshwright.schedules.collectives.steps import Move, Part, Program, Span, Steps, programs
+from meshwright.schedules.collectives.steps import Move, Program, RequiredSum, Span, Steps, programs
 
 _Key = tuple[int, int]
 """A term of a sum: the rank that contributed it, and its offset there minus its offset here, in elements."""
@@ -25,7 +25,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
     """
     run = _Run(steps, given if given is not None else programs(steps))
     run.all()
-    ordered: dict[Part, set[tuple[tuple[Span, int], ...]]] = {}
+    ordered: dict[RequiredSum, set[tuple[tuple[Span, int], ...]]] = {}
     for rank, parts in enumerate(steps.after):
         for part in parts:
             wanted = Counter((source, begin - part.span[0]) for source, begin in part.terms)

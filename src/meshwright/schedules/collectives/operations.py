@@ -13,7 +13,7 @@ from meshwright.schedules.collectives.hierarchy import (
     read,
     reduce_scatter_in_levels,
 )
-from meshwright.schedules.collectives.steps import Move, Part, Rounds, Span, Steps, cut, made
+from meshwright.schedules.collectives.steps import Move, RequiredSum, Rounds, Span, Steps, cut, made
 
 ALL_REDUCE: Mapping[str, Whole] = {
     "star": group.up_and_down(group.reduce_star),
@@ -104,7 +104,7 @@ def _in_turn(algorithm: str, size: int, length: int) -> Steps:
         rounds = [start, *([moves[i]] for i in range(size) for moves in sent)]
     else:
         rounds = [start, *sent]
-    sums = Part(out, tuple((rank, 0) for rank in range(size)))
+    sums = RequiredSum(out, tuple((rank, 0) for rank in range(size)))
     return made("all_reduce", algorithm, length, rounds, ((whole,),) * size, ((sums,),) * size, 2 * length)
 
 
@@ -153,7 +153,7 @@ def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Ste
     else:
         rounds = group.backwards(TO_ONE[algorithm](ranks, whole))
     before = ((whole,) if rank == root else () for rank in range(num_ranks))
-    return made("broadcast", algorithm, length, rounds, before, ((Part(whole, ((root, 0),)),),) * num_ranks)
+    return made("broadcast", algorithm, length, rounds, before, ((RequiredSum(whole, ((root, 0),)),),) * num_ranks)
 
 
 def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
@@ -171,7 +171,7 @@ def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
     ranks = _from(root, "scatter", algorithm, len(counts), sum(counts))
     rounds = group.backwards(GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks]))
     before = (((0, sum(counts)),) if rank == root else () for rank in range(len(counts)))
-    after = ((Part(span, ((root, span[0]),)),) for span in spans)
+    after = ((RequiredSum(span, ((root, span[0]),)),) for span in spans)
     return made("scatter", algorithm, sum(counts), rounds, before, after)
 
 
@@ -197,7 +197,7 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
     if algorithm == "naive":
         rounds = [*rounds[:1], [move for moves in rounds[1:] for move in moves]]
     after = (
-        tuple(Part((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
+        tuple(RequiredSum((came[j][i], came[j][i + 1]), ((i, sent[i][j]),)) for i in range(size) if counts[i][j])
         for j in range(size)
     )
     space = max((row[-1] for row in came), default=0)
@@ -247,14 +247,14 @@ def is_there(operation: str, algorithm: str) -> bool:
     return parsed.across in ACROSS_BY_OPERATION.get(operation, ()) and (parsed.pieces == 1 or operation == "all_reduce")
 
 
-def _sum_of(num_ranks: int, span: Span) -> Part:
+def _sum_of(num_ranks: int, span: Span) -> RequiredSum:
     """The part with the sum of all ranks' elements at ``span``."""
-    return Part(span, tuple((rank, span[0]) for rank in range(num_ranks)))
+    return RequiredSum(span, tuple((rank, span[0]) for rank in range(num_ranks)))
 
 
-def _each_own(spans: Sequence[Span]) -> tuple[Part, ...]:
+def _each_own(spans: Sequence[Span]) -> tuple[RequiredSum, ...]:
     """The parts of all ranks, each at its place."""
-    return tuple(Part(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
+    return tuple(RequiredSum(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
 
 
 def _parts(operation: str, algorithm: str, counts: Sequence[int]) -> tuple[Span, ...]:

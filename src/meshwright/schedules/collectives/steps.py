@@ -30,7 +30,7 @@ Rounds = list[list[Move]]
 takes its received elements in the order of the list. A round of copies within ranks sends nothing."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class RequiredSum(msgspec.Struct, frozen=True):
     """The elements that a rank must hold at ``span``: the sum over ``terms``, each (rank, position of the elements)."""
 
     span: Span
@@ -49,7 +49,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     space: int
     before: tuple[tuple[Span, ...], ...]
-    after: tuple[tuple[Part, ...], ...]
+    after: tuple[tuple[RequiredSum, ...], ...]
     rounds: tuple[tuple[Move, ...], ...]
 
     @property
@@ -148,7 +148,7 @@ def made(
     length: int,
     rounds: Rounds,
     before: Iterable[tuple[Span, ...]],
-    after: Iterable[tuple[Part, ...]],
+    after: Iterable[tuple[RequiredSum, ...]],
     space: int | None = None,
 ) -> Steps:
     """The Steps of these rounds, without empty rounds; ``space`` defaults to ``length``."""
