@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from meshwright.ir.recomputation import Recomputation
 from meshwright.lower.function import boxed_function
-from meshwright.lower.fuse import fuse, propagate, reuse_memory, write_into_buckets
+from meshwright.lower.fuse import fuse, reuse_memory, write_into_buckets
 from meshwright.lower.prefetch import join_returned
+from meshwright.lower.propagate import propagate
 from meshwright.ops import collectives
 
 aten = torch.ops.aten

@@ -1,5 +1,6 @@
 """Graphs of operators without symbolic numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -7,6 +8,10 @@ from torch import fx
 _set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]
 _set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
 """Setters that skip the bookkeeping of a normal assignment, which looks the node up twice in the graph's tables."""
+
+
+_impure: dict[Any, bool] = {}
+"""Maps a function to whether its calls must stay if nobody reads their result."""
 
 
 class FxGraph(fx.Graph):
@@ -23,3 +28,16 @@ class FxGraph(fx.Graph):
         if kwargs:
             _set_kwargs(node, kwargs)
         return node
+
+    def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
+        """Remove the nodes that nobody reads and that change nothing; return whether there were any. Whether a function
+        changes anything is looked up in PyTorch's tables once, not for each call."""
+        return super().eliminate_dead_code(is_impure_node or _is_impure)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.is_impure()
+    if node.target not in _impure:
+        _impure[node.target] = node.is_impure()
+    return _impure[node.target]

@@ -1,6 +1,6 @@
 """Counts the kernels (with FLOPs and bytes) and the collectives of each call in a rank's lowered graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,19 +55,26 @@ def num_bytes(*values: Tensor) -> int:
 
 
 class Counter:
-    """Counts the kernels of calls. A rule is evaluated once for equal calls. ``own`` maps an operator to the user's
-    rule."""
+    """Counts the kernels of calls, once for equal calls: a model's blocks are alike. ``own`` maps an operator to the
+    user's rule."""
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own, self._rules = own, Rules(own)
+        self._known: dict[Hashable, tuple[Kernel, ...]] = {}
 
     def kernels(self, call: Call) -> tuple[Kernel, ...]:
         """The kernels of a call. The call must not be a view."""
+        in_place = "out" in call.kwargs and call.kwargs["out"] is call.args[0]
+        key = (call.target, in_place, _sizes(call.args), _sizes(tuple(call.kwargs.items())), _sizes(call.outputs))
+        if key not in self._known:
+            self._known[key] = self._counted(call, in_place)
+        return self._known[key]
+
+    def _counted(self, call: Call, in_place: bool) -> tuple[Kernel, ...]:
         target, outputs = call.target, call.outputs
         if target in _NOTHING:
             return ()
         size = call.args[-1] if target in _ACROSS else 1
-        in_place = "out" in call.kwargs and call.kwargs["out"] is call.args[0]
         call = _functional(call)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         read, written = num_bytes(*call.tensors), num_bytes(*outputs)
@@ -114,6 +121,13 @@ class Counter:
                 moved = num_bytes(gradient, images if index else weight, output)
                 kernels.append(_kernel(gradient_call, kind, dtype, flops, moved))
         return kernels
+
+
+def _sizes(value: Any) -> Hashable:
+    """An argument or result as part of a key: a tensor counts by its shape and dtype."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return tuple(map(_sizes, value)) if isinstance(value, tuple | list) else value
 
 
 def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -> Kernel:

@@ -143,7 +143,7 @@ def _text(target: Any) -> str:
 
 
 def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tuple[ir.Node, ...]:
-    """The calls of a graph as nodes. The graph needs fake values (:func:`meshwright.lower.fuse.propagate`)."""
+    """The calls of a graph as nodes. The graph needs fake values (:func:`meshwright.lower.propagate.propagate`)."""
     return tuple(ir.Node(**call) for call in _Function(calls, counter, axes, {}).calls)
 
 

@@ -2,18 +2,17 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from meshwright.capture.outputs import fake_mode, fake_scalar, outputs_of
+from meshwright.capture.outputs import outputs_of
 from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.stages import FINISH
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
-from meshwright.torch_private import OpOverload
 
 aten, ours = torch.ops.aten, torch.ops.meshwright
 Key = TypeVar("Key", bound=Hashable)
@@ -51,10 +50,6 @@ _FIRST_ONLY = frozenset({aten.scatter_add.default})
 _ALIASES = VIEWS | {
     aten.contiguous.default, aten.reshape.default, collectives.ALL_REDUCE, collectives.ADD_ROWS, collectives.WAIT,
 }  # fmt: skip
-
-
-_SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROWS, aten.add_.Tensor})
-"""Operators that write into their first input and return it."""
 
 
 def fuse(graph: fx.Graph, again: Recomputation) -> None:
@@ -162,28 +157,6 @@ def _is_sent(node: fx.Node) -> bool:
         if user.target in collectives.STARTS or (again and _is_sent(user)):
             return True
     return False
-
-
-def propagate(graph: fx.Graph) -> None:
-    """Give every node its fake value on this rank (``meta["val"]``). A placeholder or constant needs ``local_shape``
-    and ``dtype`` in its ``meta``, unless it is a number."""
-    values: dict[fx.Node, Any] = {}
-    lookup: Callable[[fx.Node], Any] = values.__getitem__
-    with fake_mode() as mode:
-        like = fake_scalar(mode)
-        for node in graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                shape, dtype = node.meta.get("local_shape"), {"dtype": node.meta.get("dtype")}
-                values[node] = 0 if shape is None else outputs_of(aten.new_empty.default, (like, list(shape)), dtype)
-            elif node.op == "call_function" and node.target in _SAME:
-                values[node] = values[node.all_input_nodes[0]]
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
-                if "device" in kwargs:
-                    kwargs = {**kwargs, "device": torch.device("cpu")}
-                is_operator = isinstance(node.target, OpOverload)
-                values[node] = outputs_of(node.target, args, kwargs) if is_operator else node.target(*args, **kwargs)
-            node.meta["val"] = values.get(node)
 
 
 def separate(graph: fx.Graph, results: Mapping[Key, fx.Node], others: Iterable[fx.Node]) -> dict[Key, fx.Node]:

@@ -16,8 +16,8 @@ from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Fetch, OperatorProgram
 from meshwright.lower.counts import Counter
 from meshwright.lower.describe import nodes_of
-from meshwright.lower.fuse import propagate
 from meshwright.lower.local import Emitter, LocalCall
+from meshwright.lower.propagate import propagate
 from meshwright.ops import collectives
 from meshwright.ops.base import OperatorRule, Target, emit_unchanged
 from meshwright.ops.table import operator_rule

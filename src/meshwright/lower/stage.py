@@ -6,8 +6,8 @@ backward   each micro-batch  computes gradients; or in two parts, ``input`` (gra
 reduce     once a step       starts the reduction of gradients that were accumulated over micro-batches
 finish     once a step       waits for reductions; completes the loss, metrics and buffers
 
-With one stage and one micro-batch, the program is the whole step. Its phases run one after the other. They are one
-function, unless backward recomputes values or gathers parameters again.
+With one stage and one micro-batch, the program is the whole step: its phases are one function, unless backward
+recomputes values or gathers parameters again.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,15 +36,16 @@ from meshwright.ir.stages import (
     cut,
     differing_buffers,
     given_batch,
-)
+)  # fmt: skip
 from meshwright.lower.emission import Emission
 from meshwright.lower.function import DISPATCHED, Kernels
-from meshwright.lower.fuse import fuse, propagate, separate
+from meshwright.lower.fuse import fuse, separate
 from meshwright.lower.gradients import Gradients
 from meshwright.lower.local import Emitter
 from meshwright.lower.operator import CPU, emit_operator
 from meshwright.lower.partition import LoweredStage, partition
 from meshwright.lower.prefetch import join_returned
+from meshwright.lower.propagate import propagate
 from meshwright.lower.regions import Compiler
 from meshwright.ops.base import OperatorRule, Target
 
@@ -110,10 +111,8 @@ class _StageLowering:
         self.buffer_updates: dict[str, str] = {}
         self.makers = graph.producers()
         self.gradients = Gradients(self.emission, divided, stage, device)
-        self.nodes: dict[str, fx.Node] = {}
         self.wanted: dict[tuple[str, int], Placements] = {}
-        self.scalars: dict[str, fx.Node] = {}
-        self.buffers: dict[str, fx.Node] = {}
+        self.nodes, self.scalars, self.buffers = (dict[str, fx.Node]() for _ in range(3))
 
     def program_of(
         self, constants: Mapping[str, Tensor], compiler: Compiler | None, kernels: Kernels,
