@@ -30,7 +30,7 @@ from meshwright.runtime.trainer import Trainer
 
 TOLERANCE = 1e-9
 """|a - b| <= TOLERANCE * max(1, max|b|), in float64."""
-STEPS = 5
+STEPS = 3
 BATCH = 8
 SEQUENCE = 12
 MAX_GRAD_NORM = 0.1

@@ -29,10 +29,10 @@ OPTIMIZERS = {**oracle.OPTIMIZERS, **oracle.MORE_OPTIMIZERS}
 LAYER_WISE = ("LARS", "LARC", "LAMB")
 
 
-def subject() -> oracle.Subject:
+def subject(blocks: int = 1) -> oracle.Subject:
     """A GPT whose tied embedding is split over tp and held by the first and the last stage."""
     torch.manual_seed(7)
-    made = oracle.gpt(True)
+    made = oracle.gpt(True, layers=blocks)
     return oracle.Subject(made.model, made.loss_fn, made.batches[:3])
 
 
@@ -40,13 +40,13 @@ def train_with_each(
     layout: mw.Layout, optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] | None = None
 ) -> dict[str, LargestErrors]:
     """All optimizers on one captured graph: making it is most of the time."""
-    first = subject()
-    parallelize = oracle.sharing_capture("optimizers")
+    first = subject(layout.pp)
+    parallelize = oracle.sharing_capture(("optimizers", layout.pp))
     before = {name: value.clone() for name, value in first.model.state_dict().items()}
     found = {}
     for name, optimizer in (optimizers or OPTIMIZERS).items():
-        run, trainer = oracle.in_parallel(subject(), layout, optimizer, parallelize=parallelize)
-        expected = oracle.reference(subject(), OPTIMIZERS[name])
+        run, trainer = oracle.in_parallel(subject(layout.pp), layout, optimizer, parallelize=parallelize)
+        expected = oracle.reference(subject(layout.pp), OPTIMIZERS[name])
         found[name] = oracle.compared(before, expected, run, trainer)
     return found
 

@@ -1,4 +1,4 @@
-"""ZeRO equals one process: losses, gradient norms, parameters and buffers after five steps, in float64."""
+"""ZeRO equals one process: losses, gradient norms, parameters and buffers after three steps, in float64."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from meshwright.capture.fx_graph import FxGraph
-
 BoxedFunction = Callable[[list[Any]], list[Any]]
 Kernels = Mapping[Any, Callable[..., Any]]
 """Maps an operator to a function that replaces it in a graph: PyTorch's dispatcher takes longer than a short
@@ -33,12 +31,12 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels:
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
         root.register_buffer(name, constants[name], persistent=False)
-    direct = FxGraph()
-    direct.output(direct.graph_copy(graph, {}))
-    for node in direct.nodes:
-        if node.op == "call_function":
-            node.target = kernels.get(node.target, node.target)
-    direct.set_codegen(_Boxed())
-    module = fx.GraphModule(root, direct)
+    replaced = {node: node.target for node in graph.nodes if node.target in kernels and node.op == "call_function"}
+    for node, target in replaced.items():
+        node.target = kernels[target]
+    graph.set_codegen(_Boxed())
+    module = fx.GraphModule(root, graph)
+    for node, target in replaced.items():
+        node.target = target
     function: BoxedFunction = module.forward
     return function
