@@ -150,6 +150,31 @@ ON_META = {
     aten.slice.Tensor: lambda x: (x[:, 1:], 2, 1, 7, 2),
     aten.select.int: lambda x: (x[:, 1:], 1, -1),
     aten.unsqueeze.default: lambda x: (x[:, 1:], -1),
+    aten.reshape.default: lambda x: (x[:, 1:], [4, 40, 10]),
+    aten.detach.default: lambda x: (x[:, 1:],),
+    aten.new_empty.default: lambda x: (x, [3, 5]),
+    aten.masked_fill.Scalar: lambda x: (x, image(4, 1, 8, 10, dtype=torch.bool), 0.0),
+    **{
+        one: lambda x: (x, 2)
+        for one in (
+            aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.eq.Scalar, aten.ne.Scalar,
+            aten.lt.Scalar, aten.gt.Scalar, aten.clamp_min.default, aten.argmax.default, aten.max.dim,
+        )
+    },
+    aten.embedding.default: lambda x: (x[0, 0], image(3, 4, dtype=torch.int64)),
+    aten.embedding_dense_backward.default: lambda x: (x, image(4, 6, 8, dtype=torch.int64), 12, -1, False),
+    aten.tanh_backward.default: lambda x: (x, x),
+    aten.sigmoid.default: lambda x: (x,),
+    aten.sigmoid_backward.default: lambda x: (x, x),
+    aten.addcmul.default: lambda x: (x, x, x[:, :1]),
+    aten.amax.default: lambda x: (x, [1], True),
+    aten.sum.default: lambda x: (x,),
+    aten.scatter_add.default: lambda x: (x, 1, image(4, 2, 8, 10, dtype=torch.int64), x),
+    aten.max_pool2d_with_indices.default: lambda x: (x, [2, 2], [2, 2]),
+    aten.max_pool2d_with_indices_backward.default: lambda x: (
+        x[:, :, ::2, ::2], x, [2, 2], [2, 2], [0, 0], [1, 1], False, image(4, 6, 4, 5, dtype=torch.int64),
+    ),
+    aten.cat.default: lambda x: ([x, x[:, :1]], 1),
 }  # fmt: skip
 """Arguments from an image [4, 6, 8, 10]."""
 FORMS = {

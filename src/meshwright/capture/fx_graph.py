@@ -10,10 +10,6 @@ _set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
 """Setters that skip the bookkeeping of a normal assignment, which looks the node up twice in the graph's tables."""
 
 
-_impure: dict[Any, bool] = {}
-"""Maps a function to whether its calls must stay if nobody reads their result."""
-
-
 class FxGraph(fx.Graph):
     """An ``fx.Graph`` that sets the arguments of a node after making it. ``create_node`` itself would first search the
     arguments for symbolic numbers, and these graphs have none."""
@@ -32,12 +28,13 @@ class FxGraph(fx.Graph):
     def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
         """Remove the nodes that nobody reads and that change nothing; return whether there were any. Whether a function
         changes anything is looked up in PyTorch's tables once, not for each call."""
-        return super().eliminate_dead_code(is_impure_node or _is_impure)
+        known: dict[Any, bool] = {}
 
+        def is_impure(node: fx.Node) -> bool:
+            if node.op != "call_function":
+                return node.is_impure()
+            if node.target not in known:
+                known[node.target] = node.is_impure()
+            return known[node.target]
 
-def _is_impure(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return node.is_impure()
-    if node.target not in _impure:
-        _impure[node.target] = node.is_impure()
-    return _impure[node.target]
+        return super().eliminate_dead_code(is_impure_node or is_impure)

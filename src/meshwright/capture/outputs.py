@@ -44,7 +44,13 @@ _AS_ON_META = frozenset({
     aten.pow.Tensor_Scalar, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mm.default,
     aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, aten.mean.dim, aten.clone.default, aten.view.default,
     aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
+    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.reshape.default, aten.detach.default,
+    aten.new_empty.default, aten.masked_fill.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar,
+    aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.gt.Scalar, aten.embedding.default,
+    aten.embedding_dense_backward.default, aten.tanh_backward.default, aten.sigmoid.default,
+    aten.sigmoid_backward.default, aten.clamp_min.default, aten.addcmul.default, aten.amax.default, aten.max.dim,
+    aten.argmax.default, aten.sum.default, aten.scatter_add.default, aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default, aten.cat.default,
 })  # fmt: skip
 """Operators whose results have the same layout on the meta device as on the CPU, in the dtypes of ``_WIDE`` (batch
 norm: in training). They run on the meta device without any mode, which takes less time: on fake tensors, PyTorch runs
@@ -156,7 +162,7 @@ def _forms(call: _Call) -> Any:
     """
     assert call.given is not None
     function, args, kwargs, tensors = call.given
-    if _is_as_on_meta(function, args, tensors):
+    if _is_as_on_meta(function, args, kwargs, tensors):
         return _on_meta(function, args, kwargs, tensors)
     call.result = _run(function, args, kwargs)
     return _tree(lambda value: _form(value, tensors), call.result)
@@ -168,8 +174,8 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
 
-def _is_as_on_meta(function: Any, args: tuple[Any, ...], tensors: Sequence[FakeTensor]) -> bool:
-    if function not in _AS_ON_META or tensors[0].dtype not in _WIDE:
+def _is_as_on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> bool:
+    if function not in _AS_ON_META or tensors[0].dtype not in _WIDE or "device" in kwargs:
         return False
     in_training = function not in _BATCH_NORMS or any(arg is True for arg in args)
     return in_training and all(tensor.fake_device.type == "cpu" for tensor in tensors)
@@ -179,9 +185,7 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     """Return the forms of an operator's results, found with tensors on the meta device."""
     with DisableTorchFunction(), DisableTorchDispatch():
         like = {id(arg): torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META) for arg in tensors}
-        result = function(
-            *[like.get(id(arg), arg) for arg in args], **{name: like.get(id(arg), arg) for name, arg in kwargs.items()}
-        )
+        result = function(*_replaced(list(args), like), **_replaced(kwargs, like))
     storages = [like[id(arg)].untyped_storage()._cdata for arg in tensors]
 
     def form(value: Tensor) -> _Form:
@@ -191,6 +195,13 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
         return _Form(tuple(value.shape), value.stride(), offset, value.dtype, _attributes(), alias)
 
     return _tree(form, result)
+
+
+def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
+    """An argument with other tensors in place of its own."""
+    if isinstance(value, dict):
+        return {name: _replaced(item, by_id) for name, item in value.items()}
+    return [_replaced(item, by_id) for item in value] if isinstance(value, list) else by_id.get(id(value), value)
 
 
 @cache

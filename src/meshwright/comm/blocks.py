@@ -32,7 +32,7 @@ class Blocks:
 
         The vector gets the smallest free block of 1 to 1.5 times its size. Among blocks of equal size, it gets the
         block that was freed last. If no free block fits, a new block replaces the largest free block that is too small.
-        So the number of blocks approaches the largest number that is lent at the same time. The limit of 1.5 times
+        So the number of blocks approaches the largest number of blocks in use at the same time. The limit of 1.5 times
         keeps a reduced bucket, which is only one rank's part, from taking the block of a whole bucket.
         """
         size = count * dtype.itemsize

@@ -190,8 +190,8 @@ class Network:
 
 
 def _ranges(tables: Mapping[str, list[tuple[float, float]]]) -> list[tuple[int, str]]:
-    """Pairs of a smallest size and the algorithm that is fastest from that size on. A border between two measured sizes
-    is their geometric mean."""
+    """Pairs of a smallest size and the algorithm that is fastest from that size on. Where the fastest
+    algorithm changes between two measured sizes, the new range begins at their geometric mean."""
     sizes = sorted({size for rows in tables.values() for size, _ in rows})
     ranges: list[tuple[int, str]] = []
     before = 0.0

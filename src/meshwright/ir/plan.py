@@ -100,8 +100,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     ``algorithms`` maps an axis, or joined axes (``dp+tp``), to the algorithm of its collectives. ``links`` maps an
     axis, or joined axes, to the link with which the cheapest resharding is computed. ``interiors`` names operators that
-    first compute the interior of their output, while the rows of neighbours travel, and then its borders. In repeated
-    blocks, the names have ``*`` for the block's index. ``amendments`` are changes to the plan during a run."""
+    compute the interior of their output while the halo rows of neighbouring ranks travel, and the borders of the output
+    afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments`` are changes to the plan
+    during a run."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1

@@ -110,8 +110,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ``joint`` maps a factor that stands for several letters to these letters. The factor splits each operand by the
     first of the letters that the operand has. ``{"te": ("t", "e")}`` splits tokens and experts over the same ranks.
     ``{"yy": ("y", "y1")}`` splits the input rows and the output rows of an operator with a stride of 2. Only a
-    decomposition can split such a factor. ``equal`` names factors whose parts must be equal. Parts of other factors may
-    differ by one unit.
+    decomposition can split such a factor. ``equal`` names factors whose parts must have equal sizes. The parts of
+    other factors may differ in size by one index.
 
     The factor ``own`` splits batch norm's samples so that each part has its own statistics. This changes the result, so
     only a user's request splits it. ``{"own": "own 1 2"}`` says that outputs number 1 and 2 (the statistics) are

@@ -148,7 +148,8 @@ def across_backward(
     exchange: Exchange, grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor,
     activation: str, first: int, num_experts: int, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of this rank's tokens and weights, and of ``up`` and ``down`` of this rank's experts."""
+    """Return the gradients of this rank's ``tokens``, of their routing ``weights``, and of the matrices ``up`` and
+    ``down`` of this rank's experts."""
     dispatch = Dispatch.of(exchange, index, num_experts, size)
     width = torch.promote_types(tokens.dtype, weights.dtype)
     slots = index.shape[1]

@@ -1,9 +1,9 @@
 """LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, even if ranks hold parts of them.
 
 All three scale the step of each parameter tensor (a "layer") by a ratio of two norms. If one of the norms is 0, the
-scale is 1, as in the authors' code. ``adapt_vectors=False``, also as an option of a group, does not scale parameters of
-fewer than two dims (biases, gains of norms). These parameters take the plain step, as in MLPerf's ResNet-50 and in the
-LAMB authors' BERT. The papers' algorithms scale all parameters, which is the default.
+scale is 1, as in the authors' code. With ``adapt_vectors=False``, for the optimizer or for a single
+parameter group, parameters with fewer than two dims (biases, gains of normalization layers) take the plain step, as in
+MLPerf's ResNet-50 and in the LAMB authors' BERT. The papers' algorithms scale all parameters, which is the default.
 """
 
 from abc import abstractmethod

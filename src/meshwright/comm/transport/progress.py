@@ -1,4 +1,4 @@
-"""Keeps all streams of a rank moving while the rank waits for anything.
+"""Keeps all streams (queues of messages to and from another rank) moving while the rank waits for anything.
 
 Without this module, ranks could wait for each other in a circle:
 
@@ -35,7 +35,8 @@ class RankStreams:
         self._mover: threading.Thread | None = None
 
     def move(self) -> bool:
-        """Move every stream, unless another thread does so now. Returns whether a stream has more to do soon."""
+        """Send and receive what is possible now on every stream, unless another thread does so already. Return whether
+        a stream has more to do soon."""
         more = False
         if self._moves.acquire(blocking=False):
             try:

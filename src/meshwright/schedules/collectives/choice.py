@@ -56,8 +56,8 @@ def runs(operation: str, name: str) -> bool:
 def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ...]:
     """The algorithms to measure: torch.distributed's own, and ours except those that cannot be the fastest.
 
-    ``boxes``: the ranks of each box, in the text form of ``schedules/collectives/hierarchy.py``; empty if all ranks are
-    in one box, or each rank is in its own.
+    ``boxes``: the ranks of each box (machine), in the text form of ``schedules/collectives/hierarchy.py``; empty if all
+    ranks are in one box, or each rank is in a box of its own.
     """
     whole = operation == "all_reduce"
     if num_ranks == 2:  # with two ranks, the other algorithms equal one of these
