@@ -127,7 +127,7 @@ def test_checkpoints_go_on_with_and_without(tmp_path: Path) -> None:
         return mw.parallelize(one.model, one.loss_fn, one.batches[0], plan=layout, optimizer=OPTIMIZERS["AdamW"])
 
     layouts = [mw.Layout(), mw.Layout(offload="optimizer")]
-    batches = subject().batches
+    batches = [*subject().batches, *subject().batches]
     expected = made(layouts[0])
     for batch in batches[:4]:
         expected.step(batch)

@@ -382,13 +382,13 @@ def test_meta_module_that_cannot_initialise_itself_is_refused(ranks: Ranks) -> N
 def train_with_scheduler(layout: mw.Layout) -> list[float]:
     mine, plain = fresh(lambda: oracle.mlp(True))
     trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.1) for one in (trainer.optimizer, optimizer)]
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.1) for one in (trainer.optimizer, optimizer)]
     errors = []
     for batch in mine.batches:
         errors.append(error_of(trainer.step(batch), eager_step(plain, optimizer, batch)))
         for schedule in schedules:
             schedule.step()
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.0001)
     return [*errors, state_error(trainer, plain)]
 
 
