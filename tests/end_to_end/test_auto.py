@@ -50,7 +50,7 @@ CLUSTER, FOUR = mw.Cluster.load("cpu-local"), mw.Cluster.load("cpu-local", 4)
 
 @cache
 def gpt(size: int = 8) -> Graph:
-    subject = oracle.gpt(False, layers=2, size=size)
+    subject = oracle.gpt(False, layers=1, size=size)
     return mw.capture(subject.model, subject.loss_fn, subject.batches[0])
 
 
