@@ -40,6 +40,7 @@ from meshwright.ir.result import Finding, Settings
 from meshwright.ops import collectives as operators
 from meshwright.planner.algorithms import algorithms_of
 from meshwright.runtime import calibrate
+from meshwright.runtime.kernels import KERNELS
 from meshwright.schedules.collectives.choice import chosen
 
 COMMAND = "make bench-collectives"
@@ -79,7 +80,7 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
         calls = max(1, min(MAX_CALLS, ROUND_BYTES // num_bytes))
 
         def ours(value: torch.Tensor = value) -> object:
-            return operators.WAIT(operators.ALL_REDUCE(value, "sum", group, text))
+            return KERNELS[operators.WAIT](KERNELS[operators.ALL_REDUCE](value, "sum", group, text))
 
         other = torch.zeros_like(value)
 

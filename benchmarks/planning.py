@@ -132,7 +132,7 @@ def findings(rounds: int = ROUNDS) -> Iterator[Finding]:
     yield judged(f"capture within {CAPTURE_A_LAYER_S:g} s a layer", each, CAPTURE_A_LAYER_S, "capture")
     graph = captured(LAYERS)
     yield from plans(graph, captures, rounds)
-    yield lowering(graph, 4 * rounds)  # near its limit
+    yield lowering(graph, 4 * rounds)  # more rounds, for a narrower interval
     yield growth(rounds, (8, 128))
 
 

@@ -366,3 +366,17 @@ def test_halves_and_complex_numbers(function: Any, name: str) -> None:
 
 def _cloned(args: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args)
+
+
+def test_a_single_label_is_not_read_for_its_class_weight() -> None:
+    """Its value would then be a constant of the captured step."""
+
+    def call(*values: Tensor) -> Any:
+        return aten.nll_loss_forward(*values, MEAN, -100)
+
+    args = torch.randn(3, dtype=torch.float64), torch.tensor(1), torch.rand(3, dtype=torch.float64)
+    captured = make_fx(call, decomposition_table=cast(Any, dict(CANONICAL)))(*args)
+    for label in (0, 2):
+        other = args[0], torch.tensor(label), args[2]
+        for one, expected in zip(captured(*other), call(*other), strict=True):
+            compare(one, expected, f"label {label}")

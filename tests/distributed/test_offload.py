@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.cost.optimizer import ADAMW
-from meshwright.cost.program import StageHeld, stage_held
+from meshwright.cost.program import HeldBytes, stage_held
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
@@ -153,7 +153,7 @@ def large() -> Graph:
     return mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
 
 
-def held(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> StageHeld:
+def held(graph: Graph, plan: mw.Plan, cluster: mw.Cluster) -> HeldBytes:
     return stage_held(PlanLowering(graph)(plan), plan, 0, cluster, ADAMW)
 
 

@@ -1,4 +1,4 @@
-"""Parallel equals serial: losses, metrics, gradient norms, parameters and buffers after five steps, in float64."""
+"""Parallel equals serial: losses, metrics, gradient norms, parameters and buffers after three steps, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines equal one process: losses, metrics, gradient norms, parameters and buffers after five steps, in float64."""
+"""Pipelines equal one process: losses, metrics, gradient norms, parameters, buffers after three steps, in float64."""
 
 from __future__ import annotations
 

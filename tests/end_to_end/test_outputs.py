@@ -55,6 +55,7 @@ CALLS = {
     "part": (aten.slice.Tensor, lambda: (torch.empty(4, 6), 1, 2, 5), {}),
     "cast": (aten._to_copy.default, lambda: (torch.empty(4, 6).t(),), {"dtype": torch.bfloat16}),
     "joined": (aten.cat.default, lambda: ([torch.empty(2, 3), torch.empty(4, 3)],), {}),
+    "joined, of a tuple": (aten.cat.default, lambda: ((torch.empty(2, 3), torch.empty(4, 3)),), {}),
     "several": (aten.max.dim, lambda: (torch.empty(4, 6), 1), {}),
     "parts": (aten.split.Tensor, lambda: (torch.empty(4, 6), 2), {}),
     "not all there": (aten.native_layer_norm_backward.default, lambda: (

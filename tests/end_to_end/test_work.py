@@ -17,7 +17,7 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.kernels import Rates
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, SGD
-from meshwright.cost.program import StageHeld, stage_held, step_work
+from meshwright.cost.program import HeldBytes, stage_held, step_work
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.ir.halo import most_rows
 from meshwright.ir.mesh import AxisGroup, members
@@ -309,7 +309,7 @@ def test_what_is_held_is_parameters_gradients_and_the_states_of_the_optimizer() 
         assert stage.held_bytes == held.total_bytes
 
 
-def held(model: str, **layout: Any) -> StageHeld:
+def held(model: str, **layout: Any) -> HeldBytes:
     plan = planned(model, **layout)
     return stage_held(lowered(model, plan), plan, 0, CPU, ADAMW)
 

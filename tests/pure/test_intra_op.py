@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.planner.intra_op import eliminate
 from meshwright.planner.intra_op import solve as intra_op_solve
 from meshwright.planner.intra_op.integer import CoreSolution, solve_core
-from meshwright.planner.intra_op.problem import Problem, ProblemEdge, ProblemNode, table_of
+from meshwright.planner.intra_op.problem import Problem, ProblemNode, ProblemTensor, table_of
 from meshwright.planner.intra_op.solve import solve, solve_by_trying
 
 SECONDS = st.integers(0, 20).map(float)
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn, moments: int = 0) -> Problem:
         memory = array(moments, places, places) if moments else None
         prices = array(places, places, of=PRICES)
         tensors.append(
-            ProblemEdge(maker, spread(maker), tuple((node, spread(node)) for node in readers), prices, memory)
+            ProblemTensor(maker, spread(maker), tuple((node, spread(node)) for node in readers), prices, memory)
         )
     limits = np.array([draw(st.integers(10, 120)) for _ in range(moments)], dtype=float)
     return Problem(tuple(nodes), tuple(tensors), limits)
@@ -98,7 +98,7 @@ def test_chains_trees_and_rings_need_no_integer_program() -> None:
     rng = np.random.default_rng(0)
     nodes = tuple(ProblemNode(f"n{index}", rng.random(4), np.zeros((0, 4))) for index in range(40))
     places = np.arange(4)
-    ring = tuple(ProblemEdge(i, places, (((i + 1) % 40, places),), rng.random((4, 4))) for i in range(40))
+    ring = tuple(ProblemTensor(i, places, (((i + 1) % 40, places),), rng.random((4, 4))) for i in range(40))
     found = solve(Problem(nodes, ring))
     assert found is not None
     assert found.left == 0
@@ -117,7 +117,7 @@ def test_the_program_gets_small_tables_where_elimination_ends(monkeypatch: pytes
     count, choices, places = 8, 26, np.arange(26)
     pairs = [(0, other) for other in range(1, 5)] + list(itertools.combinations(range(1, count), 2))
     differ = 1.0 - np.eye(choices)
-    tensors = tuple(ProblemEdge(one, places, ((other, places),), differ) for one, other in pairs)
+    tensors = tuple(ProblemTensor(one, places, ((other, places),), differ) for one, other in pairs)
     costs = np.random.default_rng(0).integers(1, 9, (count, choices)).astype(float)
     costs[:, 11] = 0.5
     nodes = tuple(ProblemNode(f"n{index}", each, np.zeros((0, choices))) for index, each in enumerate(costs))
@@ -131,5 +131,5 @@ def test_readers_that_want_the_same_pay_once() -> None:
     free, prices = np.zeros(1), np.array([[5.0]])
     nodes = tuple(ProblemNode(name, free, np.zeros((0, 1))) for name in "abc")
     at = np.zeros(1, dtype=np.int64)
-    problem = Problem(nodes, (ProblemEdge(0, at, ((1, at), (2, at)), prices),))
+    problem = Problem(nodes, (ProblemTensor(0, at, ((1, at), (2, at)), prices),))
     assert problem.seconds((0, 0, 0)) == 5.0

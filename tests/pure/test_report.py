@@ -14,7 +14,7 @@ from meshwright.ir import units
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.planner.search import search
 from meshwright.prediction import explain
-from meshwright.report import CostShare, PageContent, SweepPoint, drawing, render
+from meshwright.report import PageContent, StepShare, SweepPoint, drawing, render
 
 DGX = "a100-80gb-dgx-hdr200x8"
 TRACE = Trace(
@@ -28,8 +28,8 @@ TRACE = Trace(
 )
 REPORT = PageContent(
     model="m<1>", cluster="c", devices=2, verdict="fits", sentence="It <fits>.", facts=(("step", "1 s"),),
-    layout=(("dp", "2", "replicas"),), time=(CostShare(name="compute", size=0.75), CostShare(name="bubble", size=0.25)),
-    memory=(CostShare(name="parameters", size=2**30),), memory_limit_bytes=2**32, trace=TRACE,
+    layout=(("dp", "2", "replicas"),), time=(StepShare(name="compute", size=0.75), StepShare(name="bubble", size=0.25)),
+    memory=(StepShare(name="parameters", size=2**30),), memory_limit_bytes=2**32, trace=TRACE,
     scaling=(
         SweepPoint(devices=2, step_s=1.0, sequences_per_s=2.0, usd_per_1000_sequences=None, layout="dp=2"),
         SweepPoint(devices=4, step_s=0.6, sequences_per_s=3.4, usd_per_1000_sequences=None, layout="dp=4"),

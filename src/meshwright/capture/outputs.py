@@ -52,10 +52,10 @@ _AS_ON_META = frozenset({
     aten.argmax.default, aten.sum.default, aten.scatter_add.default, aten.max_pool2d_with_indices.default,
     aten.max_pool2d_with_indices_backward.default, aten.cat.default,
 })  # fmt: skip
-"""Operators whose results have the same layout on the meta device as on the CPU, in the dtypes of ``_WIDE`` (batch
-norm: in training). They run on the meta device without any mode, which takes less time: on fake tensors, PyTorch runs
-many of them as Python functions that call dozens of operators. Batch norms change the values of running statistics,
-and nothing else in place."""
+"""Operators whose results have the same layout on the meta device as with fake tensors of the CPU, in the dtypes of
+``_WIDE`` (batch norm: in training). They run on the meta device without any mode, which takes less time: on fake
+tensors, PyTorch runs many of them as Python functions that call dozens of operators. Batch norms change the values of
+running statistics, and nothing else in place."""
 _WIDE = frozenset({torch.float32, torch.float64})
 _BATCH_NORMS = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -175,7 +175,9 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_as_on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> bool:
-    if function not in _AS_ON_META or tensors[0].dtype not in _WIDE or "device" in kwargs:
+    if function not in _AS_ON_META or tensors[0].dtype not in _WIDE:
+        return False
+    if "device" in kwargs:  # the result would be on that device, with memory
         return False
     in_training = function not in _BATCH_NORMS or any(arg is True for arg in args)
     return in_training and all(tensor.fake_device.type == "cpu" for tensor in tensors)
@@ -185,7 +187,7 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     """Return the forms of an operator's results, found with tensors on the meta device."""
     with DisableTorchFunction(), DisableTorchDispatch():
         like = {id(arg): torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META) for arg in tensors}
-        result = function(*_replaced(list(args), like), **_replaced(kwargs, like))
+        result = function(*_replaced(args, like), **_replaced(kwargs, like))
     storages = [like[id(arg)].untyped_storage()._cdata for arg in tensors]
 
     def form(value: Tensor) -> _Form:
@@ -201,7 +203,9 @@ def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
     """An argument with other tensors in place of its own."""
     if isinstance(value, dict):
         return {name: _replaced(item, by_id) for name, item in value.items()}
-    return [_replaced(item, by_id) for item in value] if isinstance(value, list) else by_id.get(id(value), value)
+    if isinstance(value, (tuple, list)):
+        return [_replaced(item, by_id) for item in value]
+    return by_id.get(id(value), value)
 
 
 @cache

@@ -21,7 +21,7 @@ LAG = 2
 PUT, EXPECT, ADD, KEEP, COPY = range(5)
 
 
-class CompiledAction(NamedTuple):
+class CompiledStep(NamedTuple):
     """One action on the elements from ``begin`` to ``end``. PUT sends the elements to ``peer``. EXPECT announces that
     this rank will take a message of this length from ``peer``. ADD takes a message and reduces it into the elements.
     KEEP takes a message and overwrites the elements with it. COPY copies the elements to position ``into``."""
@@ -37,7 +37,7 @@ class Compiled(NamedTuple):
     """One rank's ``steps``, in order. ``ahead`` lists the indices of the first round's PUT and EXPECT steps that may
     run before all other steps, while the lanes have room. ``rest_puts`` tells whether the other steps include a PUT."""
 
-    steps: tuple[CompiledAction, ...]
+    steps: tuple[CompiledStep, ...]
     ahead: tuple[int, ...]
     rest_puts: bool
     writes: tuple[tuple[int, int], ...]
@@ -51,25 +51,25 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
     Raises:
         ScheduleError: a round would overwrite elements before it has sent them.
     """
-    steps: list[CompiledAction] = []
+    steps: list[CompiledStep] = []
     ahead: list[int] = []
     writes: list[tuple[int, int]] = []
     for index, moves in enumerate(program):
-        puts: dict[int, list[CompiledAction]] = {}
-        takes: dict[int, list[CompiledAction]] = {}
-        copies: list[CompiledAction] = []
+        puts: dict[int, list[CompiledStep]] = {}
+        takes: dict[int, list[CompiledStep]] = {}
+        copies: list[CompiledStep] = []
         for move in moves:
             if move.target == rank:
                 writes.append((move.into, move.into + move.length))
             if move.source == move.target:
-                copies.append(CompiledAction(COPY, -1, move.begin, move.begin + move.length, move.into))
+                copies.append(CompiledStep(COPY, -1, move.begin, move.begin + move.length, move.into))
                 continue
             kind, side, peer, first = ADD if move.adds else KEEP, takes, move.source, move.into
             if move.source == rank:
                 kind, side, peer, first = PUT, puts, move.target, move.begin
             parts = side.setdefault(peer, [])
             for begin in range(first, first + max(move.length, 1), num_per_message):
-                parts.append(CompiledAction(kind, peer, begin, min(begin + num_per_message, first + move.length)))
+                parts.append(CompiledStep(kind, peer, begin, min(begin + num_per_message, first + move.length)))
         this = _in_turn(list(puts.values()), list(takes.values()), expects)
         _check(this)
         if not index and not copies:
@@ -79,12 +79,10 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
     return Compiled(tuple(steps), tuple(ahead), any(steps[index].kind == PUT for index in rest), tuple(writes))
 
 
-def _in_turn(
-    puts: list[list[CompiledAction]], takes: list[list[CompiledAction]], expects: bool
-) -> list[CompiledAction]:
+def _in_turn(puts: list[list[CompiledStep]], takes: list[list[CompiledStep]], expects: bool) -> list[CompiledStep]:
     """The steps of a round in the order in which they run. All lanes advance by equal fractions of their messages.
     Takes follow puts by ``LAG`` messages. The EXPECT step of take n is as early as put n."""
-    keyed: list[tuple[float, int, CompiledAction]] = []
+    keyed: list[tuple[float, int, CompiledStep]] = []
     for parts in puts:
         keyed += [(number / len(parts), 1, step) for number, step in enumerate(parts)]
     for parts in takes:
@@ -94,7 +92,7 @@ def _in_turn(
     return [step for _, _, step in sorted(keyed, key=lambda each: each[:2])]
 
 
-def _first_of_each(steps: list[CompiledAction], most: int) -> list[int]:
+def _first_of_each(steps: list[CompiledStep], most: int) -> list[int]:
     """The indices of the first PUT and EXPECT steps, until a peer would have more than ``most`` steps of one kind."""
     counts: dict[tuple[int, int], int] = {}
     indices = []
@@ -107,8 +105,8 @@ def _first_of_each(steps: list[CompiledAction], most: int) -> list[int]:
     return indices
 
 
-def _check(steps: list[CompiledAction]) -> None:
-    written: list[CompiledAction] = []
+def _check(steps: list[CompiledStep]) -> None:
+    written: list[CompiledStep] = []
     for step in steps:
         if step.kind in (ADD, KEEP):
             written.append(step)

@@ -33,7 +33,7 @@ class Summed(msgspec.Struct, frozen=True):
         return type(self)(*(quantity * factor for quantity in astuple(self)))
 
 
-class LayerSpan(Summed, frozen=True):
+class PassCost(Summed, frozen=True):
     """The cost of a part of the model in one direction. ``device_s``: seconds of the device's kernels; ``comm_s``:
     seconds of communication for which the device waits; ``kernels``: the number of kernels to launch; ``weight_s``: the
     part of ``device_s`` that computes gradients of parameters."""
@@ -48,10 +48,10 @@ class Pass(msgspec.Struct, frozen=True):
     """Forward and backward of a part of the model. ``core`` is the part of forward in the attention core, which
     selective recomputation repeats; ``rest`` is the remaining forward."""
 
-    forward: LayerSpan
-    backward: LayerSpan
-    core: LayerSpan = LayerSpan()
-    rest: LayerSpan = LayerSpan()
+    forward: PassCost
+    backward: PassCost
+    core: PassCost = PassCost()
+    rest: PassCost = PassCost()
 
 
 class _Tally:
@@ -92,8 +92,8 @@ class _Tally:
         self.comm_s += seconds
         self.kernels += collectives
 
-    def span(self) -> LayerSpan:
-        return LayerSpan(self.device_s, self.comm_s, self.kernels, self.weight_s)
+    def span(self) -> PassCost:
+        return PassCost(self.device_s, self.comm_s, self.kernels, self.weight_s)
 
 
 def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = False) -> Pass:
@@ -131,7 +131,7 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     dtype = "bfloat16" if setup.precision == "fp8" else setup.dtype  # no framework rounds the head to float8
     forward, backward = _Tally(rates, dtype), _Tally(rates, dtype)
     if not model.vocabulary:
-        return Pass(LayerSpan(), LayerSpan())
+        return Pass(PassCost(), PassCost())
     columns = model.vocabulary / setup.tp
     logits = setup.tokens * columns
     forward.memory_bound(2 * setup.local_tokens * model.hidden * element, kind="norm")
@@ -164,7 +164,7 @@ def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None
             tally.wait(network.collective_s("all_reduce", width, tensor))
 
 
-def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[LayerSpan, LayerSpan]:
+def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassCost, PassCost]:
     """Forward and backward of the attention core: from queries, keys and values to the heads' outputs."""
     model, element = setup.model, setup.element_bytes
     forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)

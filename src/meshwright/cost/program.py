@@ -29,7 +29,7 @@ CHECK_KERNELS = 3
 """Number of kernels that check whether the loss is finite."""
 
 
-class StageHeld(msgspec.Struct, frozen=True, kw_only=True):
+class HeldBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank of a stage holds for the whole step. If a step runs as one function, gradients and gathered
     parameters do not live that long: they are counted with the activations."""
 
@@ -76,7 +76,7 @@ def step_work(
 
 def stage_held(
     programs: Sequence[Program], plan: Plan, stage: int, cluster: Cluster, optimizer: OptimizerCost = SGD
-) -> StageHeld:
+) -> HeldBytes:
     """The bytes that a stage keeps during a step, by kind: parameters, gradients, optimizer state, ..."""
     return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
 
@@ -243,7 +243,7 @@ class _Stage:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def held(self) -> StageHeld:
+    def held(self) -> HeldBytes:
         program = self.program
         once = set() if program.together else set(program.phase(PROLOGUE).outputs)
         derived = {parameter.value for parameter in program.parameters}
@@ -253,7 +253,7 @@ class _Stage:
         kept = {value.storage: value.name for node in self._nodes(PROLOGUE) for value in node.outputs
                 if value.name in once}  # fmt: skip
         whole = {storage for storage, name in kept.items() if name in derived}
-        return StageHeld(
+        return HeldBytes(
             parameters_bytes=sum(parameter.bytes for parameter in program.parameters),
             gathered_bytes=sum(self.sizes[storage] for storage in whole),
             prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),

@@ -4,7 +4,7 @@ import msgspec
 
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
-from meshwright.cost.layer import LayerSpan, Pass, Summed, embedding_pass, head_pass, layer_pass
+from meshwright.cost.layer import Pass, PassCost, Summed, embedding_pass, head_pass, layer_pass
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 
@@ -169,12 +169,12 @@ def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: Sta
     return data_s, _optimizer_s(setup, rates, parameters)
 
 
-def _recomputed(setup: Setup, layer: Pass) -> LayerSpan:
+def _recomputed(setup: Setup, layer: Pass) -> PassCost:
     if setup.recompute == "full":
         return layer.forward
     if setup.alternate:
         return layer.rest * 0.5
-    return layer.core if setup.recompute == "selective" else LayerSpan()
+    return layer.core if setup.recompute == "selective" else PassCost()
 
 
 def _exposed(setup: Setup) -> float:
@@ -182,7 +182,7 @@ def _exposed(setup: Setup) -> float:
     return 1 - HIDDEN if setup.overlap == "all" else 1.0
 
 
-def _timed(span: LayerSpan, rates: Rates, exposed: float = 1.0) -> Busy:
+def _timed(span: PassCost, rates: Rates, exposed: float = 1.0) -> Busy:
     comm_s = max(exposed * span.comm_s, span.comm_s - span.device_s)
     busy_s, launch_s = span.device_s + comm_s, span.kernels * rates.launch_s
     total_s = (busy_s**HOST_BLEND + launch_s**HOST_BLEND) ** (1 / HOST_BLEND)

@@ -27,7 +27,7 @@ class _Boxed(fx.graph.CodeGen):
 
 def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
     """Compile a graph to a function that takes the values of its placeholders in one list and empties the list.
-    ``kernels`` maps an operator to the function that replaces it. ``graph`` itself is not changed."""
+    ``kernels`` maps an operator to the function that replaces it. Afterwards the nodes of ``graph`` are as before."""
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
         root.register_buffer(name, constants[name], persistent=False)
@@ -35,8 +35,10 @@ def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels:
     for node, target in replaced.items():
         node.target = kernels[target]
     graph.set_codegen(_Boxed())
-    module = fx.GraphModule(root, graph)
-    for node, target in replaced.items():
-        node.target = target
+    try:
+        module = fx.GraphModule(root, graph)
+    finally:
+        for node, target in replaced.items():
+            node.target = target
     function: BoxedFunction = module.forward
     return function

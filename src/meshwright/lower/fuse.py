@@ -164,7 +164,7 @@ def separate(graph: fx.Graph, results: Mapping[Key, fx.Node], others: Iterable[f
     no other tensor. A result is copied if its memory belongs to an input, to another result or to one of ``others``, or
     if its elements overlap. Returns the node of each result, or of its copy.
 
-    Call :func:`propagate` first.
+    Call ``propagate`` first.
     """
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -196,7 +196,7 @@ def write_into_buckets(graph: fx.Graph) -> None:
         all_reduce_start(flat)                   cat(g1, out=flat[k:])
                                                  all_reduce_start(flat)
 
-    Call :func:`propagate` first. The pass handles every ``cat`` whose only reader is an all-reduce.
+    Call ``propagate`` first. The pass handles every ``cat`` whose only reader is an all-reduce.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:
@@ -291,7 +291,7 @@ def accumulate_products(graph: fx.Graph) -> None:
 def reuse_memory(graph: fx.Graph) -> None:
     """Let element-wise operators write into an input that no node reads later. This saves memory and page faults.
 
-    Call :func:`propagate` first. An input may be overwritten if no node reads its memory later (also through a view, or
+    Call ``propagate`` first. An input may be overwritten if no node reads its memory later (also through a view, or
     in a collective in flight). It must not be a placeholder, a constant or a returned value.
     """
     nodes = list(graph.nodes)

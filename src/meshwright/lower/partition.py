@@ -79,7 +79,7 @@ def partition(
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
 ) -> LoweredStage:
-    """Make the function of every phase. Every node needs ``meta["phase"]``. Call :func:`propagate` first.
+    """Make the function of every phase. Every node needs ``meta["phase"]``. Call ``propagate`` first.
 
     ``backward`` is also split into two functions: ``input`` computes the gradients that are sent to the previous stage,
     and ``weight`` computes the rest. If the program runs its phases ``together``, the function of the prologue runs all

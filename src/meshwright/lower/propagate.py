@@ -19,8 +19,8 @@ _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROW
 
 @cache
 def _fakes() -> tuple[FakeTensorMode, FakeTensor]:
-    """The mode of all fake values, and a scalar of it. A new mode for each operator would take as long as the values of
-    a small operator."""
+    """The mode of all fake values, and a scalar of it. It is kept for the whole process, since a new mode for each
+    operator would take as long as the values of a small operator. It holds no values; only one thread lowers."""
     mode = fake_mode()
     return mode, fake_scalar(mode)
 

@@ -32,8 +32,11 @@ def _nll(operator: Target) -> Callable[..., Any]:
             total = operator(self, target, weight, NONE, ignore_index)[0].sum(dtype=wide)
         # the total weight depends on the labels alone: no rank waits for the model to compute it
         counted = target != ignore_index
-        labels = target.masked_fill(~counted, 0)  # indexing with brackets would read the value of a single label
-        weights = counted if weight is None else aten.index.Tensor(weight, [labels]).masked_fill(~counted, 0)
+        weights = counted
+        if weight is not None:
+            labels = target.masked_fill(~counted, 0)
+            # not ``weight[labels]``, which would read the value of a single label
+            weights = aten.index.Tensor(weight, [labels]).masked_fill(~counted, 0)
         divisor = weights.sum(dtype=None if weight is None else wide).to(wide)
         return (total if reduction == SUM else total / divisor).to(self.dtype), divisor
 

@@ -10,7 +10,7 @@ from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.rehearse import rehearsed_trace
 from meshwright.planner.search import PARTS, Option, SearchResult
-from meshwright.report import CostShare, PageContent, SweepPoint, WeighedLayout
+from meshwright.report import PageContent, StepShare, SweepPoint, WeighedLayout
 
 MEANINGS = {
     "compute_s": "kernels of the stage that sets the pace",
@@ -90,10 +90,10 @@ def explain(
         facts=_facts(best, cluster),
         layout=_layout(setup),
         time=tuple(
-            CostShare(name=name, size=getattr(best.estimate, key), meaning=MEANINGS[key]) for key, name in PARTS.items()
+            StepShare(name=name, size=getattr(best.estimate, key), meaning=MEANINGS[key]) for key, name in PARTS.items()
         ),
         memory=tuple(
-            CostShare(name=key.removesuffix("_bytes"), size=getattr(memory, key), meaning=MEANINGS[key])
+            StepShare(name=key.removesuffix("_bytes"), size=getattr(memory, key), meaning=MEANINGS[key])
             for key in Memory.__struct_fields__
             if key.endswith("_bytes")
         ),

@@ -1,14 +1,14 @@
 """Pages that explain a plan or a run to readers who did not make it: each is one HTML file that needs no network."""
 
-from meshwright.report.page import CostShare, PageContent, SweepPoint, WeighedLayout, render
+from meshwright.report.page import PageContent, StepShare, SweepPoint, WeighedLayout, render
 from meshwright.report.run_files import RunFiles, read_run
 from meshwright.report.run_page import named_traces, render_run, timeline_picture
 from meshwright.report.trace_event import trace_events
 
 __all__ = [
-    "CostShare",
     "PageContent",
     "RunFiles",
+    "StepShare",
     "SweepPoint",
     "WeighedLayout",
     "named_traces",

@@ -9,7 +9,7 @@ from meshwright.report import drawing
 from meshwright.report.template import rendered
 
 
-class CostShare(msgspec.Struct, frozen=True, kw_only=True):
+class StepShare(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a step's time or memory, with its meaning. ``size`` is in seconds or bytes."""
 
     name: str
@@ -52,8 +52,8 @@ class PageContent(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     facts: tuple[tuple[str, str], ...]
     layout: tuple[tuple[str, str, str], ...]
-    time: tuple[CostShare, ...]
-    memory: tuple[CostShare, ...]
+    time: tuple[StepShare, ...]
+    memory: tuple[StepShare, ...]
     memory_limit_bytes: float
     trace: Trace | None = None
     scaling: tuple[SweepPoint, ...] = ()
@@ -79,7 +79,7 @@ def render(report: PageContent) -> str:
     )
 
 
-def _shares(parts: tuple[CostShare, ...]) -> list[float]:
+def _shares(parts: tuple[StepShare, ...]) -> list[float]:
     """Each part's percentage of the whole."""
     total = sum(part.size for part in parts) or 1.0
     return [100 * part.size / total for part in parts]

@@ -126,7 +126,7 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> StoredPart:
-    """Return ``value`` as a Part that is split like the parameter or buffer ``name``."""
+    """Return ``value`` as a ``StoredPart`` that is split like the parameter or buffer ``name``."""
     return part_at(value, parameters.global_shape(name), parameters.placements(name), parameters.groups)
 
 

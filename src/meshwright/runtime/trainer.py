@@ -102,7 +102,7 @@ class Trainer(Resumable):
         self.loss_scale = LossScale(precision, device) if precision in LOW else None
         self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
-        self._parts = BatchSplit(self._leaves, lowered.input_placements, self.groups)
+        self._split = BatchSplit(self._leaves, lowered.input_placements, self.groups)
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
@@ -129,7 +129,7 @@ class Trainer(Resumable):
         """Maps the name of a tensor in the batch to the slices of the global tensor that this rank needs. If images are
         split over ranks, ``step(batch, local=True)`` also accepts only this rank's rows:
         ``image[trainer.input_parts["image"]]``."""
-        return self._parts.slices
+        return self._split.slices
 
     @property
     def num_kernels(self) -> int:
@@ -224,7 +224,7 @@ class Trainer(Resumable):
         """
         size, parts = leaves.size, self.data_shard[1] if local else 1
         shapes = tuple(
-            (self._parts.whole_shape(name, value, parts) if local and value.dim() and len(value) == size
+            (self._split.whole_shape(name, value, parts) if local and value.dim() and len(value) == size
              else tuple(value.shape), kind_of(value))
             for name, value in leaves.tensors.items()
         )  # fmt: skip
@@ -252,7 +252,7 @@ class Trainer(Resumable):
         leaves = take_apart(batch)
         key = self._key(leaves, local, training)
         if key not in self._compared and self.groups:
-            compare_over_ranks(leaves, self._parts.index(leaves, self.data_shard[0]) if local else 0)
+            compare_over_ranks(leaves, self._split.index(leaves, self.data_shard[0]) if local else 0)
         self._compared.add(key)
         step = self._last = self._step_for(key, leaves, training)
         inputs = {}
@@ -260,7 +260,7 @@ class Trainer(Resumable):
             placements = step.input_placements.get(name, {})
             if local and not self.plan.uneven:
                 rest = {axis: placement for axis, placement in placements.items() if axis not in DATA_AXES}
-                placements = {} if self._parts.is_cut(name, value) else rest
+                placements = {} if self._split.is_cut(name, value) else rest
             inputs[name] = local_part(value.detach(), placements, self.groups).to(self.device, non_blocking=True)
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs

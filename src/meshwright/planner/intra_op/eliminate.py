@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.intra_op.problem import Costs, Problem, ProblemEdge, table_of, table_size
+from meshwright.planner.intra_op.problem import Costs, Problem, ProblemTensor, table_of, table_size
 
 LARGEST_TABLE = 20_000_000
 """Largest number of entries of a table. A decision that needs a larger table is left to the integer program."""
@@ -46,7 +46,7 @@ class Core:
     problem: Problem
     nodes: tuple[int, ...]
     tables: tuple[Table, ...]
-    tensors: tuple[ProblemEdge, ...]
+    tensors: tuple[ProblemTensor, ...]
     answers: tuple[Answer, ...]
     seconds: float
 
@@ -71,7 +71,7 @@ def simplify(
             choices.
     """
     tables: dict[tuple[int, ...], Costs] = {}
-    left: list[ProblemEdge] = []
+    left: list[ProblemTensor] = []
 
     def add(scope: tuple[int, ...], costs: Costs) -> None:
         tables[scope] = tables[scope] + costs if scope in tables else costs

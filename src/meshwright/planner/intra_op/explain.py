@@ -12,7 +12,7 @@ from meshwright.ir.plan import Note, Strategy
 from meshwright.planner.intra_op.assign import Assigned
 from meshwright.planner.intra_op.eliminate import Core, simplify
 from meshwright.planner.intra_op.options import classes_of
-from meshwright.planner.intra_op.problem import Problem, ProblemEdge, ProblemNode
+from meshwright.planner.intra_op.problem import Problem, ProblemNode, ProblemTensor
 from meshwright.planner.notes import merged
 from meshwright.planner.words import word_of
 
@@ -126,7 +126,7 @@ def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -
         ProblemNode("", problem.nodes[node].costs[rows[node]], np.zeros((0, len(rows[node])))) for node in scope
     )
     tensors = tuple(
-        ProblemEdge(
+        ProblemTensor(
             place[tensor.maker],
             tensor.have[rows[tensor.maker]],
             tuple((place[node], wants[rows[node]]) for node, wants in tensor.readers),

@@ -18,7 +18,7 @@ from meshwright.planner.intra_op.decisions import Decision, decisions_of
 from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
-from meshwright.planner.intra_op.problem import Costs, Places, Problem, ProblemEdge, ProblemNode
+from meshwright.planner.intra_op.problem import Costs, Places, Problem, ProblemNode, ProblemTensor
 
 P = TypeVar("P", bound=Placements | None)
 Path = tuple[Operator, ...]
@@ -64,7 +64,7 @@ class Formulation:
         self.consumers, self.producers = graph.consumers(), graph.producers()
         self.outputs_of = {operator.name: operator.outputs for operator in graph.operators}
         self.nodes: list[ProblemNode] = []
-        self.tensors: list[ProblemEdge] = []
+        self.tensors: list[ProblemTensor] = []
         self.stored: dict[int, tuple[list[str], list[Placements]]] = {}
         self.parameter_node: dict[str, int] = {}
         self.gradient_of: dict[str, list[str]] = defaultdict(list)
@@ -248,7 +248,7 @@ class Formulation:
                 if want is not None and copies(offer, want):
                     memory[:, h, w] = alive * self.moments.size(name, want)
         if prices.any():
-            self.tensors.append(ProblemEdge(node, have, readers, prices * len(names), memory))
+            self.tensors.append(ProblemTensor(node, have, readers, prices * len(names), memory))
         self._halos(node, names)
 
     def _halos(self, node: int, names: list[str]) -> None:
@@ -270,7 +270,9 @@ class Formulation:
                 readers.append((index, np.array([list(priced).index(want) for want in wants])))
         if readers:
             have = np.zeros(self.nodes[node].num_choices, dtype=np.int64)
-            self.tensors.append(ProblemEdge(node, have, tuple(readers), len(names) * np.array([list(priced.values())])))
+            self.tensors.append(
+                ProblemTensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())]))
+            )
 
     def _made(self, name: str) -> tuple[int, list[Placements]]:
         """The node that decides a tensor's placement, and the placement for each choice of the node. Inputs of the step

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.intra_op.eliminate import Core, Table
-from meshwright.planner.intra_op.problem import Costs, ProblemEdge
+from meshwright.planner.intra_op.problem import Costs, ProblemTensor
 
 TIME_LIMIT_S, GAP = 60.0, 1e-6
 
@@ -105,7 +105,7 @@ class _Program:
                 inside = entries.take(choice, axis=axis).ravel()
                 self.rows.add([*((int(entry), 1.0) for entry in inside), (column, -1.0)], 0.0, 0.0)
 
-    def _tensor(self, tensor: ProblemEdge) -> None:
+    def _tensor(self, tensor: ProblemTensor) -> None:
         shape = tensor.prices.shape
         copies = self._columns(tensor.prices)
         if tensor.memory is not None:

@@ -27,7 +27,7 @@ class ProblemNode:
 
 
 @dataclass(frozen=True, eq=False)
-class ProblemEdge:
+class ProblemTensor:
     """A value that one decision makes and others read. Placements are numbered. ``have[c]`` is the placement in which
     choice c of the node ``maker`` leaves the value. Each reader is a node, with the placement that each of its choices
     wants. It takes ``prices[have, want]`` seconds to bring the value from one placement to the other (infinite:
@@ -51,7 +51,7 @@ class Problem:
     """All decisions and the tensors between them. ``limits`` has the bytes that are allowed at each moment."""
 
     nodes: tuple[ProblemNode, ...]
-    tensors: tuple[ProblemEdge, ...]
+    tensors: tuple[ProblemTensor, ...]
     limits: Costs = field(default_factory=lambda: np.zeros(0))
 
     def seconds(self, choices: Sequence[int]) -> float:
@@ -79,7 +79,7 @@ class Problem:
         return bool(np.all(self.memory(choices) <= self.limits * (1 + 1e-9)))
 
 
-def _wanted(tensor: ProblemEdge, choices: Sequence[int]) -> set[int]:
+def _wanted(tensor: ProblemTensor, choices: Sequence[int]) -> set[int]:
     return {int(want[choices[node]]) for node, want in tensor.readers}
 
 
@@ -88,7 +88,7 @@ def table_size(problem: Problem, nodes: Sequence[int]) -> int:
     return prod(problem.nodes[node].num_choices for node in nodes)
 
 
-def table_of(problem: Problem, tensor: ProblemEdge) -> Costs:
+def table_of(problem: Problem, tensor: ProblemTensor) -> Costs:
     """The seconds to bring a tensor to all its readers, for all choices of its nodes: an array with one axis per node,
     in the order of ``tensor.nodes``."""
     scope = tensor.nodes
