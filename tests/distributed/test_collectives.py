@@ -319,6 +319,21 @@ def test_several_may_be_under_way(ranks: Ranks, num_ranks: int, seed: int) -> No
     assert all(ranks(num_ranks, overlapping, seed))
 
 
+def in_inference_mode_first() -> list[float]:
+    """Through every slot of a lane in either mode. Vectors are long enough for tensors: numpy copies short vectors."""
+    ours, value = _ours(), torch.ones(10**5)
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            for _ in range(8):
+                value = torch.ones(10**5)
+                ours.all_reduce(value, "sum", "ring").wait()
+    return value.unique().tolist()
+
+
+def test_memory_first_used_in_inference_mode_serves_outside_of_it(ranks: Ranks) -> None:
+    assert ranks(2, in_inference_mode_first) == [[2.0], [2.0]]
+
+
 # --- short ones ------------------------------------------------------------------------------------------------------
 
 Short = tuple[int, torch.dtype, str, str]

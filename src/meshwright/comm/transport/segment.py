@@ -72,8 +72,9 @@ class Segment:
         if len(self.views) >= VIEWS:
             self.views.clear()
         begin = self._begins[slot]
-        region: Any = self._arena[begin : begin + num_bytes]
-        region = region.view(dtype) if isinstance(dtype, torch.dtype) else region.numpy().view(dtype)
+        with torch.inference_mode(False):  # as above: the view serves later calls, too
+            region: Any = self._arena[begin : begin + num_bytes]
+            region = region.view(dtype) if isinstance(dtype, torch.dtype) else region.numpy().view(dtype)
         self.views[slot, num_bytes, dtype] = region
         return region
 
