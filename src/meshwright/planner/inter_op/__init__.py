@@ -1,0 +1,1 @@
+"""Choose the stages of a pipeline together with the submesh of every stage."""

@@ -1,0 +1,152 @@
+"""The dynamic program over stages and submeshes, beside brute force and Alpa's own instance."""
+
+from __future__ import annotations
+
+import itertools
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.planner.inter_op.stages import StagePrices, Submesh, assign_stages
+
+ANY = 99
+"""More stages than there are."""
+
+
+def brute_force(prices: StagePrices, pools: tuple[int, ...], microbatches: int, fill: float) -> float:
+    """The least step over all cuts and all submeshes."""
+    num, best = prices.num_layers, inf
+    for count in range(1, num + 1):
+        cells = [prices.before(following) for following in reversed(range(count))]
+        for cut in itertools.combinations(range(1, num), count - 1):
+            borders = [0, *cut, num]
+            for picked in itertools.product(range(len(prices.submeshes)), repeat=count):
+                used = [0] * len(pools)
+                for number in picked:
+                    used[prices.submeshes[number].pool] += prices.submeshes[number].devices
+                if tuple(used) != pools:
+                    continue
+                times = [
+                    float(cells[index][borders[index], borders[index + 1] - 1, number])
+                    for index, number in enumerate(picked)
+                ]
+                best = min(best, fill * sum(times) + (microbatches - fill) * max(times))
+    return best
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float]:
+    layers, variants = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    pools = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    sizes = [Submesh(pool, devices) for pool, most in enumerate(pools) for devices in (1, 2, 4) if devices <= most]
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    seconds = random.random((layers, layers, len(sizes), variants))
+    if draw(st.booleans()):  # as real stages: more layers take longer, more devices shorter
+        work = 0.1 + random.random(layers)
+        sums = np.array([[work[first : last + 1].sum() for last in range(layers)] for first in range(layers)])
+        seconds = (
+            0.2 * seconds + sums[:, :, None, None] / np.array([s.devices**0.9 for s in sizes])[None, None, :, None]
+        )
+    seconds[random.random(seconds.shape) < draw(st.sampled_from([0.0, 0.3]))] = inf
+    after = random.integers(-1, layers + 1, seconds.shape) if draw(st.booleans()) else np.full(seconds.shape, ANY)
+    fill = draw(st.sampled_from([1.0, 0.5, 1 / 3]))
+    return StagePrices(tuple(sizes), seconds, after), pools, draw(st.sampled_from([1, 2, 8, 64])), fill
+
+
+@given(instances())
+@settings(max_examples=200)
+def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int, float]) -> None:
+    prices, pools, microbatches, fill = instance
+    expected = brute_force(prices, pools, microbatches, fill)
+    for prunes in (True, False):
+        found = assign_stages(prices, pools, microbatches, fill=fill, prunes=prunes)
+        if expected == inf:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.step_s == pytest.approx(expected, rel=1e-9)
+        times = [stage.seconds for stage in found.stages]
+        assert fill * sum(times) + (microbatches - fill) * max(times) == pytest.approx(found.step_s)
+        borders = [(stage.first, stage.last) for stage in found.stages]
+        assert [first for first, _ in borders] == [0, *(last + 1 for _, last in borders[:-1])]
+        assert borders[-1][1] == prices.num_layers - 1
+        for following, stage in enumerate(reversed(found.stages)):
+            cell = stage.first, stage.last, stage.submesh, stage.variant
+            assert prices.seconds[cell] == stage.seconds
+            assert prices.most_after[cell] >= following
+
+
+def alike(seconds: np.ndarray, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> StagePrices:
+    return StagePrices(tuple(Submesh(0, size) for size in sizes), seconds, np.full(seconds.shape, ANY))
+
+
+def test_alpas_own_instance() -> None:
+    """``tests/pipeline_parallel/test_dynamic_programming.py`` of alpa-projects/alpa at b8078a9."""
+    np.random.seed(42)
+    found = assign_stages(alike(np.random.rand(8, 8, 4, 5)), (8,), 16)
+    assert found is not None
+    assert found.step_s == pytest.approx(0.29528505825705054, rel=1e-12)
+    assert [(stage.first, stage.last, stage.submesh, stage.variant) for stage in found.stages] == [
+        (0, 3, 2, 2), (4, 7, 2, 4)
+    ]  # fmt: skip
+
+
+def layered(layers: int, sizes: tuple[int, ...], seed: int = 3) -> StagePrices:
+    """Layers of unlike work, of which a submesh of n devices takes 1 / n**0.92, or otherwise with more for n."""
+    work = 1 + np.random.RandomState(seed).rand(layers)
+    work[0] *= 2.5
+    work[-1] *= 3
+    seconds = np.full((layers, layers, len(sizes), 2), inf)
+    for (first, last), (number, size) in itertools.product(
+        itertools.combinations_with_replacement(range(layers), 2), enumerate(sizes)
+    ):
+        total = work[first : last + 1].sum()
+        seconds[first, last, number] = total / size**0.92, total / size**0.828 + 0.02 * size
+    return alike(seconds, sizes)
+
+
+def test_unequal_submeshes_win_where_the_ends_are_heavy() -> None:
+    found = assign_stages(layered(12, (1, 2, 4, 8)), (16,), 32)
+    assert found is not None
+    assert found.step_s == pytest.approx(56.99771020100653, rel=1e-12)
+    assert [(stage.first, stage.last, 2**stage.submesh) for stage in found.stages] == [
+        (0, 1, 4),
+        (2, 9, 8),
+        (10, 11, 4),
+    ]
+
+
+def test_pruning_leaves_out_half_of_the_work() -> None:
+    prices = layered(24, (1, 2, 4, 8))
+    pruned, whole = (assign_stages(prices, (32,), 64, prunes=prunes) for prunes in (True, False))
+    assert pruned is not None
+    assert whole is not None
+    assert pruned.step_s == pytest.approx(whole.step_s, rel=1e-12)
+    assert pruned.entries < whole.entries / 2
+
+
+def test_a_slow_pool_gets_fewer_layers() -> None:
+    """Two boxes of which one computes at half the speed: its stage has about half as many layers."""
+    layers = 12
+    seconds = np.full((layers, layers, 2, 1), inf)
+    for first, last in itertools.combinations_with_replacement(range(layers), 2):
+        seconds[first, last, :, 0] = (last - first + 1), 2.0 * (last - first + 1)
+    prices = StagePrices((Submesh(0, 8), Submesh(1, 8)), seconds, np.full(seconds.shape, ANY))
+    found = assign_stages(prices, (8, 8), 64)
+    assert found is not None
+    assert sorted(stage.last - stage.first + 1 for stage in found.stages) == [4, 8]
+
+
+def test_memory_limits_the_stages_that_follow() -> None:
+    """Each stage keeps the activations of as many micro-batches as stages follow: here, none may follow two."""
+    prices = layered(6, (1, 2, 4, 8))
+    tight = StagePrices(prices.submeshes, prices.seconds, np.full(prices.seconds.shape, 1))
+    found = assign_stages(tight, (8,), 1000)
+    assert found is not None
+    assert len(found.stages) <= 2
+    assert (
+        assign_stages(StagePrices(prices.submeshes, prices.seconds, np.full(prices.seconds.shape, -1)), (8,), 4) is None
+    )
