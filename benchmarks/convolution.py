@@ -27,7 +27,7 @@ import meshwright as mw
 from benchmarks import report
 from benchmarks.foundation import OURS, ROUNDS, timed
 from benchmarks.memory import status_bytes
-from benchmarks.report import judged, show
+from benchmarks.report import decided, judged, show
 from benchmarks.zero import _resident_bytes as resident_bytes
 from meshwright.bench.repeat import alternate
 from meshwright.cost.closed_form import Predicted, predict_step
@@ -53,6 +53,7 @@ FILES = {
 SIDE, CHANNELS, DEPTH = 2048, 8, 4
 """The stack: so many 3x3 convolutions of so many channels, with ReLU, on an image of 2048 x 2048."""
 STEPS = 1
+BY_HAND = "eager halos by hand"
 LEAST_SPEEDUP, MOST_MEMORY, MEMORY_RUNS = 1.7, 0.55, 3
 ONE_BOX, ETHERNET = "v100-dgx1", "v100-box1-eth10x1"
 
@@ -306,27 +307,27 @@ def ours(side: int = SIDE) -> tuple[mw.Trainer, Callable[[], Tensor]]:
     return trainer, lambda: trainer.step(batch, local=True)
 
 
-def timed_stack(rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds a step by side and round, and the first losses of each."""
+def timed_stack(other: str, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds a step of ours and of the other side by round, and the first losses of each."""
     torch.set_num_threads(1)
     trainer, step = ours()
     part = {name: value[trainer.input_parts[name]].clone() for name, value in picture().items()}
-    sides = {OURS: step, "eager halos by hand": by_hand(part), "one rank": alone(picture())}
+    sides = {OURS: step, other: by_hand(part) if other == BY_HAND else alone(picture())}
     losses = {name: [float(one()) for _ in range(2)] for name, one in sides.items()}
     return alternate(sides, rounds=rounds, steps=steps, warmup_steps=1), losses
 
 
 def speed(rounds: int, steps: int) -> list[Finding]:
     """Beside the best hand-written version, and as a speed-up over one rank."""
-    with Ranks() as ranks:
-        seconds, losses = ranks(NUM_RANKS, timed_stack, rounds, steps, timeout=3000.0)[0]
     found: list[Finding] = []
-    for other, limit in (("eager halos by hand", 1.0), ("one rank", 1 / LEAST_SPEEDUP)):
-        sides = (OURS, other)
-        found.append(judged(
-            f"stack of 3x3 on {SIDE} x {SIDE}, 2 ranks by rows: at most {limit:.3f} x {other}",
-            {name: seconds[name] for name in sides}, OURS, limit, settings="stack", num_ranks=NUM_RANKS, steps=steps,
-            losses={name: losses[name] for name in sides}, loss_spread=1e-4,
+    for other, limit in ((BY_HAND, 1.0), ("one rank", 1 / LEAST_SPEEDUP)):
+        target = f"stack of 3x3 on {SIDE} x {SIDE}, 2 ranks by rows: at most {limit:.3f} x {other}"
+        found.append(decided(
+            lambda seconds, losses, target=target, limit=limit: judged(  # type: ignore[misc]
+                target, seconds, OURS, limit, settings="stack", num_ranks=NUM_RANKS, steps=steps, losses=losses,
+                loss_spread=1e-4,
+            ),
+            NUM_RANKS, timed_stack, other, rounds, steps,
         ))  # fmt: skip
         show(found[-1])
     return found
@@ -441,11 +442,12 @@ def choices(rounds: int, steps: int) -> list[Finding]:
             itself = "data parallelism itself is planned"
             found.append(Check(target=target, verdict="reported", measured=itself, passed=1, total=1))
         else:
-            with Ranks() as ranks:
-                seconds, losses = ranks(NUM_RANKS, timed_choice, name, layout, rounds, steps, timeout=1800.0)[0]
-            found.append(judged(
-                target, seconds, OURS, 1.02, settings=name, num_ranks=NUM_RANKS, steps=steps, losses=losses,
-                loss_spread=1e-3,
+            found.append(decided(
+                lambda seconds, losses, target=target, name=name: judged(  # type: ignore[misc]
+                    target, seconds, OURS, 1.02, settings=name, num_ranks=NUM_RANKS, steps=steps, losses=losses,
+                    loss_spread=1e-3,
+                ),
+                NUM_RANKS, timed_choice, name, layout, rounds, steps,
             ))  # fmt: skip
         show(found[-1])
     return found
@@ -481,8 +483,7 @@ def written(name: str, results: Sequence[Finding], told: str, rounds: int, steps
     """A result file."""
     if name == "convolution":
         title, known = "The targets of convolution in every direction", settings()
-        words = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps
-in the same processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is
+        words = f"""{report.how(rounds, steps)} All run over gloo, with one thread a rank. A step is
 zero_grad, forward, loss, backward and SGD, in float32; the stack is {DEPTH} convolutions of 3x3, {CHANNELS} channels,
 with ReLU. Of one rank, the other does nothing meanwhile. Peak memory is VmHWM over two steps, reset before, beyond what
 the process held after a step on a small picture. Plans and what they cost are predictions.

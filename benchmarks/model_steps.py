@@ -21,7 +21,7 @@ import meshwright as mw
 from benchmarks import peers
 from benchmarks.foundation import LOSS_SPREAD, over, sgd
 from benchmarks.memory import MIB, status_bytes
-from benchmarks.report import judged
+from benchmarks.report import decided, judged
 from meshwright.bench.repeat import alternate
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import MOMENTUM
@@ -37,7 +37,7 @@ from tests.distributed.hugging_face import Size
 from tests.distributed.oracle import Subject
 from tests.distributed.pool import Ranks
 
-ROUNDS, STEPS, NUM_BATCHES = 25, 2, 2
+ROUNDS, STEPS, NUM_BATCHES = 31, 2, 2
 SLOWER, COMPILED, CHOSEN, MEMORY = 1.03, 0.97, 1.05, 0.15
 TIMED = Size(
     width=256,
@@ -161,13 +161,14 @@ def chosen_layout(model: str, cluster: Cluster) -> mw.Layout:
 def compared(
     target: str, model: str, sides: Sequence[Side], limit: float, rounds: int, steps: int, *, alike: bool = True
 ) -> Finding:
-    """The first side over the fastest of the others, in fresh processes."""
+    """The first side over the fastest of the others."""
     num_ranks = max(side.layout.num_ranks for side in sides if side.layout is not None)
-    with Ranks() as ranks:
-        seconds, losses = ranks(num_ranks, measure, model, list(sides), rounds, steps, timeout=1800.0)[0]
-    return judged(
-        target, seconds, sides[0].name, limit, settings=f"{model}, {num_ranks} ranks", num_ranks=num_ranks, steps=steps,
-        losses=losses, loss_spread=LOSS_SPREAD if alike else None,
+    return decided(
+        lambda seconds, losses: judged(
+            target, seconds, sides[0].name, limit, settings=f"{model}, {num_ranks} ranks", num_ranks=num_ranks,
+            steps=steps, losses=losses, loss_spread=LOSS_SPREAD if alike else None,
+        ),
+        num_ranks, measure, model, list(sides), rounds, steps,
     )  # fmt: skip
 
 

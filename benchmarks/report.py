@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from meshwright.ir import files
 from meshwright.ir.result import Comparison, Finding, Result, Series, Settings, Verdict
 from meshwright.ir.statistics import Estimate, ratio
 from meshwright.runtime.launch import num_cores
+from tests.distributed.pool import Ranks
 
+BySide = Mapping[str, Sequence[float]]
 RESULTS = Path(__file__).parent / "results"
 COMMIT = commit_of(Path(__file__).parent)
 """When the benchmark began."""
@@ -39,10 +42,10 @@ def judged(
     losses: Mapping[str, Sequence[float]],
     loss_spread: float | None = None,
 ) -> Comparison:
-    """Our seconds over the fastest peer's, which must be at most ``limit``; more ranks than cores are only reported.
+    """Our seconds over those of the peer with the least median, which must be at most ``limit``.
 
-    Losses that differ by more than ``loss_spread`` (None: by anything) fail, whatever the ratio: the sides compute
-    different things.
+    More ranks than cores are only reported. Losses that differ by more than ``loss_spread`` (None: by anything) fail,
+    whatever the ratio: the sides compute different things.
     """
     run = new_run()
     series = {
@@ -71,6 +74,30 @@ def judged(
         limit=limit,
         notes={"ratios": {name: ratio(seconds[ours], seconds[name]).value for name in peers}},
     )
+
+
+def decided(
+    judge: Callable[[BySide, BySide], Comparison], num_ranks: int, measure: Callable[..., Any], /, *args: Any
+) -> Comparison:
+    """``judge`` of what ``measure(*args)`` returns on rank 0: the seconds of every round and the losses, by side.
+
+    An undecided comparison is measured again, in fresh processes, and is judged by the rounds of both measurements.
+    """
+    with Ranks() as ranks:
+        seconds, losses = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
+    found = judge(seconds, losses)
+    if found.verdict != "undecided":
+        return found
+    with Ranks() as ranks:
+        more, _ = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
+    return judge({name: [*values, *more[name]] for name, values in seconds.items()}, losses)
+
+
+def how(rounds: int, steps: int) -> str:
+    """How ``decided`` measures, for a benchmark's page."""
+    return f"""Both sides of a comparison take turns in the same processes: {rounds} rounds of {steps} steps each.
+Speed is the median of the rounds' ratios, with an interval that holds 95 % of the medians when rounds are drawn again.
+If the interval contains the limit, the comparison is measured once more, and is judged by all rounds."""
 
 
 def new_run() -> str:

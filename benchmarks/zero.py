@@ -28,7 +28,7 @@ from benchmarks import overlap, peers, report
 from benchmarks.foundation import LOSS_SPREAD, NUM_BATCHES, OURS, ROUNDS, STEPS, Sides, over, sgd, timed
 from benchmarks.memory import MIB, status_bytes
 from benchmarks.prediction import text
-from benchmarks.report import judged, show
+from benchmarks.report import decided, judged, show
 from meshwright.bench.repeat import alternate
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
@@ -261,19 +261,24 @@ def _resident_bytes() -> int:
 
 
 def speed(comparison: ZeroTarget, rounds: int, steps: int) -> Finding:
-    """Measure one comparison in fresh processes and judge it."""
-    with Ranks() as ranks:
-        seconds, losses = ranks(NUM_RANKS, measure, comparison, rounds, steps, timeout=1800.0)[0]
-    return judged(
-        f"{comparison}: at most {comparison.limit:.2f} x {next(iter(comparison.peers))}",
-        seconds,
-        OURS,
-        comparison.limit,
-        settings=str(comparison),
-        num_ranks=NUM_RANKS,
-        steps=steps,
-        losses=losses,
-        loss_spread=comparison.model.loss_spread,
+    """Measure one comparison and judge it."""
+    return decided(
+        lambda seconds, losses: judged(
+            f"{comparison}: at most {comparison.limit:.2f} x {next(iter(comparison.peers))}",
+            seconds,
+            OURS,
+            comparison.limit,
+            settings=str(comparison),
+            num_ranks=NUM_RANKS,
+            steps=steps,
+            losses=losses,
+            loss_spread=comparison.model.loss_spread,
+        ),
+        NUM_RANKS,
+        measure,
+        comparison,
+        rounds,
+        steps,
     )
 
 
@@ -358,8 +363,7 @@ def settings() -> dict[str, Settings]:
 
 def write(results: Sequence[Finding], rounds: int, steps: int) -> None:
     """``results/zero.json`` and ``.md``."""
-    words = f"""Speed is the ratio of two medians over {rounds} alternating rounds of {steps} steps in the same
-processes, gloo, one thread a rank, with the interval that holds 95 % of resampled rounds. A step is zero_grad, forward,
+    words = f"""{report.how(rounds, steps)} All run over gloo, with one thread a rank. A step is zero_grad, forward,
 loss, backward and SGD with momentum 0.9, in float32, without clipping. Of a peer's several settings the fastest counts.
 Beside bfloat16, float32 is Meshwright's own; a CPU that emulates bfloat16 is measured in 5 rounds of 1 step.
 All sides give the same losses to {LOSS_SPREAD}, but for AlexNet and VGG, which draw other dropout; GoogLeNet's to

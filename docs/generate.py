@@ -346,9 +346,10 @@ def measured_page() -> str:
         "",
         GENERATED.format(source="benchmarks/results"),
         "",
-        "A timed comparison runs both sides by turns in the same processes, if it does not say otherwise. It gives the",
-        "ratio of their medians, with the interval that holds 95 % of the ratios of resampled rounds. It passes or",
-        "fails only where the whole interval does; else it is undecided. A reported row is not judged.",
+        "In a timed comparison, both sides take turns in the same processes, unless the row says otherwise. The row",
+        "gives the median of the rounds' ratios, with its 95 % interval (bootstrap), and then the median time of each",
+        "side. A comparison passes or fails only if the whole interval does. Otherwise it is measured once more, and",
+        "is undecided if all rounds together leave it so. A reported row is not judged.",
         "`meshwright bench lint` refuses files that mislead, and files whose code has changed since.",
     ]
     for name, result in results().items():

@@ -18,7 +18,7 @@ from meshwright.bench.lint import lint
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
 from meshwright.ir import files
 from meshwright.ir.result import Result
-from meshwright.ir.statistics import ratio
+from meshwright.ir.statistics import ratio, ratio_of_medians
 from meshwright.models import GPT, GPTConfig
 from tests.distributed.oracle import Case
 from tests.distributed.pool import Ranks
@@ -37,10 +37,46 @@ def test_sides_take_turns() -> None:
     assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 5)
 
 
-def test_ratio_is_of_medians_and_its_interval_holds_it() -> None:
+def test_ratio_is_the_median_of_the_rounds_ratios_and_its_interval_holds_it() -> None:
     one = ratio([1.0, 1.1, 9.0, 1.2, 1.0], [2.0, 2.2, 2.1, 30.0, 2.0])
-    assert one.value == pytest.approx(1.1 / 2.1)
+    assert one.value == pytest.approx(0.5)
     assert one.low < one.value < one.high
+
+
+def test_a_drift_of_the_machine_leaves_the_ratio() -> None:
+    """Both sides of a round slow down alike: the interval of the ratio is that of the rounds' noise alone."""
+    drift = [1.0 + 0.1 * index for index in range(31)]
+    found = ratio([0.9 * value for value in drift], drift)
+    apart = ratio_of_medians([0.9 * value for value in drift], drift)
+    assert found.high - found.low < 1e-12 < apart.high - apart.low
+    assert found.value == pytest.approx(apart.value) == pytest.approx(0.9)
+
+
+def test_a_ratio_of_medians_takes_sides_of_unequal_length() -> None:
+    assert ratio_of_medians([1.0, 2.0, 3.0], [4.0] * 9).value == 0.5
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        ratio([1.0, 2.0, 3.0], [4.0] * 9)
+
+
+def rising(first: float) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and losses as a benchmark's measurement gives them; no process communicates."""
+    return {"ours": [first] * 5 + [1.2] * 3, "theirs": [1.0] * 8}, {"ours": [0.0], "theirs": [0.0]}
+
+
+@pytest.mark.parametrize(("limit", "rounds"), [(1.0, 16), (2.0, 8), (0.5, 8)], ids=["undecided", "pass", "fail"])
+def test_what_is_undecided_is_measured_once_more(limit: float, rounds: int) -> None:
+    found = report.decided(
+        lambda seconds, losses: report.judged(
+            "any", seconds, "ours", limit, settings="any", num_ranks=1, steps=1, losses=losses
+        ),
+        1,
+        rising,
+        0.9,
+    )
+    assert [len(one.seconds) for one in found.series.values()] == [rounds, rounds]
+
+
+def test_the_interval_of_equal_rounds_is_a_point() -> None:
     same = ratio([3.0] * 5, [4.0] * 5)
     assert (same.low, same.value, same.high) == (0.75, 0.75, 0.75)
 
@@ -130,16 +166,15 @@ class Canned:
             return [[2 * value for value in seconds]]
         if function is pipelines.measure:
             sides = {pipelines.OURS: seconds, pipelines.PEER: [value + 0.05 for value in seconds]}
-            return [(sides, [[2.0], [2.0]])] * 2
+            return [(sides, {name: [2.0] for name in sides})] * 2
         names = [foundation.OURS, *case.peers]
         sides = {name: [value + 0.01 * k for value in seconds] for k, name in enumerate(names)}
         return [(sides, {name: [2.0] for name in names})] * count
 
 
 def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (foundation, pipelines, zero):
-        monkeypatch.setattr(module, "Ranks", Canned)
     for module in (report, pipelines):
+        monkeypatch.setattr(module, "Ranks", Canned)
         monkeypatch.setattr(module, "num_cores", lambda: 2)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "COMMIT", "0123456789ab")  # tests may run outside of a checkout

@@ -5,6 +5,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import truediv
 
 from meshwright.ir.result import (
     Accuracy,
@@ -151,7 +152,7 @@ def ratio(result: Result) -> Found:
         if isinstance(finding, Comparison):
             ours, theirs = finding.series.get(finding.ours), finding.series.get(finding.baseline)
             if ours and theirs and theirs.value_s:
-                yield from _follows(f"{key}.ratio", finding.ratio, ours.value_s / theirs.value_s, "by value_s")
+                yield from _follows(f"{key}.ratio", finding.ratio, *_ratio_of(ours, theirs))
         elif isinstance(finding, Utilization) and finding.series.value_s and finding.peak.flops_per_s:
             right = finding.flops / finding.series.value_s / finding.peak.flops_per_s
             yield from _follows(f"{key}.fraction", finding.fraction, right, "as flops / value_s / peak")
@@ -162,6 +163,14 @@ def ratio(result: Result) -> Found:
             yield from _speedups(result, key, finding)
         elif isinstance(finding, BatchSizes):
             yield from _to_goal(key, finding)
+
+
+def _ratio_of(ours: Series, theirs: Series) -> tuple[float, str]:
+    """The ratio that a comparison should have, and how it follows."""
+    paired = len(ours.seconds) == len(theirs.seconds) and ours.statistic == theirs.statistic == "median"
+    if ours.seconds and paired and all(theirs.seconds):
+        return statistics.median(map(truediv, ours.seconds, theirs.seconds)), "as the median of the rounds' ratios"
+    return ours.value_s / theirs.value_s, "by value_s"
 
 
 def _speedups(result: Result, key: str, finding: Scaling) -> Found:

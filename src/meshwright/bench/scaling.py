@@ -16,7 +16,7 @@ from meshwright.errors import FileFormatError, LaunchError, LayoutError
 from meshwright.ir.result import Comparison, Finding, Result, Scalar, Scaling, ScalingPoint, Series, Settings
 from meshwright.ir.run import Run, RunLayout
 from meshwright.ir.run_model import FactoryModel, GPTModel
-from meshwright.ir.statistics import ratio
+from meshwright.ir.statistics import ratio, ratio_of_medians
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
 
@@ -240,7 +240,7 @@ def findings(
     for count in counts:
         measured = launches[count][0]
         work, base = (float(what.flops if kind == "model" else what.items) for what in (measured, launches[first][0]))
-        speedup = ratio(series[first, OURS].seconds, series[count, OURS].seconds).times(work / base)
+        speedup = ratio_of_medians(series[first, OURS].seconds, series[count, OURS].seconds).times(work / base)
         points.append(
             ScalingPoint(
                 series=series[count, OURS], batch=batches[count], parameters=measured.parameters, work=work,

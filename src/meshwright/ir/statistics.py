@@ -1,18 +1,16 @@
-"""Medians of repeated measurements, and ratios of medians, with 95 % intervals from resampled repetitions."""
+"""Medians and ratios of repeated measurements, with 95 % intervals from resampled repetitions."""
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
-T = TypeVar("T")
 RESAMPLES = 2000
 
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A median, or a ratio of two medians, with its 95 % interval.
+    """A median or a ratio, with its 95 % interval.
 
     The interval holds 95 % of the values that result when repetitions are drawn again with replacement (the percentile
     bootstrap: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3). There is no standard
@@ -41,25 +39,36 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def median(values: Sequence[float], seed: int = 0) -> Estimate:
     """The median of ``values``, with its interval."""
-    return _resampled(values, statistics.median, seed)
+    draw = random.Random(seed)
+    return _estimate(statistics.median(values), [_drawn(values, draw) for _ in range(RESAMPLES)])
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of ``ours`` divided by the median of ``theirs``, with its interval.
+    """The median of the rounds' ratios, ``ours`` divided by ``theirs``, with its interval.
 
-    Both programs ran in every round, at nearly the same time. So rounds are resampled as pairs.
+    Both programs ran in every round, one after the other. A machine that is slower in one round is slower for both
+    programs, and their ratio remains (``docs/decisions/0038-ratios-of-rounds.md``).
 
     Raises:
         ValueError: the numbers of rounds differ.
     """
-    return _resampled(list(zip(ours, theirs, strict=True)), _of_medians, seed)
+    return median([one / other for one, other in zip(ours, theirs, strict=True)], seed)
 
 
-def _resampled(rounds: Sequence[T], statistic: Callable[[Sequence[T]], float], seed: int) -> Estimate:
+def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
+    """The median of ``ours`` divided by the median of ``theirs``, with its interval.
+
+    The programs ran at different times. So the repetitions of each program are resampled separately.
+    """
     draw = random.Random(seed)
-    rising = sorted(statistic(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
-    return Estimate(statistic(rounds), rising[RESAMPLES // 40], rising[-RESAMPLES // 40])
+    drawn = [_drawn(ours, draw) / _drawn(theirs, draw) for _ in range(RESAMPLES)]
+    return _estimate(statistics.median(ours) / statistics.median(theirs), drawn)
 
 
-def _of_medians(pairs: Sequence[tuple[float, float]]) -> float:
-    return statistics.median(ours for ours, _ in pairs) / statistics.median(theirs for _, theirs in pairs)
+def _drawn(values: Sequence[float], draw: random.Random) -> float:
+    return statistics.median(draw.choices(values, k=len(values)))
+
+
+def _estimate(value: float, drawn: Sequence[float]) -> Estimate:
+    rising = sorted(drawn)
+    return Estimate(value, rising[RESAMPLES // 40], rising[-RESAMPLES // 40])
