@@ -6,13 +6,14 @@ from typing import Any
 import msgspec
 
 NOT_RUN = ("prediction", "alternatives", "notes")
-"""Fields of a plan that do not change what runs."""
+"""The fields of a plan that have no effect on a run."""
 
 
 class Amendment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A change of algorithm: from ``step`` on, one collective of the plan uses ``algorithm``.
 
-    ``operation``, ``num_bytes`` (the size of the whole vector), ``axis`` and ``ranks`` identify this collective."""
+    ``operation``, ``num_bytes`` (the size of the whole vector on one rank), ``axis`` and ``ranks`` identify this
+    collective."""
 
     step: int
     axis: str
@@ -28,11 +29,11 @@ class Amendment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def amended(before: Iterable[Amendment], new: Iterable[Amendment]) -> tuple[Amendment, ...]:
-    """The amendments that hold now: a new amendment replaces the old one of the same collective."""
+    """The amendments in force: an amendment in ``new`` replaces the amendment in ``before`` of the same collective."""
     held = {(change.axis, change.ranks, change.operation, change.num_bytes): change for change in (*before, *new)}
     return tuple(held[key] for key in sorted(held))
 
 
 def base_of(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a plan that decide what runs, without amendments. ``plan`` is the plan file as a dict."""
+    """The fields of a plan that affect a run, without ``amendments``. ``plan`` is the plan file as a dict."""
     return {key: value for key, value in plan.items() if key not in (*NOT_RUN, "amendments")}

@@ -41,7 +41,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     devices reach. The last entry holds for all larger numbers of devices. Without entries, all collectives reach the
     full rate. ``contention`` (at least 1) multiplies ``beta_s_per_byte`` if all units send at once, for example through
     an oversubscribed switch. ``origin`` says where alpha and beta come from. ``members`` describes the units if they
-    are not all equal. Such a level must be the innermost, because its members describe everything below it."""
+    are not all equal. A level with ``members`` must be the first in its ``levels``, because its members describe
+    everything below it."""
 
     name: str
     fan_out: int
@@ -136,7 +137,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @staticmethod
     def load(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> "Cluster":
-        """Load a cluster: a file, a catalog name, or DEVICE-BOX-FABRIC (see ``meshwright.catalog.load_cluster``)."""
+        """Load a cluster from a file or by its name (see ``meshwright.catalog.load_cluster`` for the names)."""
         # The only import of a higher layer: the catalog knows the names, and itself imports this module.
         from meshwright.catalog import load_cluster
 

@@ -22,15 +22,15 @@ Origin = Literal["measured", "catalog", "default", "given"]
 
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Constants for estimates of the times of a device's kernels from its data sheet.
+    """Constants with which the times of a device's kernels are estimated from its data sheet.
 
     The defaults were fitted on A100 (docs/predictor.md). The device has ``processors`` processors, and each computes
     one tile of a matrix product at a time. The main loops of matrix products reach ``matmul_fraction`` of the peak, and
     those of fused attention reach ``attention_fraction``. Kernels bound by memory reach ``bandwidth_fraction`` of the
-    bandwidth. The start and end of a tile take as long as ``extra_depth`` more terms of each sum. The loads of its
-    operands lengthen an r x c tile by the factor ``1 + operand_cost * (1/r + 1/c)``. ``kernel_s`` is the device's time
-    from one kernel to the next. ``launch_s`` is the host's time to launch a kernel; it is hidden while the device is
-    busy."""
+    bandwidth. The start and end of a tile take as long as ``extra_depth`` more terms in the sum of each
+    element. The loads of operands multiply the time of an r x c tile by ``1 + operand_cost * (1/r + 1/c)``.
+    ``kernel_s`` is the device's time from one kernel to the next. ``launch_s`` is the host's time to launch a kernel;
+    it is hidden while the device is busy."""
 
     processors: int
     matmul_fraction: float = 0.905
@@ -139,7 +139,7 @@ _RANGES = {
 
 
 def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Iterator[Problem]:
-    """Problems of impossible values. Each problem names the key (below ``where``) and has a hint about the unit."""
+    """Problems of impossible values. Each problem has its key, prefixed by ``where``, and a hint about the unit."""
     for quantity, value in quantities.items():
         low, high, hint = _RANGES[quantity]
         if not low <= value <= high:
@@ -147,7 +147,7 @@ def quantity_problems(quantities: Mapping[str, float], where: str = "") -> Itera
 
 
 def device_problems(device: Device, where: str) -> Iterator[Problem]:
-    """Problems of impossible values in the device. Each problem names the key (below ``where``)."""
+    """Problems of impossible values in the device. Each problem has its key, prefixed by ``where``."""
     names = ("memory_bytes", "memory_bandwidth_bytes_per_s", "usd_per_hour")
     quantities = {name: getattr(device, name) for name in names}
     yield from quantity_problems({name: value for name, value in quantities.items() if value is not None}, where)

@@ -35,7 +35,7 @@ def owned(edges: Sequence[int], part: int) -> Rows:
 
 
 def outside(rows: Rows, own: Rows) -> tuple[Rows, Rows]:
-    """The parts of ``rows`` that lie before and after the rows ``own``."""
+    """Two ranges: the part of ``rows`` before the rows ``own``, and the part after them. Each may be empty."""
     low, high = rows
     return (low, max(low, min(high, own[0]))), (min(high, max(low, own[1])), high)
 

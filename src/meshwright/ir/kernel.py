@@ -80,7 +80,8 @@ def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool)
 def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operand, flops: float) -> Product | None:
     """The sizes of a matrix product, from one rank's tensors; None if the call is no product and no convolution.
 
-    A convolution counts as a matrix product of positions by filters (Chellapilla et al. 2006)."""
+    A forward convolution counts as a product with a row for each output position and a column for each filter
+    (Chellapilla et al. 2006). Its gradients count as products of the same three sizes in another order."""
     if target.startswith(tuple(f"{name}." for name in PRODUCTS)):
         (*batch, m, k), (*_, n) = inputs[-2].shape, inputs[-1].shape
         return Product(m, n, k, prod(batch))

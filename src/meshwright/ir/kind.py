@@ -13,13 +13,14 @@ MEMORY = (
 )  # fmt: skip
 """Kinds bound by memory. The size of a call is the bytes of its inputs and outputs. Its efficiency is a fraction of the
 memory bandwidth. An ``activation`` computes a function with many instructions per element. A ``copy`` moves elements
-without computing. An ``update`` is a pass of an optimizer over parameters. ``operands`` and ``convolution_operands``
-stand for the memory work of a matrix product or convolution on its operands and result. This work takes noticeable time
-if a product has few rows, or if a convolution has a small kernel."""
+without computing. An ``update`` is a pass of an optimizer over parameters. A matrix product reads its
+operands and writes its result: ``operands`` stands for these memory accesses. ``convolution_operands`` stands for the
+memory accesses of a convolution. Both take noticeable time if a product has few rows, or a convolution a small
+kernel."""
 OPERANDS = {"matmul": "operands"} | dict.fromkeys(
     ("convolution", "convolution_input", "convolution_weight"), "convolution_operands"
 )
-"""Maps a kind of matrix product or convolution to the kind of its memory work on operands."""
+"""Maps a kind of matrix product or convolution to the kind that stands for its memory accesses."""
 KINDS = (*COMPUTE, *MEMORY)
 
 _EXPERTS = (

@@ -41,9 +41,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The ZeRO stage: data-parallel ranks store parts of the optimizer state (1), also of gradients (2), also of
     parameters (3), which are then gathered for every use."""
     zero_ranks: int = 0
-    """The number of neighbouring dp ranks that together hold one copy of the state of ``zero``; 0: all dp ranks."""
+    """The number of neighbouring dp ranks that together hold one copy of the state divided by ZeRO; 0: all dp ranks."""
     offload: Literal["none", "optimizer"] = "none"
-    """The state that is kept in host memory between uses. If the planner searches, the state that it may keep there."""
+    """``optimizer``: ranks keep optimizer state in host memory between uses. If the planner searches,
+    ``optimizer`` only allows it to do this where device memory is too small."""
     precision: Precision | None = None
     """The precision of matrix products and convolutions; parameters, gradients and optimizer state stay in float32.
     Default: the model's own dtypes."""
@@ -69,7 +70,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     micro-batch, or one rank's samples of the micro-batch, as in DistributedDataParallel. With ``rank``, ranks exchange
     no statistics in forward and backward, and the running statistics are the mean over ranks."""
     stage_sizes: tuple[dict[str, int], ...] = ()
-    """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"tp": 2})``. Products must be equal."""
+    """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"tp": 2})``. The product of dp
+    and tp must be equal for all pipeline ranks."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""

@@ -150,10 +150,10 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def communication_factor(self) -> float:
         """The measured divided by the predicted communication time; 1 if one of the two times is too short.
 
-        Exposed time is taken from the rank of each stage that waited least. This rank came last to its collectives, so
-        it waited for communication only, not for other ranks. Hidden communication is not measured. It is assumed to
-        have taken as long as the computing that hid it, which took ``compute_factor`` times as long as predicted:
-        ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
+        The exposed and hidden times of a stage are the smallest of its ranks. The rank that waited least came last to
+        its collectives, so it waited for communication only, not for other ranks. Hidden communication is not
+        measured. The formula assumes that it took ``compute_factor`` times its predicted time, like the computing that
+        hid it: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
         """
         exposed_s = measured_s = hidden_s = 0.0
         for entries in self._by_stage().values():

@@ -12,8 +12,8 @@ from meshwright.ir.mesh import members
 from meshwright.ir.rule import ONE_AXIS, Dim, Factor, PatternOperand, Rule
 
 LINEAR = "^"
-"""The caret. If a strategy's choice for an axis consists of carets, the operator passes a Partial through unreduced.
-The choice has as many carets as the pattern has before these operands."""
+"""The caret. If a strategy's choice for an axis consists of carets, the operator reads partial sums and makes partial
+sums, without a reduction. The choice has as many carets as the rule's pattern has before the Partial operands."""
 
 
 class Shard(msgspec.Struct, frozen=True, tag="shard"):
@@ -38,11 +38,12 @@ class Shard(msgspec.Struct, frozen=True, tag="shard"):
 
 
 class Flat(msgspec.Struct, frozen=True, tag="flat"):
-    """Every rank of the axis holds an equal part of the tensor, or of the part of it that the other axes leave.
+    """Every rank of the axis holds an equal part of the tensor.
 
-    The parts are rows of the first dim if the size of the axis divides this dim. Else they are elements in order,
-    padded with zeros. Flat is for storage, not for computing. It can cut any tensor, and one collective can gather the
-    parts of many tensors. A tensor is Flat over at most one axis."""
+    If other axes split the tensor too, the axis divides the part that remains after their splits. The parts are rows of
+    the first dim if the size of the axis divides this dim. Else they are elements in order, padded with zeros. Flat is
+    for storage, not for computing. It can cut any tensor, and one collective can gather the parts of many tensors. A
+    tensor is Flat over at most one axis."""
 
     def __str__(self) -> str:
         return "flat"
@@ -87,14 +88,14 @@ def unflattened(placements: Placements) -> Placements:
 
 
 def is_linear(choice: str) -> bool:
-    """Whether a strategy's choice for an axis (``"^"``, ``"^^"``) means that the operator passes a Partial through."""
+    """Whether a strategy's choice for an axis (``"^"``, ``"^^"``) keeps inputs and outputs Partial."""
     return choice.startswith(LINEAR)
 
 
 def factor_placement(dims: tuple[Dim, ...], sizes: dict[str, int], *names: str, parts: int = 1) -> Shard | None:
     """The Shard that a tensor with these dims has if all axes together split a factor into ``parts`` parts.
 
-    The factor is the first of ``names`` that the dims contain. The result is None if they contain none of them."""
+    The factor is the first of ``names`` that the dims contain. If there is no such name, the result is None."""
     for name in names:
         for index, dim in enumerate(dims):
             outer = 1
@@ -206,10 +207,10 @@ def bounds(units: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 
 class AxisCut(NamedTuple):
-    """How one axis cuts a dim, of which other axes may have left only a part.
+    """How one axis cuts a dim, or the part of the dim that remains after the cuts of other axes.
 
-    This part of the dim consists of ``blocks`` blocks. Each block is cut into parts, one for each index on the axis.
-    Part ``i`` has ``units[i]`` units. A unit is ``unit`` indices of the dim. If parts are equal, each is one unit."""
+    This dim or part consists of ``blocks`` blocks. Each block is cut into parts, one for each index on the axis.
+    Part ``i`` has ``units[i]`` units. A unit is ``unit`` indices of the dim. Equal parts are one unit each."""
 
     blocks: int
     units: tuple[int, ...]
@@ -241,7 +242,7 @@ def axis_cut(
 ) -> AxisCut:  # fmt: skip
     """How ``axis`` (or joined axes) cuts a tensor of global shape ``shape`` on the rank at coordinates ``at``.
 
-    ``others`` has the placements on the other axes. Other axes that cut the same factor come before ``axis``."""
+    ``others`` has the placements on the other axes. The function assumes that these axes cut before ``axis``."""
     blocks, units = shard.outer, shape[shard.dim] // shard.outer // shard.unit
     beside = {name: placement for name, placement in others.items() if name not in members(axis)}
     local = _local_length(shape, shard.dim, beside, axis_sizes, at)
@@ -261,7 +262,7 @@ def axis_cut(
 def _cuts(
     shape: Sequence[int], dim: int, placements: Placements, axis_sizes: Mapping[str, int], at: Mapping[str, int]
 ) -> Iterator[tuple[Shard, int, int]]:
-    """The Shards of a dim, outer axes first, each with the units of its factor on this rank before and after it."""
+    """The Shards of a dim, outer axes first, each with this rank's units of the factor before and after the cut."""
     units: dict[int, int] = {}
     for axis, parts in axis_sizes.items():
         shard = placements.get(axis)
@@ -304,7 +305,8 @@ def _local_length(
 def nested(first: Shard, parts: int, second: Shard, length: int) -> bool:
     """Whether two Shards of a dim (of ``length`` indices) can be combined.
 
-    They can if they cut the same factor, or if the parts of ``first`` contain only whole blocks of ``second``."""
+    They can if they cut the same factor in equal units, or if they cut different factors and the parts of ``first``
+    contain only whole blocks of ``second``."""
     if first.outer == second.outer:
         return first.unit == second.unit
     block = length // first.outer

@@ -18,16 +18,15 @@ from meshwright.ir.stages import cut
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
 Strategy = dict[str, str]
-"""Maps a mesh axis to the factor that is split over it, or to carets if the operator passes a Partial through."""
+"""Maps a mesh axis to the factor that is split over it, or to carets (``^``: inputs and outputs are partial sums)."""
 
 
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tensors that one collective over ``axis`` (or joined axes) carries together.
 
-    The tensors are either the gradients of ``parameters``, which the collective reduces, or the ``parameters``, which
-    are stored Flat and which it gathers. Gradients of Flat parameters are reduce-scattered, other gradients are
-    all-reduced. Reduced gradients are then summed over the axes ``across``. ``num_bytes`` is the size of the whole
-    bucket on one rank."""
+    The collective either reduces the gradients of ``parameters``, or gathers ``parameters`` that are stored Flat.
+    Gradients of Flat parameters are reduce-scattered, other gradients are all-reduced. Reduced gradients are then
+    summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -43,7 +42,7 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The split of a module and the reason for it, for ``explain``."""
+    """The split of a module and the reason for it, as ``Plan.explain`` shows them."""
 
     module: str
     split: str
@@ -72,8 +71,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``strategies`` maps the name of an operator to its strategy. For operators of repeated blocks, the name may have
     ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
     forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``axes`` has the sizes of the stage's submesh, if the
-    submeshes of stages differ.
+    (``blocks.*``), whose results backward computes again. ``axes`` has the sizes of the stage's submesh (the mesh of
+    the ranks that hold the stage), if the submeshes of stages differ.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
@@ -96,13 +95,13 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that was decided about a training step.
+    """All decisions about how the ranks run a training step.
 
     ``algorithms`` maps an axis, or joined axes (``dp+tp``), to the algorithm of its collectives. ``links`` maps an
-    axis, or joined axes, to the link with which the cheapest resharding is computed. ``interiors`` names operators that
-    compute the interior of their output while the halo rows of neighbouring ranks travel, and the borders of the output
-    afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments`` are changes to the plan
-    during a run."""
+    axis, or joined axes, to the link whose times decide which resharding is cheapest. ``interiors`` names operators
+    that compute the interior of their output while the halo rows of neighbouring ranks travel. These operators compute
+    the borders of the output afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments``
+    are changes to the plan during a run."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -155,7 +154,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return any(stage.axes for stage in self.stages)
 
     def storage(self, parameter: str) -> dict[str, Placement]:
-        """The placements in which the stage that holds a parameter stores it."""
+        """The placements of a parameter between steps, in the stage that holds the parameter."""
         return next((stage.storage[parameter] for stage in self.stages if parameter in stage.storage), {})
 
     def strategies(self, graph: Graph) -> dict[str, Strategy]:

@@ -111,7 +111,8 @@ def _caret_problems(
         if not group:
             pattern = rule.pattern if rule else "(no rule)"
             yield place, f"{choice!r} on {axis!r}, but no operand of {pattern!r} is marked so", "leave the axis out"
-        for name in group if axis != TIME else ():  # over time, dividing a whole tensor makes it Partial
+        # Over time, whole tensors may be used too: a whole tensor divided by the number of micro-batches is Partial.
+        for name in group if axis != TIME else ():
             if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
                 other = " here: it comes from another stage" if name in reduced else ""
                 problem = f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}"

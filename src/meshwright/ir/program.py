@@ -1,4 +1,4 @@
-"""The program of one rank for one stage of a step, as data: phases of nodes with local shapes, collectives and frees.
+"""The program of one rank for one stage of a step, as data: nodes with local shapes, collectives and freed memory.
 
     prologue   once a step       operators that depend on no parameter; gathers of parameters stored in parts
     forward    each micro-batch
@@ -68,10 +68,10 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One call in a program.
 
-    ``operator`` is the operator of the graph for which the call is made. Calls for no operator have ``gathers``,
-    ``gradients``, ``outputs``, ``sends`` or ``buffers`` instead. ``starts`` is a collective that this node starts. It
-    runs until the node whose ``waits`` is the name of this node. The collectives ``inside`` are parts of the call and
-    end with it. ``frees`` names the storages whose last reader is this node."""
+    ``operator`` is the name of the graph's operator for which the call is made. For any other call, it is a word for
+    the purpose: ``gathers``, ``gradients``, ``outputs``, ``sends`` or ``buffers``. ``starts`` is a collective that this
+    node starts. It runs until the node whose ``waits`` is the name of this node. The collectives ``inside`` are parts
+    of the call and end with it. ``frees`` names the storages whose last reader is this node."""
 
     name: str
     target: str
@@ -240,5 +240,5 @@ class Lower(Protocol):
     ) -> OperatorProgram:
         """The program of an operator under a strategy, on the first rank of each axis.
 
-        ``sizes`` maps an axis to its size. Equal operators share one program. Names in it are those of the operator
+        ``sizes`` maps an axis to its size. Equal operators share one program, which has the names of the operator
         that was lowered first."""

@@ -28,7 +28,9 @@ class Recomputation(msgspec.Struct, frozen=True):
         return self._is_named(operator) or (bool(block) and starred(block + ".").rstrip(".") in self.names)
 
     def whole_block(self, operator: str) -> bool:
-        """Whether an operator is computed again as a part of its block, so that only the block's inputs are kept."""
+        """Whether an operator is computed again as a part of its block. Then only the inputs of the block are kept.
+
+        ``holds`` must be true for the operator."""
         return not self._is_named(operator)
 
     def _is_named(self, operator: str) -> bool:

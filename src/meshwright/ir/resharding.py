@@ -110,7 +110,8 @@ def _cheapest(
     if path is None:
         path = _path(tensor, start, end, cuts, (1 << len(sizes)) - 1)
     lost = [tensor.names[axis] for axis, want in enumerate(end) if isinstance(want, Partial) and start[axis] != want]
-    assert path is not None, f"no partial sum over {lost} to pass on: {start} to {end}"  # each rank would add it
+    # A whole tensor does not serve as a Partial: the sum over ranks would contain it once for every rank.
+    assert path is not None, f"no partial sum over {lost} to pass on: {start} to {end}"
     return tuple(tensor.move(before, step) for before, step in path)
 
 
@@ -246,8 +247,8 @@ class _Tensor:
     def has_shortcut(self, start: _State, differ: int) -> bool:
         """Whether one gather over joined axes may be faster than separate gathers over single axes.
 
-        The separate gathers are those over the joined axes in the bit set ``differ``. The one gather moves more data,
-        because it also gathers over the other joined axes."""
+        The separate gathers are over single axes of a joined axis; their bits are set in ``differ``. The
+        one gather moves more data, because it also gathers over the other joined axes."""
         for group in self.groups:
             differing = [axis for axis in group.axes if differ >> axis & 1]
             others = [axis for axis in group.axes if axis not in differing]

@@ -54,13 +54,13 @@ class Series(_Part, frozen=True, omit_defaults=True, kw_only=True):
     seconds: tuple[Seconds, ...] = ()
     """Seconds per step, for each repetition. If ranks work together, these are the seconds of the slowest rank."""
     steps: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """The number of steps in a repetition. ``seconds`` has their mean time."""
+    """The number of steps in a repetition. Each entry of ``seconds`` is the mean time of these steps."""
     statistic: str = "median"
     """The statistic that gives ``value_s`` from ``seconds``, such as the median."""
     value_s: float = 0.0
     """The value of the series, in seconds."""
     settings: str = ""
-    """The name of its settings in ``settings`` of the file."""
+    """The name of the settings of the series, in ``settings`` of the file."""
     run: str = ""
     """The run that measured the series: a process and its child processes, on one machine, without a break."""
     machine: str = ""
@@ -95,7 +95,8 @@ class Comparison(_Finding, frozen=True, kw_only=True, tag="comparison"):
     baseline: str = ""
     """The program whose time is the denominator. It is the fastest program if ours is compared with several."""
     ratio: float = 0.0
-    """The ``value_s`` of ours divided by the ``value_s`` of the baseline."""
+    """The median, over the rounds, of the seconds of ``ours`` divided by those of ``baseline``. If the programs did not
+    run in rounds, it is ``value_s`` of ``ours`` divided by ``value_s`` of ``baseline``."""
     interval: Interval | None = None
     """The interval that holds 95 % of the ratios when repetitions are resampled."""
     limit: float | None = None
@@ -125,7 +126,7 @@ class Scaling(_Finding, frozen=True, kw_only=True, tag="scaling"):
     """The speed-up of a program as the number of ranks grows."""
 
     scaling: str = ""
-    """``strong`` (model and batch stay equal) or, if it grows with the ranks, ``batch`` or ``model``."""
+    """The size that grows with the number of ranks: ``batch`` or ``model``; ``strong``: neither of them grows."""
     base: str = ""
     """The program of the first point: the same program on one rank, or the best serial program."""
     work_unit: str = ""
@@ -170,7 +171,7 @@ class Accuracy(_Finding, frozen=True, kw_only=True, tag="accuracy"):
     value: float
     """The value of the metric."""
     settings: str = ""
-    """The name of its settings in ``settings`` of the file."""
+    """The name of the settings of the training, in ``settings`` of the file."""
 
 
 class Check(_Finding, frozen=True, kw_only=True, tag="check"):

@@ -98,8 +98,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     letter is a factor. ``(b s)`` is a dim made of several factors, outermost first. A number is a literal size. ``.``
     is a scalar. If a factor occurs only on the left, splitting it leaves the outputs Partial(``reduction``). A factor
     ``!f`` cannot be split by the pattern alone. For a factor ``~y``, the operator reads neighbouring indices, so a
-    split needs a decomposition that exchanges halos. Carets mark operands: the operator is linear in all operands with
-    the same number of carets together, so they may be Partial, and then the outputs are Partial.
+    split needs a decomposition that exchanges halos. Carets mark operands. The operator is linear in all operands with
+    the same number of carets, taken together. So these operands may be Partial, and then the outputs are Partial.
 
     ``sizes`` maps each letter to its global size. ``decompositions`` maps each factor that only a decomposition can
     split to the way in which the ranks' results are combined: ``{"v": "gather"}``. After ``sum``, ``gather``, ``ring``

@@ -214,7 +214,7 @@ class LearningRate(Section, frozen=True, kw_only=True):
     warmup_steps: Count = 0
     """The number of steps until the highest learning rate."""
     warmup_from: Literal["zero", "base"] = "zero"
-    """The start of the warm-up: near 0, or the learning rate before scaling (Goyal et al. 2017, section 2.2)."""
+    """The start of the warm-up: near 0 (``zero``) or the rate before scaling (``base``: Goyal et al. 2017, 2.2)."""
     final: Fraction = 0.1
     """The last learning rate, as a fraction of the highest."""
     scaling: Scaling = "none"

@@ -23,7 +23,7 @@ from meshwright.ir.placement import Placements, Shard, output_placements
 from meshwright.ir.schedule import ActionKind
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
-"""When work runs: ``step``: before the step; ``forward``, ``backward``: in each micro-batch; else once a step."""
+"""When work runs: ``step``: before the step; ``forward``, ``backward``: in each micro-batch; others: once a step."""
 INPUT, WEIGHT = "input", "weight"
 """The two parts of a split backward: gradients of the stage's inputs, and gradients of its parameters."""
 PHASES = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, FINISH)
@@ -42,8 +42,8 @@ _ADD, _CAST = "aten.add.Tensor", "aten._to_copy.default"
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """A graph cut into ``num_stages`` stages.
 
-    ``stage_of`` maps a forward or backward operator to its stage. It does not contain prologue operators, which run in
-    every stage that reads their results, and additions of gradients from several stages, which run in no stage.
+    ``stage_of`` maps a forward or backward operator to its stage. Two kinds of operators have no entry: prologue
+    operators run in every stage that reads their results; additions of gradients from several stages run in no stage.
     ``late`` names the operators of the backward pass. ``up[s]`` names the tensors that stage s sends to stage s + 1, in
     the order in which they are made. ``down[s]`` names the tensors that stage s + 1 sends to stage s. ``terms`` maps a
     parameter and a stage to the tensors whose sum is the stage's gradient of the parameter. ``owners`` maps a parameter
@@ -376,7 +376,11 @@ def _hold_for_prologue(graph: Graph, stage_of: dict[str, int], owners: dict[str,
 def _hold(
     owners: dict[str, set[int]], buffer: str, stages: set[int], known: set[int] | None = None, where: str = ""
 ) -> None:
-    """Make one stage the owner of a buffer. This stage, or the stages ``known``, must make the buffer's new value."""
+    """Make the only stage in ``stages`` the owner of a buffer.
+
+    Raises:
+        PlanError: another stage holds the buffer, ``stages`` has several stages, or its stage is not in ``known``.
+    """
     if owners[buffer] - stages or len(stages) > 1 or (known and stages - known):
         raise PlanError(
             f"buffer {buffer!r} is updated in stage {min(known or stages)} and read in another",

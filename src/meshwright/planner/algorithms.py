@@ -1,4 +1,4 @@
-"""Choose the collective algorithm, and find the link, of each axis of a plan."""
+"""Choose the collective algorithm of each mesh axis of a plan, and find the link that each axis uses."""
 
 from collections.abc import Iterable
 
@@ -10,22 +10,25 @@ from meshwright.ir.resharding import Link
 
 
 def communicating(axes: Iterable[str]) -> list[str]:
-    """The axes in the given order, then all runs of neighbouring axes, which may communicate as one joined axis
-    (``dp+tp``)."""
+    """The axes in the given order, then every run of two or more neighbouring axes as one joined axis (``dp+tp``)."""
     names = list(axes)
     runs = [names[first:last] for first in range(len(names)) for last in range(first + 2, len(names) + 1)]
     return [*names, *(JOIN.join(run) for run in runs)]
 
 
 def links_of(mesh: Mesh, axes: Iterable[str], network: Network) -> dict[str, Link]:
-    """The link of each axis and of each joined axis. All ``axes`` must have more than one rank."""
+    """The link of each axis and of each joined axis (see ``communicating``). All ``axes`` must have more than one
+    rank."""
     return {axis: network.link(axis_group(mesh, axis)) for axis in communicating(axes)}
 
 
 def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> dict[str, str]:
-    """The collective algorithm of each axis: the fastest that was measured on the cluster. If none was measured, two
-    CPU ranks of one box exchange their data in one round (``exchange``), and all other axes use the collectives of
-    torch.distributed (``native``)."""
+    """Choose the collective algorithm of each axis and of each joined axis (see ``communicating``).
+
+    On a CPU cluster, the algorithm is the fastest that was measured. If none was measured, an axis of two ranks in one
+    box uses ``exchange``: the two ranks exchange their data in one round. All other axes use ``native``, the
+    collectives of torch.distributed. Without a cluster, all ranks are assumed to be CPU ranks of one box.
+    """
     network = Network(cluster) if cluster is not None and cluster.device.kind == "cpu" else None
     algorithms = {}
     for axis in communicating(axes):
@@ -36,7 +39,7 @@ def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> d
 
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
-    """Whether each group of ``axis`` lies inside one box of CPU ranks. Without a cluster, the result is True."""
+    """Whether the ranks of each group of ``axis`` are CPU ranks of one box. Without a cluster, the result is True."""
     if cluster is None:
         return True
     if cluster.device.kind != "cpu" or not cluster.levels:

@@ -25,15 +25,17 @@ from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
-"""Number of layouts that are simulated. The layouts that are fastest in closed form are taken."""
+"""Number of layouts that are simulated. These are the layouts with the shortest closed-form estimates."""
 ALIKE = 0.02
-"""Relative accuracy of predictions. Of all layouts that are slower than the fastest by at most this fraction, the
-simplest is taken."""
+"""Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
+the planner takes the simplest."""
 SHOWN = 8
-"""Upper limit on the slower layouts that a plan lists. The limit on layouts that need too much memory is half of it."""
+"""Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
+memory."""
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-"""Kinds of recomputation, from most to least memory. Less memory costs more time, so the first that fits is taken."""
+"""Kinds of recomputation, in the order of falling memory and rising time. The planner takes the first kind that fits in
+memory."""
 
 
 class _Option(msgspec.Struct, frozen=True):
@@ -80,21 +82,22 @@ def plan_auto(
     """Find the fastest plan that fits in memory.
 
     The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, recomputation, ZeRO and sequence parallelism.
-    For models with convolutions, it also varies mixed axes.
+    For models with convolutions, it also varies mixed axes, which may split any factor of an operator.
 
-    All layouts are estimated in closed form, except larger numbers of micro-batches once they no longer make the step
-    shorter. The ``PLAYED`` fastest layouts are simulated. Of the layouts within ``ALIKE`` of the fastest, the simplest
-    is taken. ``gpipe`` is left out, because ``1f1b`` takes as long with less memory. ``batch_statistics`` stays global,
-    because its other values change the results of training. The plan lists the next-best layouts and why they were not
-    taken (``Plan.explain``).
+    The planner estimates the layouts in closed form, and simulates the ``PLAYED`` fastest layouts. Of the simulated
+    layouts within ``ALIKE`` of the fastest, it takes the simplest. Layouts that differ only in their number of
+    micro-batches are estimated in rising order, until more micro-batches no longer make the step shorter. The search
+    leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps ``batch_statistics``
+    global, because other values would change the results of training. The plan lists the next-best layouts, and why
+    each was not taken (see ``Plan.explain``).
 
-    ``lower`` makes the programs from which costs are computed; the other arguments are those of ``mw.plan``. When
+    ``lower`` makes the programs from which costs are computed. The other arguments are the same as in ``mw.plan``. When
     ``seconds`` have passed, the planner estimates no further layouts and makes the plan of the best layout so far.
 
     Raises:
-        LayoutError: no layout that fits was found in time; the devices do not support the step's precision; no layout
-            divides the batch; or no layout fits in memory (the message names the layout that needs the least memory,
-            and changes that would help).
+        LayoutError: no layout that fits was found in time; ``seconds`` is not above 0; the devices do not support the
+            step's precision; no layout divides the batch; or no layout fits in memory (the message names the layout
+            that needs the least memory, and changes that would help).
     """
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
@@ -163,8 +166,8 @@ def plan_auto(
 
 @dataclass
 class _Scales:
-    """Estimates the step time and memory of layouts. ``StepWork`` does not depend on the schedule, so layouts that
-    differ only in their schedule share it."""
+    """Estimates the step time and memory of layouts. ``StepWork`` does not depend on the schedule. Layouts that differ
+    only in their schedule therefore share one ``StepWork``."""
 
     graph: Graph
     world_size: int
@@ -182,8 +185,8 @@ class _Scales:
 
     def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
         """The layout itself if it fits in ``limit`` bytes; else its fastest variant with ZeRO, recomputation or offload
-        that fits; else the variant that needs the least memory. ``begun`` then holds all options estimated for the
-        layout."""
+        that fits; else the variant that needs the least memory. After the call, ``begun`` has all options that were
+        estimated for the layout."""
         options = []
         self.begun = []
         levels: tuple[Literal[0, 1, 2, 3], ...] = (0,) if layout.dp == 1 else (0, 1, 2, 3)
@@ -201,9 +204,12 @@ class _Scales:
         return min(fitting, key=lambda option: option.rank)
 
     def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
-        """The layout with the least recomputation that fits in ``limit``, or with the most recomputation if none fits.
-        If recomputation must be added, strategies under the memory limit (``_careful``) are tried as another way to
-        fit, and the faster way is taken."""
+        """The layout with the least recomputation that fits in ``limit`` bytes, or with the most recomputation if none
+        fits.
+
+        If the layout needs more recomputation to fit, the planner also tries strategies that need less memory (see
+        ``_careful``). Of the two options, the faster option that fits is taken.
+        """
         option = self._weigh(layout, self._plain)
         if option.peak_bytes <= limit:
             return option
@@ -218,16 +224,20 @@ class _Scales:
         return min(ways, key=lambda way: way.predicted.step_s, default=option)
 
     def explained(self, option: _Option, limit: float) -> Plan:
-        """The plan of an option, with the best bucket sizes and with notes on what other strategies would cost."""
+        """The plan of an option, with the best bucket sizes and with notes on the costs of other strategies."""
         return self._plan(option.layout, replace(option.ask, explains=True, room_bytes=limit))
 
     def _plan(self, layout: Layout, ask: Ask) -> Plan:
         return plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
 
     def _careful(self, layout: Layout, limit: float) -> _Option | None:
-        """The layout with strategies that the integer program chooses under the memory limit; None if none fit."""
+        """The layout with strategies that the integer program chooses under a memory limit of ``limit`` bytes.
+
+        The result is None if no strategies fit. It is also None for layouts whose strategies the integer program does
+        not choose.
+        """
         if layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel or (layout.tp == 1 and not layout.mixed):
-            return None  # the program chooses no strategies there
+            return None  # explicit rules choose the strategies of these layouts
         try:
             option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
         except (LayoutError, PlanError):
@@ -315,8 +325,8 @@ def _nothing_fits(
 
 
 def _smaller_batch(batch_size: int, option: _Option, limit: float) -> int:
-    """The largest batch that would fit with the option's layout; 0 if there is none. The memory of a micro-batch is
-    assumed to be proportional to its number of samples."""
+    """The largest smaller batch with which the option's layout would fit in ``limit`` bytes; 0 if there is none. The
+    memory of a micro-batch is assumed to be proportional to its number of samples."""
     parts = option.layout.dp * option.layout.microbatches
     samples, memory = batch_size // parts, option.memory
     shrinking = memory.saved_bytes + memory.workspace_bytes

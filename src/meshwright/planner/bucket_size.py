@@ -24,8 +24,8 @@ from meshwright.schedules.pipeline import schedule_of
 LADDER_BYTES = tuple(2**power for power in range(20, 27))
 """Bucket sizes that are compared: the powers of two from 1 to 64 MiB."""
 ALIKE = 0.005
-"""Sizes whose costs differ by less than this fraction of a stage's compute time count as equal. Of equal sizes, the one
-nearest to ``BUCKET_BYTES`` is taken."""
+"""Two bucket sizes count as equally good if the times that computing waits for communication differ by less than this
+fraction of a stage's compute time. Of equally good sizes, the size nearest to ``BUCKET_BYTES`` is taken."""
 _MIB = 2**20
 
 
@@ -53,9 +53,12 @@ def fit_buckets(
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
-    """Give ``plan`` the bucket sizes of ``LADDER_BYTES`` for which computing waits least. Notes in the plan say what
-    other sizes would cost. The peak memory of a rank stays within ``memory_bytes``, or within the peak that buckets of
-    ``BUCKET_BYTES`` need if that is larger."""
+    """Give ``plan`` the bucket sizes of ``LADDER_BYTES`` for which computing waits least for communication.
+
+    ``reduced`` are the members of the gradient buckets, and ``gathered`` those of the parameter buckets. Notes in the
+    plan say how much longer computing would wait with other sizes. The peak memory of a rank stays within
+    ``memory_bytes``. If even buckets of ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
+    """
     scale = _Scale(lower, plan, cluster, reduced, gathered)
     if not scale.differ:
         return plan
@@ -78,8 +81,11 @@ def fit_buckets(
 
 
 def ranked(choices: Sequence[BucketSizes], computed_s: float) -> list[BucketSizes]:
-    """Sort choices: first those that cost about as little as the best (``ALIKE``), by their distance from the default
-    bucket size; then the others by cost."""
+    """Sort pairs of bucket sizes from the best to the worst.
+
+    First come the choices that are about as good as the best (see ``ALIKE``), sorted by their distance from the default
+    bucket size. Then come the others, sorted by ``exposed_s``.
+    """
     most = min(choice.exposed_s for choice in choices) + ALIKE * computed_s
     return sorted(choices, key=lambda choice: (max(choice.exposed_s, most), choice.unusual, choice.exposed_s))
 
@@ -91,7 +97,8 @@ def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerC
 
 
 class _Scale:
-    """Computes the costs of buckets of every size. The plan is lowered once, with buckets of one parameter each."""
+    """Computes how long computing waits for buckets of each size. For this, ``weighed`` lowers the plan only once, with
+    one parameter in each bucket."""
 
     def __init__(
         self,
@@ -124,7 +131,8 @@ class _Scale:
         return len(self.reduced) > 1 or len(self.gathered) > 1
 
     def weighed(self) -> list[BucketSizes]:
-        """The cost of every pair of sizes. Of several sizes that give equal buckets, only one is included."""
+        """The ``BucketSizes`` of every pair of a gradient bucket size and a parameter bucket size. Of several sizes
+        that give equal buckets, only one is included."""
         self.actions = [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
         return [
             BucketSizes(size, other, self._exposed_s(gathers, reductions))
@@ -147,8 +155,8 @@ class _Scale:
         )
 
     def holds_more(self, choice: BucketSizes) -> bool:
-        """Whether ``choice`` needs more memory than buckets of ``BUCKET_BYTES``: it has larger buckets, which are
-        gathered or reduce-scattered."""
+        """Whether ``choice`` may need more memory than buckets of ``BUCKET_BYTES``. Only larger buckets that are
+        gathered or reduce-scattered need more memory."""
         more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
         return more or (choice.reduced_bytes > BUCKET_BYTES and any(map(self._is_cut, self.plan.buckets)))
 
@@ -156,12 +164,15 @@ class _Scale:
         """Whether the bucket's gradients are reduce-scattered, because their parameters are stored Flat."""
         return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
-    # --- buckets on their way ----------------------------------------------------------------------------------------
+    # --- collectives of buckets --------------------------------------------------------------------------------------
 
     def _hides(self, operation: str, bucket: Bucket) -> bool:
-        """Whether a collective runs while its rank computes. On CPUs, a collective inside a box never does. A
-        collective between boxes does so if torch.distributed's threads carry it, or if it has only one round and thus
-        sends most of its bytes at its start."""
+        """Whether a rank computes while the collective of a bucket runs.
+
+        On devices other than CPUs, a rank always does. On CPUs, a rank never does during a collective inside a box. A
+        collective between boxes runs beside computing if threads of torch.distributed carry it out. It also does so if
+        it has only one round, because it then sends most of its bytes at its start.
+        """
         if self.cluster.device.kind != "cpu":
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
@@ -187,7 +198,7 @@ class _Scale:
             hides=self._hides(operation, bucket),
         )
 
-    # --- in words ----------------------------------------------------------------------------------------------------
+    # --- notes -------------------------------------------------------------------------------------------------------
 
     def notes(self, choice: BucketSizes) -> list[Note]:
         """Notes on the sizes of gradient buckets and of parameter buckets, where different sizes are possible."""
@@ -216,7 +227,7 @@ class _Scale:
 
 
 def _distinct(members: Sequence[BucketMember], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
-    """Maps each bucket size to its buckets. Of sizes that give the same buckets, only the one nearest to
+    """Maps each bucket size to its buckets. Of sizes that give the same buckets, only the size nearest to
     ``BUCKET_BYTES`` is kept."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
     size_of: dict[tuple[Bucket, ...], int] = {}

@@ -17,9 +17,12 @@ BUCKET_BYTES = 8 * 2**20
 
 
 class BucketMember(NamedTuple):
-    """A parameter that may share a bucket with parameters of the same ``key``. The key is (stages, axis, other axes
-    over which the gradient is summed, whether storage is Flat, dtype with the modules that share the parameter).
-    ``num_bytes`` is the size on one rank before ZeRO shards it."""
+    """A parameter or its gradient, which may share a bucket with members of the same ``key``.
+
+    ``key`` has the stages, the axis, the other axes over which the gradient is summed, whether the parameter is stored
+    Flat, and the dtype. If several modules share a gathered parameter, the names of these modules follow the dtype.
+    ``num_bytes`` is the size on one rank before ZeRO shards the parameter or gradient.
+    """
 
     key: "_Together"
     name: str
@@ -32,9 +35,9 @@ _Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
 def filled(
     members: Sequence[BucketMember], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
 ) -> tuple[Bucket, ...]:
-    """Fill members into buckets of at most ``most_bytes`` (a larger member has its own bucket), and return the buckets
-    in the order in which they are completed. Members that share a bucket in ``base`` share a bucket here too, whatever
-    its size."""
+    """Fill members into buckets of at most ``most_bytes``, and return the buckets in the order in which they are
+    completed. A member that is larger has its own bucket. Members that share a bucket in ``base`` share a bucket here
+    too, whatever its size."""
     home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
     pending: dict[tuple[_Together, int], list[BucketMember]] = {}
     buckets: list[Bucket] = []
@@ -64,8 +67,8 @@ def gathered_members(
     graph: Graph, divided: Cut, storage: dict[str, dict[str, Placement]], axis_sizes: dict[str, int]
 ) -> tuple[BucketMember, ...]:
     """The parameters that are stored Flat, in the order of their first use. A parameter of several modules shares a
-    bucket only with parameters of the same modules, because all parameters of a bucket live until the last use of any
-    of them."""
+    bucket only with parameters of the same modules. The reason is that all parameters of a bucket stay in memory until
+    the last use of any of them."""
     consumers = graph.consumers()
     order = {operator.name: index for index, operator in enumerate(graph.operators)}
     first = {
@@ -92,9 +95,13 @@ def reduced_members(
     storage: dict[str, dict[str, Placement]],
     mover: Mover,
 ) -> tuple[BucketMember, ...]:
-    """The gradients that only need a sum over ranks, in the order in which backward makes them. A sum over several axes
-    runs over one joined axis if ``mover`` finds that cheaper, else over one axis after the other. The axis of Flat
-    storage comes first, because its reduce-scatter leaves each rank only a part."""
+    """The gradients that only need a sum over ranks, in the order in which backward makes them.
+
+    If the parameter is stored Flat over an axis, the gradient is summed over this axis first, because the
+    reduce-scatter leaves each rank only a part of the gradient. Sums over the other axes follow one after the other.
+    For all other gradients, a sum over several axes runs over one joined axis if ``mover`` finds that cheaper, else
+    over one axis after the other.
+    """
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
     members: list[BucketMember] = []
@@ -123,7 +130,8 @@ def reduced_members(
 
 
 def _summed_over(axes: list[str], mover: Mover) -> list[str]:
-    """The axes over which a bucket is summed: either several axes in turn, or one joined axis."""
+    """The axes over which a bucket is summed: one joined axis if ``mover`` finds that cheaper, else several axes in
+    turn."""
     have: Placements = dict.fromkeys(axes, Partial("sum"))
     moves = mover.moves(have, {}, (BUCKET_BYTES // 4,), 4)
     return [moves[0].axis] if len(moves) == 1 else [axis for axis in mover.sizes if axis in axes]

@@ -16,9 +16,12 @@ MOST_CHUNKS = 3
 
 @dataclass(frozen=True)
 class Axes:
-    """What a layout can divide in a model besides batch and features. ``experts`` is the number of experts, or the
-    greatest common divisor if mixture-of-experts operators have different numbers. ``images``: whether the model has
-    convolutions."""
+    """The parts of a model that a layout can divide besides batch and features.
+
+    ``sequences``: whether the model has sequences. ``attention``: whether it has attention over sequences. ``images``:
+    whether it has convolutions. ``experts`` is the number of experts. If mixture-of-experts operators have different
+    numbers of experts, ``experts`` is the greatest common divisor of these numbers.
+    """
 
     sequences: bool = False
     attention: bool = False
@@ -27,7 +30,7 @@ class Axes:
 
 
 def axes_of(graph: Graph) -> Axes:
-    """Find out what a layout can divide in the model of a graph."""
+    """Find the parts of a graph's model that a layout can divide besides batch and features."""
     mixtures = [operator for operator in graph.operators if operator.target.startswith("meshwright.experts.")]
     experts = math.gcd(*(graph.tensors[mixture.inputs[-1]].shape[0] for mixture in mixtures)) if mixtures else 1
     sequences = Factors(graph, {}, {}).sequences()
@@ -40,8 +43,9 @@ def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]
     """Yield all candidate layouts for ``world_size`` ranks, simple layouts first.
 
     ``cp``, ``ep`` and sequence parallelism are not combined with pipeline stages, because stages already save the same
-    memory. If a batch has fewer samples than there are ranks, layouts with two mixed axes are also tried. They can cut
-    images in two dims.
+    memory. For models with convolutions, layouts with one mixed axis are also yielded. A mixed axis may split any
+    factor of an operator. If the batch has fewer samples than there are ranks, layouts with two mixed axes are yielded
+    too, because two axes can cut images in two dims.
     """
     for pp in divisors(world_size):
         for tp in divisors(world_size // pp):
@@ -68,7 +72,7 @@ def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]
 
 
 def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """Yield layouts whose axes follow explicit rules, not the integer program."""
+    """Yield layouts for which explicit rules, not the integer program, choose the factors that each axis splits."""
     for cp in divisors(world_size) if axes.attention else (1,):
         for tp in divisors(world_size // cp):
             dp = world_size // cp // tp

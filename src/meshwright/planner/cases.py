@@ -54,7 +54,7 @@ COLUMNS: dict[str, str] = {
     "peak_memory_bytes": "Measured peak of a device. May be blank.",
     "status": "ok or oom. Blank: ok.",
 }
-"""Maps each required column of a table to the values that the column may hold."""
+"""Maps each required column of a table to a description of its values."""
 
 OPTIONAL: dict[str, str] = {
     "head_size": "Width of a head, where it is not hidden / heads.",
@@ -68,7 +68,7 @@ OPTIONAL: dict[str, str] = {
     "inner": "Which of dp and pp has its ranks nearer to each other: dp or pp. Blank: dp.",
     "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
-"""Maps each optional column of a table to the values that the column may hold."""
+"""Maps each optional column of a table to a description of its values."""
 
 
 SPARSE = ("deepseek", "gshard")
@@ -91,7 +91,7 @@ _MEANINGS = COLUMNS | OPTIONAL
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a table: its setup, its cluster and its measurements. ``measured_s`` is None if no time was measured
-    or the run was out of memory. ``measured_peak_bytes`` is None if no peak was measured."""
+    or the run ran out of memory. ``measured_peak_bytes`` is None if no peak was measured."""
 
     name: str
     setup: Setup
@@ -110,7 +110,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]:
-    """Read a table (see ``COLUMNS``): its usable rows, and the rows that were left out.
+    """Read a table (see ``COLUMNS``). Return its usable rows, and the rows that were left out.
 
     Raises:
         FileFormatError: the file cannot be read, is empty, or lacks columns.
@@ -145,7 +145,8 @@ def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]
 
 def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluster) -> Setup:
     """The setup with the fastest micro-batch size that fits in the devices' memory, or with size 1 if none fits.
-    ``make`` returns the setup of a size. Candidate sizes are the powers of two that divide ``largest``."""
+    ``make`` returns the setup for a given micro-batch size. Candidate sizes are the powers of two that divide
+    ``largest``."""
     weighed: list[tuple[tuple[bool, float], Setup]] = []
     size = 1
     while largest % size == 0:

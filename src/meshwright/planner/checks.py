@@ -14,11 +14,11 @@ _BATCH_NORM = "batch_norm"
 
 
 def check_precision(asked: Precision | None, graph: Graph, cluster: Cluster | None) -> None:
-    """Check that a requested precision is the precision of the captured step, and that the cluster supports it. CPUs
-    support every precision, some of them slowly.
+    """Check that a requested precision is the precision of the captured step, and that the devices support the step's
+    precision. CPUs support every precision, but some only slowly.
 
     Raises:
-        LayoutError: the layout asks for another precision, or the devices do not support it.
+        LayoutError: the layout asks for another precision, or the devices do not support the step's precision.
     """
     refuse(LayoutError, _precision_problems(asked, graph, cluster))
 
@@ -40,8 +40,8 @@ def check_strict(graph: Graph) -> None:
     """Check that every operator has a rule.
 
     Raises:
-        RuleError: operators lack rules. The message names the first operator, its module and source line, and the
-            number of other operators.
+        RuleError: operators lack rules. The message names the first operator without a rule, its module and source
+            line. It also says how many other ATen or custom operators lack rules.
     """
     missing = [operator for operator in graph.operators if operator.rule is None]
     if missing:
@@ -56,7 +56,7 @@ def check_strict(graph: Graph) -> None:
 
 
 def check_microbatches(graph: Graph, strategies: dict[str, Strategy], sizes: dict[str, int], layout: Layout) -> None:
-    """Check that every operator only needs data of its own micro-batch.
+    """Check that every operator can compute each micro-batch without data of other micro-batches.
 
     Raises:
         LayoutError: an operator would have to wait for other micro-batches. The message names the first such operator.

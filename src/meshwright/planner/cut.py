@@ -1,4 +1,7 @@
-"""Choose where to cut a graph into stages of equal work: where few bytes are live, and at borders of modules."""
+"""Choose where to cut a graph into stages of similar work: where few bytes are live, preferably between blocks.
+
+The live bytes of a cut are the bytes of the tensors that are made before the cut and read after it.
+"""
 
 import itertools
 from math import inf
@@ -12,13 +15,16 @@ from meshwright.ir.stages import cut, forward_operators
 from meshwright.planner.intra_op.decisions import block_of
 
 FLOPS_PER_S, BYTES_PER_S, SENT_BYTES_PER_S = 1e11, 2e10, 2e9
-"""Rates that are assumed without a cluster: compute and memory of one core, and the link between two cores."""
+"""Rates that are assumed without a cluster: the FLOP/s and memory bytes per second of one CPU core, and the bytes per
+second of the link between two cores."""
 INSIDE_A_BLOCK = 1.05
-"""Factor on the time of a stage that ends inside a block: a cut there is taken only if it is better by this factor."""
+"""Factor on the time of a stage that ends inside a repeated block. A cut inside a block is therefore chosen only if the
+time of its stage is better by this factor."""
 
 
 class _Point(NamedTuple):
-    """A possible cut, before forward operator number ``position``."""
+    """A possible cut, before forward operator number ``position``. ``sent_s`` is the seconds to send the live tensors
+    forward and their gradients back. ``between_blocks``: whether the cut is between two blocks."""
 
     position: int
     sent_s: float
@@ -26,10 +32,10 @@ class _Point(NamedTuple):
 
 
 def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[str, ...]:
-    """Choose the cut whose slowest stage is fastest, by dynamic programming. Return the first operators of all stages
-    except the first stage.
+    """Choose the cut whose slowest stage is fastest, by dynamic programming.
 
-    A stage's time is its forward and backward compute, plus the transfers over its borders in both directions.
+    Return the names of the first operators of all stages except the first stage. A stage's time is its forward and
+    backward compute, plus the transfers over its borders in both directions.
 
     Raises:
         LayoutError: the model has fewer than ``num_stages - 1`` possible cuts.
@@ -77,6 +83,9 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
 def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
     """Find the same cut in another capture of the model, such as an evaluation, where some operators may be missing.
 
+    ``firsts`` are the first operators of all stages except the first stage. If the capture lacks such an operator, its
+    stage begins at the first operator of the same module.
+
     Raises:
         LayoutError: the capture does not use the module of a stage's first operator.
     """
@@ -114,7 +123,8 @@ def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> li
 
 
 def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
-    """The possible cuts: positions with a matrix product on both sides, and no neighbour with fewer live bytes."""
+    """The possible cuts: positions with a matrix product on both sides, where neither neighbouring position has fewer
+    live bytes."""
     rate = SENT_BYTES_PER_S
     if cluster is not None and cluster.levels:
         rate = 1 / cluster.levels[0].beta_s_per_byte
@@ -140,8 +150,8 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
 
 
 def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
-    """For each position, the bytes of tensors that are made before it and read at or after it (infinite: no cut
-    there)."""
+    """For each position, the bytes of tensors that are made before it and read at or after it. The bytes are infinite
+    where no cut is possible."""
     place = {operator.name: index for index, operator in enumerate(forward)}
     made_at = {output: index for index, operator in enumerate(forward) for output in operator.outputs}
     last: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Derive the rest of a plan from its strategies: which Partials pass operators, parameter storage, recomputation."""
+"""Derive further parts of a plan from its strategies: unreduced Partials, parameter storage, recomputation."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -31,12 +31,13 @@ def pass_partials(
     settled: Iterable[str] = (),
     otherwise: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Placements]:
-    """Let Partials pass through linear operators where that costs no more than reducing the Partials first.
+    """Let Partials pass unreduced through linear operators where that costs no more than reducing the Partials first.
 
     The function changes ``strategies`` and returns the placements of all outputs. A tensor from another stage can be a
-    Partial over ``TIME`` only. On the axes in ``settled``, the strategies already say which Partials pass; the function
-    only removes passes of tensors that come from another stage. ``otherwise`` maps an operator to the strategy that it
-    gets if no Partial passes through it.
+    Partial only over ``TIME``, the axis of micro-batches. On the axes in ``settled``, the strategies already say which
+    operators let Partials pass. There the function only withdraws this from operators whose inputs are no Partials, or
+    come from another stage. ``otherwise`` maps an operator to the strategy that the operator gets on axes on which no
+    Partial passes through it.
     """
     settled, consumers, producers = list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
@@ -94,8 +95,8 @@ def _linear_group(
 def parameter_storage(
     graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, Placement]]:
-    """The placements in which every parameter is stored: the ones that its forward operators want. If one operator
-    wants the parameter split and another wants it whole, it is stored split."""
+    """The placements in which every parameter is stored: the placements that its forward operators want. If one
+    operator wants the parameter split and another wants it whole, the parameter is stored split."""
     consumers = graph.consumers()
     storage: dict[str, dict[str, Placement]] = {}
     for name in graph.parameters:
@@ -114,8 +115,8 @@ def parameter_storage(
 def zero_storage(
     graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int
 ) -> dict[str, dict[str, Placement]]:
-    """Parameter storage under ZeRO stage ``stage``: a parameter that is not split over ``axis`` becomes Flat there.
-    Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat."""
+    """Parameter storage under ZeRO stage ``stage``: a parameter that is not split over ``axis`` becomes Flat over this
+    axis. Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat."""
     trained = _trained(graph)
     return {
         name: {**placements, axis: Flat()} if axis not in placements and (stage == 3 or name in trained) else placements
@@ -126,8 +127,12 @@ def zero_storage(
 def in_parts(
     graph: Graph, layout: Layout, storage: Mapping[str, Placements], base: Stage | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The Flat parameters of a stage whose gradients are reduced in every micro-batch, and the Flat parameters that are
-    gathered for every use. If ``base`` (the stage of an existing plan) is given, it decides both."""
+    """The Flat parameters of a stage whose gradients are reduced in every micro-batch, then those gathered for every
+    use.
+
+    ``storage`` has the parameters of the stage. If ``base`` (the stage of an existing plan) is given, both lists are
+    the same as in ``base``. Otherwise the ZeRO setting of ``layout`` decides.
+    """
     flat = [name for name, placements in storage.items() if flat_axis(placements)]
     if base is not None:
         reduced, released = set(base.gradients), set(base.released)
@@ -142,8 +147,8 @@ def _trained(graph: Graph) -> set[str]:
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:
-    """The starred names of attention operators (``selective``) or blocks (``full``) that a stage recomputes in
-    backward."""
+    """The attention operators (``selective``) or blocks (``full``) that a stage recomputes in backward. They are given
+    by starred names, such as ``h.*`` for ``h.0``, ``h.1`` and so on."""
     forward = [op for op in operators if op.name not in divided.late and not op.prologue]
     if kind == "selective":
         return tuple(dict.fromkeys(starred(op.name) for op in forward if op.target.startswith(_ATTENTION)))
@@ -153,8 +158,11 @@ def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[
 
 
 def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
-    """Group strategies by starred name if all repetitions of an operator agree, else by name. Operators that are
-    replicated in all repetitions are left out."""
+    """Group strategies by starred name if all repetitions of an operator agree, else by name.
+
+    A starred name has ``*`` in place of block indices, such as ``h.*.mlp:mm#0``. Operators that are replicated in all
+    repetitions are left out.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in strategies:
         groups[starred(name)].append(name)

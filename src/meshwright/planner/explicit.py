@@ -51,9 +51,11 @@ class Ask:
     program must respect. ``whole``: parameters that must not be split. ``by_rule``: split ``tp`` by the explicit rule
     of Megatron-LM (``tensor_rule``) instead of by the integer program, for comparisons. ``fits_buckets``: choose bucket
     sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
-    chosen (default: the device's memory). ``lower`` makes programs. Their costs decide on the strategies of ``tp``,
-    mixed axes and pins, on bucket sizes, and on interiors (``planner.interiors``). ``known`` caches the solutions of
-    the integer program.
+    chosen (default: the device's memory). ``known`` caches the solutions of the integer program.
+
+    ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
+    axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
+    (``planner.interiors``).
     """
 
     explains: bool = True
@@ -87,8 +89,10 @@ def plan_layout(
 
 
 def adapt_plan(plan: Plan, graph: Graph) -> Plan:
-    """Adapt ``plan`` to another capture of the same model, such as a smaller last batch or an evaluation. The storage
-    of parameters stays the same. Operators that the plan names keep their strategies.
+    """Adapt ``plan`` to another capture of the same model, such as a smaller last batch or an evaluation.
+
+    The storage of parameters stays the same. Operators that the plan names keep their strategies, as far as the sizes
+    in the new capture allow.
 
     Raises:
         LayoutError: the new batch is too small for dp, does not divide into the micro-batches, or does not use a module
@@ -102,7 +106,8 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
 
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
-    """The plan of a layout. If stages have different axis sizes, it is assembled from one plan per pipeline rank."""
+    """The plan of a layout. If stages have different axis sizes, the plan is assembled from one plan per pipeline
+    rank."""
     if not layout.stage_sizes:
         return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
@@ -210,8 +215,8 @@ class _Planner:
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _choose(self) -> None:
-        """Apply the pins. Explicit rules choose the other strategies later, or the integer program chooses them
-        here."""
+        """Apply the pins, and let the integer program choose the other strategies. For some layouts, explicit rules
+        choose the other strategies instead, later in ``_follow_rules``."""
         self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
         mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
         ruled = self.ask.by_rule or self.layout.sequence_parallel
@@ -226,7 +231,8 @@ class _Planner:
 
     def _follow_rules(self) -> None:
         """Add the strategies that the explicit rule of each axis gives, unless a strategy is already decided. With a
-        ``base`` plan, an operator that an axis cannot split stays whole on that axis."""
+        ``base`` plan, an operator that an axis cannot split stays whole on that axis. Without a ``base`` plan, it is an
+        error if an axis cannot split the model."""
         required = self.base is None
         for axis in (*DATA_AXES, "ep"):
             if axis in self.sizes:
@@ -266,7 +272,7 @@ class _Planner:
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
 
     def _of_space(self) -> dict[str, Strategy]:
-        """Join the pins with the splits of the spatial axes. The integer program takes both as given."""
+        """Join the pins with the splits of the spatial axes. The integer program must keep both."""
         strategies = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
         rule = SpatialRule(Factors(self.graph, self.sizes, strategies), defaultdict(dict))
         self.axis_notes += rule.split(self.space, required=True)
@@ -331,8 +337,8 @@ class _Planner:
             yield "batch", f"a global batch of {size} does not divide over {over}", remedy
 
     def _split_batch(self, axis: str) -> None:
-        """Split the batch over ``axis`` where an operator's factor is not decided. Note operators with an unsplittable
-        batch."""
+        """Split the batch over ``axis`` in all operators that have no factor on this axis yet. Add notes on operators
+        whose batch cannot be split."""
         for operator in self.graph.operators:
             strategy = self.strategies[operator.name]
             if axis in strategy or (axis == TIME and operator.prologue):

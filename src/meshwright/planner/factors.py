@@ -12,7 +12,10 @@ from meshwright.ir.plan import Strategy
 
 @dataclass
 class Factors:
-    """A graph, the sizes of the mesh axes, and the strategies chosen so far; planning adds further strategies."""
+    """A graph, the sizes of the mesh axes, and the strategies chosen so far; the planner adds further strategies.
+
+    A factor class contains the factors of several operators that stand for the same size, such as the batch.
+    """
 
     graph: Graph
     sizes: dict[str, int]
@@ -34,8 +37,8 @@ class Factors:
         return {name for dim in dims for name in dim if not self.is_batch(name)}
 
     def letter_of(self, operator: Operator, names: set[str], axis: str) -> str | None:
-        """The first letter of the factor classes ``names`` that the operator can split over ``axis``; None if there is
-        none."""
+        """The first letter of the operator that belongs to a factor class in ``names`` and can be split over ``axis``;
+        None if there is none."""
         letters = (letter for letter, name in operator.classes.items() if name in names)
         return next((letter for letter in letters if self.fits(operator, letter, axis)), None)
 
@@ -58,8 +61,11 @@ _VIEWS = ("aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.expand.", "
 
 def repeated_heads(graph: Graph) -> set[str]:
     """The names of operators that repeat keys and values for the query heads that share them, and of operators that add
-    up the gradients of the copies. If these operators stay whole, a gather before the repetition and a scatter after
-    the addition move fewer bytes."""
+    up the gradients of the copies.
+
+    If these operators stay whole, keys and values are gathered before the repetition, and their gradients are scattered
+    after the addition. This moves fewer bytes.
+    """
     producers, consumers = graph.producers(), graph.consumers()
 
     def before(name: str) -> tuple[Operator, str] | None:
@@ -91,9 +97,11 @@ def repeated_heads(graph: Graph) -> set[str]:
 
 
 def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
-    """The index in ``sizes`` of the head factor that an axis splits. If query heads share keys and values, ``sizes``
-    has the number of key and value heads, then the number of query heads for each. The first factor that divides evenly
-    is taken, else the first with at least one head for every rank.
+    """The index in ``sizes`` of the head factor that an axis of ``parts`` ranks splits.
+
+    If query heads share keys and values, ``sizes`` has the number of key and value heads, then the number of query
+    heads for each of them. The first factor that ``parts`` divides is taken. If there is none, the first factor with at
+    least one head for every rank is taken.
 
     Raises:
         LayoutError: every factor has fewer heads than the axis has ranks.

@@ -19,7 +19,8 @@ def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
 
 
 def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
-    """Split operators without a factor on ``axis`` as their inputs are split, starting from the storage in ``base``."""
+    """Give operators without a factor on ``axis`` a factor over which one of their inputs is split. The splits of the
+    parameters are those of their storage in ``base``."""
     graph, placed = factors.graph, dict[str, str | None]()
     for name in graph.parameters:
         shard = base.storage(name).get(axis)

@@ -30,7 +30,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.memory, key=lambda memory: memory.peak_bytes)
 
     def trace(self) -> Trace:
-        """The predicted trace: the work of every rank, and the memory that the rank holds."""
+        """The predicted trace: the actions of every rank over time, and the memory of the rank."""
         return msgspec.structs.replace(self.played.trace(), plan=self.digest)
 
     @property
@@ -53,10 +53,11 @@ def foretell(
 ) -> Foretold:
     """Lower ``plan``, and simulate one training step of it on ``cluster``, with ``threads`` threads per device.
 
-    ``work``: the work of the step, if it is already known from a plan that differs only in its schedule.
+    ``work``: the work of the step, if it is already known from a plan that differs only in its schedule. ``plan`` is
+    then not lowered.
 
     Raises:
-        PlanError: the plan's stages have different submeshes, which cannot be simulated.
+        PlanError: the plan's stages have different sizes of dp or tp, which cannot be simulated.
         ClusterError: the cluster is too small.
     """
     if plan.uneven:

@@ -1,4 +1,7 @@
-"""Choose the convolutions that compute their interior rows first, while halos travel, because that takes less time."""
+"""Choose the convolutions that take less time if they compute their interior rows first, while halos are sent.
+
+A halo is the rows of a neighbour's part that a convolution reads. The interior rows are the rows that need no halo.
+"""
 
 from collections.abc import Mapping
 
@@ -9,16 +12,19 @@ from meshwright.planner.intra_op.prices import Prices
 
 
 def interiors(graph: Graph, prices: Prices, strategies: Mapping[str, Strategy], hides: bool) -> tuple[str, ...]:
-    """Starred names of the convolutions and their gradients that should compute their interior rows (those without a
-    halo) first. ``hides``: whether halos travel while the device computes."""
+    """Starred names (``h.*.conv`` for all repetitions of a block) of the convolutions and their gradients that should
+    compute their interior rows first. Interior rows are the rows that need no halo. ``hides``: whether halos are sent
+    while the device computes."""
     names = [operator.name for operator in graph.operators if pays(prices, operator, strategies[operator.name], hides)]
     return tuple(dict.fromkeys(map(starred, names)))
 
 
 def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) -> bool:
-    """Whether an operator takes less time if it computes its interior rows first. The operator then need not copy its
-    part next to the halo, and with ``hides`` the halo travels at the same time. But the border rows need small kernels
-    of their own."""
+    """Whether an operator takes less time if it computes its interior rows first, which need no halo.
+
+    The operator then need not copy its part next to the halo. With ``hides``, it computes while the halo is sent. But
+    the border rows need small kernels of their own.
+    """
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
         return False
     whole, first = (prices.program(operator, strategy, interior_first) for interior_first in (False, True))
@@ -28,8 +34,8 @@ def pays(prices: Prices, operator: Operator, strategy: Strategy, hides: bool) ->
 
 
 def played_s(prices: Prices, program: OperatorProgram, operator: Operator, hides: bool) -> float:
-    """The seconds from the start of an operator's first node to the end of its last. If a gradient reads a halo of a
-    forward input, the halo costs nothing, because forward has already fetched it."""
+    """The seconds from the start of an operator's first node to the end of its last node. A backward operator does not
+    pay for the halo of a forward input, because forward has already fetched this halo."""
     now, ready = 0.0, {}
     for node in program.nodes:
         if node.starts is not None:

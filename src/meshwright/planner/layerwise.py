@@ -22,17 +22,19 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.convnet import ConvNet, NetLayer
 
 Way = Literal["data", "outputs", "inputs"]
-"""What the ranks divide in a layer: the images (``data``), the outputs of the weights, or the inputs of the weights."""
+"""The dim of a layer that the ranks divide: the images (``data``), the outputs of the weights (``outputs``), or the
+inputs of the weights (``inputs``)."""
 
 Place = Literal["images", "features", "whole"]
-"""What each rank holds between two layers: part of the images, part of the features of all images, or everything."""
+"""The part of a value between two layers that each rank has: some of the images (``images``), some of the features of
+all images (``features``), or the whole value (``whole``)."""
 
 PLACES: dict[Way, tuple[Place, Place]] = {
     "data": ("images", "images"),
     "outputs": ("whole", "features"),
     "inputs": ("features", "whole"),
 }
-"""Maps each way to the place that the inputs of a layer must have, and the place of its outputs."""
+"""Maps each way to the place that the inputs of a layer must have, and the place that its outputs then have."""
 
 
 class LayerChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ class LayerChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of a network, divided over ``ranks`` ranks. ``all_data_s`` is the seconds of a step in which every
-    layer is data parallel, for comparison (None if the ranks do not divide the images)."""
+    layer is data parallel, for comparison. It is None if the images do not divide evenly over the ranks."""
 
     network: str
     ranks: int
@@ -114,7 +116,8 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
     of the whole value.
 
     If the layer needs the whole value, the gradient on each rank is a term of a sum. A reduce-scatter brings the
-    gradient back, or an all-reduce if all ranks had the whole value. Other gradients have the place of the value.
+    gradient back, or an all-reduce if all ranks had the whole value. Otherwise, the gradient has the place ``need`` and
+    is brought back to the place ``have``.
     """
     group = Group(ranks)
     if ranks == 1 or have == need != "whole":
@@ -140,7 +143,8 @@ def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
 def choice_of(
     layer: NetLayer, way: Way, have: Place | None, images: int, cluster: Cluster, precision: Precision
 ) -> LayerChoice:
-    """The cost of one layer in one way, with inputs at the place ``have`` (None: they are the images of the batch)."""
+    """The cost of a layer that is divided in the given ``way``. ``have`` is the place of its inputs. ``have`` is None
+    if the inputs are the images of the batch, which are not moved."""
     ranks, dtype = cluster.num_devices, DTYPES[precision]
     element = element_bytes(dtype)
     rates, network = Rates(cluster.device), Network(cluster)
@@ -169,8 +173,11 @@ def choice_of(
 def _best(
     net: ConvNet, cluster: Cluster, images: int, precision: Precision, only: Way | None
 ) -> tuple[LayerChoice, ...] | None:
-    """The fastest choices for all layers, by dynamic programming; None if the ranks cannot divide some layer. After
-    every layer, the fastest choices so far are kept for each ``Place`` of the layer's outputs."""
+    """The fastest choices for all layers, by dynamic programming; None if the ranks cannot divide some layer.
+
+    After every layer, the fastest choices so far are kept for each ``Place`` of the layer's outputs. If ``only`` is
+    given, no other way is considered.
+    """
     best: dict[Place | None, tuple[float, tuple[LayerChoice, ...]]] = {None: (0.0, ())}
     for layer in net.layers:
         reached: dict[Place | None, tuple[float, tuple[LayerChoice, ...]]] = {}

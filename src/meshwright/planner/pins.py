@@ -13,18 +13,20 @@ from meshwright.planner.words import STATIONARY, WORDS, factors_of
 
 
 def matches(glob: str, module: str) -> bool:
-    """Whether a pin's glob matches the path of ``module``, or the path of a module that contains it."""
+    """Whether a pin's glob matches the path of ``module``, or the path of a module that contains ``module``."""
     return fnmatch.fnmatchcase(module, glob) or (glob != "" and fnmatch.fnmatchcase(module, f"{glob}.*"))
 
 
 def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> dict[str, Strategy]:
-    """Read the pins: a map from operator name and axis to the pinned factor. An empty factor means no split. If several
-    pins match an operator, the pin that names more of its path wins. Equally exact pins must agree.
+    """Read the pins. The result maps the name of each pinned operator to its pinned factors by axis.
+
+    An empty factor means no split. If several pins match an operator on the same axis, the pin with the most exact glob
+    is taken (see ``_closeness``). Pins with equally exact globs must agree.
 
     Args:
         pins: maps module globs to ``factor@axis``, or to several of these separated by spaces. A factor is ``batch``
-            (or ``sample``), ``none``, a letter of an operator (``f``), a word of ``planner.words``, or, where no
-            matched operator has such a letter, a factor class of the graph (``f1``).
+            (or ``sample``), ``none``, a letter of an operator (``f``), or a word of ``planner.words``. If no matched
+            operator has such a letter, a factor may also be a factor class of the graph (``f1``).
         axes: the names of the mesh's axes. Pins on axes of one rank are checked, but split nothing.
 
     Raises:
@@ -100,13 +102,14 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
-    """Sort key for how exactly a glob names a module. The full path is most exact; else the number of characters that
-    are no wildcards counts."""
+    """Sort key for how exactly a glob names a module. A glob that is the full path of the module is most exact. Other
+    globs are compared by the number of their characters that are no wildcards."""
     return glob == module, sum(letter not in "*?" for letter in glob)
 
 
 def _unknown_factor(factors: Factors, members: list[Operator], factor: str, axis: str, where: str) -> LayoutError:
-    """The error for a factor that no matched operator can split. It names the factor's sizes, or the known factors."""
+    """The error for a factor that no matched operator can split. The message has the sizes of the factor, if they are
+    known, and lists all known factors."""
     classes = {name for member in members for letter, name in member.classes.items() if factor in (letter, name)}
     sizes = sorted({factors.graph.factor_classes[name].size for name in classes})
     letters = sorted({letter for member in members for letter in member.classes})

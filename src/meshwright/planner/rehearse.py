@@ -1,4 +1,4 @@
-"""Rehearse a step: time its pipeline schedule action by action, with the cost of each stage."""
+"""Rehearse a step: compute the time of every action of its pipeline schedule from the costs of the stages."""
 
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
@@ -10,12 +10,13 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
 
 LONGEST = 200_000
-"""Upper limit on the number of actions of a schedule that is timed. Timing so many actions takes about a second."""
+"""Upper limit on the number of actions of a schedule that is rehearsed. Rehearsing so many actions takes about a
+second."""
 
 
 def rehearse(setup: Setup, cluster: Cluster) -> float | None:
-    """The seconds of a step of ``setup``: its pipeline, timed action by action, plus the reduction of gradients and the
-    optimizer after the pipeline. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
+    """The seconds of a step of ``setup``: its pipeline, computed action by action, plus the reduction of gradients and
+    the optimizer after the pipeline. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
@@ -26,7 +27,7 @@ def rehearse(setup: Setup, cluster: Cluster) -> float | None:
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
     """The rehearsed step as a trace that has one rank for each pipeline rank. Spans have the names of the schedule's
     actions. The memory of a rank rises with each forward and falls with each backward. The result is None if
-    ``rehearse`` gives None."""
+    ``rehearse`` returns None."""
     timed = _timed(setup, cluster)
     if timed is None:
         return None
@@ -57,7 +58,8 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
 def _timed(
     setup: Setup, cluster: Cluster
 ) -> tuple[Schedule, Pieces, tuple[tuple[tuple[float, float], ...], ...]] | None:
-    """The schedule, the costs of its stages, and the start and end (in seconds) of each action of each rank."""
+    """The schedule, the costs of its stages, and the start and end (in seconds) of each action of each rank. None if
+    the schedule cannot be rehearsed."""
     schedule = _schedule(setup)
     if schedule is None:
         return None
@@ -79,8 +81,8 @@ def _schedule(setup: Setup) -> Schedule | None:
 
 
 def _costs(stages: tuple[StageSeconds, ...], send_s: float) -> list[timing.Costs]:
-    """The seconds of each kind of action, for each stage. A rank waits for its send, which takes half of ``send_s``
-    (the seconds of both directions)."""
+    """The seconds of each kind of action, for each stage. ``send_s`` is the seconds of a message to the next stage and
+    of the message back. A rank waits for its own message, which takes half of ``send_s``."""
     costs = []
     for index, stage in enumerate(stages):
         back_s = send_s / 2 if index else 0.0

@@ -21,9 +21,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None = None) -> Change | None:
-    """The single change that makes the setup fit its devices (or ``memory_bytes``) and costs the least time. None if
-    the setup fits already, or if no single change is enough. If no change makes it fit clearly, a change that makes it
-    fit marginally is taken."""
+    """The single change that makes the setup fit its devices (or ``memory_bytes``) and costs the least time.
+
+    None if the setup fits already, or if no single change is enough. If no changed setup has the verdict ``fits``, a
+    change with the verdict ``marginal`` is taken: the setup may then fit.
+    """
     if verdict(estimate_memory(setup, cluster), cluster, memory_bytes) == "fits":
         return None
     candidates = []

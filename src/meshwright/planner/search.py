@@ -1,4 +1,4 @@
-"""Search the layouts of a catalog model: estimate all of them in closed form, then time the best action by action."""
+"""Search the layouts of a catalog model: estimate all in closed form, then rehearse the best (``planner.rehearse``)."""
 
 import itertools
 import math
@@ -26,11 +26,12 @@ SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 THINNED = 0.97
-"""A slower option stays on the ``front`` only if, compared with each faster option there, it costs less or needs less
-than this fraction of the memory."""
+"""A slower option stays on the ``front`` only if it beats each faster option there. That is, it costs less than the
+faster option, or needs less than this fraction of its memory."""
 
 REHEARSED = 12
-"""Number of combinations of dp, tp, pp, cp and ep whose best option is timed action by action, the fastest first."""
+"""Number of options that are rehearsed action by action (``planner.rehearse``). These are the best options of the best
+combinations of dp, tp, pp, cp and ep."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +44,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     usd: float | None = None
     """Price of a step in US dollars; None if the price of the device is unknown."""
     rehearsed_s: float | None = None
-    """Seconds of a step, timed action by action (``planner.rehearse``); None except for the best options."""
+    """Seconds of a step, computed action by action (``planner.rehearse``); None for options that were not rehearsed."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: ``rehearsed_s`` if the option was rehearsed, else the closed form."""
+        """Seconds of a step: ``rehearsed_s`` if the option was rehearsed, else the closed-form estimate."""
         return self.estimate.step_s if self.rehearsed_s is None else self.rehearsed_s
 
     @property
@@ -108,8 +109,8 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     nearest: Option | None = None
 
     def explain(self) -> str:
-        """Text that says why the first option is best: for each of the next five, the part of the step that is
-        slower."""
+        """Text that says why the first option is best. For each of the next five options, it names the part of the step
+        that takes the most extra time."""
         if not self.options:
             return "nothing fits"
         best = self.options[0]
@@ -249,8 +250,8 @@ def _setups(
 
 
 def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
-    """Yield the setups of ``axes`` with all micro-batches, schedules, recomputation kinds, ZeRO stages and ``ep``
-    sizes."""
+    """Yield the setups of ``axes`` with all combinations of micro-batch size, schedule, chunks, recomputation kind,
+    ZeRO stage and size of ``ep``."""
     model, dp, pp = axes.model, axes.dp, axes.pp
     chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:
@@ -267,7 +268,7 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
         for (schedule, chunks), zero, ep in itertools.product(chunked, zeros, experts):
             if (schedule == "interleaved" and microbatches % pp) or (schedule == "zb-h1" and microbatches < pp):
                 continue
-            # Fused attention keeps too little for selective recomputation to pay.
+            # Fused attention keeps so few activations that selective recomputation is not worth its time.
             for recompute in RECOMPUTES if zero == 3 or not axes.flash else whole:
                 yield msgspec.structs.replace(
                     axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,

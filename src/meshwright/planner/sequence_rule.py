@@ -35,8 +35,8 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
 
 
 def split_sequence(factors: Factors, axis: str, context: str, *, required: bool) -> None:
-    """Split every operator's sequence over ``axis``. Attention splits its queries; ``context`` (``gather`` or ``ring``)
-    says how it gets all keys and values."""
+    """Split every operator's sequence over ``axis``. Attention splits its queries. ``context`` says how each rank gets
+    all keys and values: by a gather (``gather``), or in rounds from rank to rank (``ring``)."""
     sequences = factors.sequences()
     whole = repeated_heads(factors.graph) if context == "gather" else set()
     for operator in factors.graph.operators:
@@ -63,8 +63,8 @@ def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> La
 
 
 def sequences_between(factors: Factors, axis: str, *, required: bool) -> dict[str, Strategy]:
-    """The sequence splits of all operators with a batch and a sequence. They are used where tp leaves an operator
-    whole."""
+    """Strategies that split the sequence over ``axis``, for all operators with a batch and a sequence. The planner uses
+    these strategies for operators that ``axis`` would otherwise leave whole."""
     sequences = factors.sequences()
     strategies: dict[str, Strategy] = {}
     for operator in factors.graph.operators:

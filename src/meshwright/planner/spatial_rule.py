@@ -1,8 +1,8 @@
 """The rule of the spatial axes: sz, sy and sx split the depth, height and width of images.
 
-The rule holds for all tensors that are made from images. Depth, height and width are the last dims of convolutions,
-pooling, padding and resizing. Their sizes differ between the levels of a network. Each operator splits its own spatial
-dims, unless its rule does not allow this split.
+The rule applies to all tensors that are made from images. In convolutions, pooling, padding and resizing, the depth,
+height and width are the last dims. The sizes of these dims differ between the resolutions in a network. Each operator
+splits its own spatial dims, unless its rule does not allow this split.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class SpatialRule:
         self.whole: list[Note] = []
 
     def split(self, axes: list[str], *, required: bool) -> list[Note]:
-        """Split the spatial dims of all operators over ``axes``. Returns notes on the operators that cannot be split.
+        """Split the spatial dims of all operators over ``axes``. Return notes on the operators that cannot be split.
 
         Raises:
             LayoutError: ``required`` is set, and no operator can be split over one of the axes.
@@ -67,8 +67,8 @@ class SpatialRule:
                     yield operator, operator.rule, choice
 
     def _classes(self, axis: str) -> set[str]:
-        """The factor classes that an axis splits: the outermost class of each dim, because each part is a run of
-        rows."""
+        """The factor classes that ``axis`` splits. If a dim has several classes, this is the outermost class, because
+        each rank has a run of neighbouring rows."""
         classes = {
             operator.classes[letter]
             for operator, rule, choice in self._images(axis)

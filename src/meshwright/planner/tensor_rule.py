@@ -22,9 +22,12 @@ class TensorRule:
         self.graph, self.sizes, self.strategies = factors.graph, factors.sizes, factors.strategies
 
     def split(self, axis: str) -> None:
-        """Split over ``axis``, first columns, then rows: one matrix product makes a factor class, another reduces it,
-        and no operator between them needs it whole. Attention heads are split first, then hidden features in order,
-        then vocabularies for which a split pays."""
+        """Split factor classes over ``axis``: by columns in one matrix product, then by rows in a later product.
+
+        The first product makes the factor class, the later product sums over it, and no operator between them needs it
+        whole. Attention heads are split first, then hidden features in order, then vocabularies for which a split saves
+        time.
+        """
         chosen: dict[str, str] = {}
         heads, hidden, vocabulary = self._candidates()
         head_classes: list[tuple[str, str]] = []
@@ -89,7 +92,7 @@ class TensorRule:
         return heads, hidden, [name for name in vocabulary if name in produced]
 
     def _takes(self, name: str, axis: str, chosen: Iterable[str], decompose: bool = False) -> bool:
-        """Whether all operators can split a factor class together with the classes already chosen."""
+        """Whether all operators can split the factor class ``name`` together with the classes already chosen."""
         taken = {*chosen}
         conflicts = any(
             name in operator.classes.values() and taken & set(operator.classes.values())
@@ -99,8 +102,8 @@ class TensorRule:
         return name not in taken and not conflicts and self._splits_everywhere(name, axis, decompose)
 
     def _splits_everywhere(self, name: str, axis: str, decompose: bool) -> bool:
-        """Whether every operator whose tensors have the factor class can split it. Decompositions count only with
-        ``decompose``."""
+        """Whether every operator whose tensors have the factor class ``name`` can split it. Splits that need a
+        decomposition are allowed only with ``decompose``."""
         if self.graph.factor_classes[name].size < self.sizes[axis]:
             return False
         for operator in self.graph.operators:
@@ -120,9 +123,13 @@ class TensorRule:
         return True
 
     def _vocabulary_pays(self, name: str, axis: str) -> tuple[bool, str]:
-        """Whether splitting the vocabulary saves more time of computing than its two all-reduces of the hidden states
-        cost, and the reason as text. With V entries and t ranks, the split saves 6 V (1 - 1/t) FLOPs for each element
-        of the hidden states, and sends 4 (t-1)/t times the bytes of the element."""
+        """Whether a split of the vocabulary saves more compute time than its two all-reduces cost, and the reason as
+        text.
+
+        With V entries and t ranks, the split saves 6 V (1 - 1/t) FLOPs for each element of the hidden states. Its two
+        all-reduces of the hidden states send 4 (t-1)/t times the bytes of the element. Without a cluster, the split
+        pays for vocabularies of at least ``MIN_VOCABULARY`` entries.
+        """
         size, parts = self.graph.factor_classes[name].size, self.sizes[axis]
         if self.cluster is None or not self.cluster.levels:
             return size >= MIN_VOCABULARY, f"{size} {'>=' if size >= MIN_VOCABULARY else '<'} {MIN_VOCABULARY}"

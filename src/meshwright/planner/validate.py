@@ -1,4 +1,7 @@
-"""Compare predictions with the measurements of a table. The baseline is a prediction with one constant efficiency."""
+"""Compare predictions with the measurements of a table, and with the predictions of a simple baseline.
+
+The baseline assumes that all runs reach the same fraction of their devices' peak FLOP/s.
+"""
 
 import os
 from collections.abc import Sequence
@@ -31,8 +34,8 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     prediction with the constant efficiency that fits this table best. All these errors are None if no time was
     measured.
 
-    ``oom_balanced_accuracy`` (0 to 1) is the mean of two fractions: how many of the runs were predicted to fit, and how
-    many of the out-of-memory failures were predicted not to fit. It is None if no row failed.
+    ``oom_balanced_accuracy`` (0 to 1) is the mean of two fractions: the fraction of successful runs that were predicted
+    to fit, and the fraction of out-of-memory failures that were predicted not to fit. It is None if no row failed.
     """
 
     cases: int

@@ -18,7 +18,7 @@ IMAGES = ("aten.convolution", "aten.max_pool", "aten.avg_pool", "aten.adaptive_"
 SPACE = {"width": 1, "height": 2, "depth": 3}
 """Maps each word to its spatial dim, counted from the last dim (1)."""
 STATIONARY = {"stationary-x": ("channel",), "stationary-y": ("filter",), "stationary-w": ("channel", "filter")}
-"""Maps each of these names to the words of the factors that it splits. Each factor is split over its own mesh axis."""
+"""Maps the name of each split to the words of its factors. Each factor is split over its own mesh axis."""
 WORDS = ("channel", "filter", *SPACE)
 
 
@@ -42,8 +42,8 @@ def word_of(operator: Operator, factor: str) -> str:
 
 
 def rows_of(operator: Operator, from_the_back: int) -> str | None:
-    """The factor that splits a spatial dim of an image operator: a joint factor of its rows, or else a letter.
-    ``from_the_back`` counts dims from the last (1)."""
+    """The factor that splits a spatial dim of an image operator. This is a joint factor, which splits input rows and
+    output rows together, or else a letter. ``from_the_back`` counts dims from the last (1)."""
     if operator.rule is None or not operator.target.startswith(IMAGES):
         return None
     operand = operator.rule.parsed.inputs[0]

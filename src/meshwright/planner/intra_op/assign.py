@@ -1,4 +1,4 @@
-"""Choose the strategy of every operator and the storage of every parameter by the integer program."""
+"""Choose the strategy of every operator and the storage of every parameter with the integer program."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.solve import Solution, solve
 
 Pins = Mapping[str, Strategy]
-"""Maps an operator and an axis to the factor that the operator must split over the axis; empty: no factor."""
+"""Maps an operator and an axis to the factor that the operator must split over the axis. An empty factor means that the
+operator must not be split over the axis."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def assign(
     memory_bytes: float | None = None,
     whole: Collection[str] = (),
 ) -> Assigned:
-    """The cheapest strategies of all operators over the axes of ``mesh`` (except ``pp``).
+    """The cheapest strategies of all operators and storage of all parameters, over the axes of ``mesh`` except ``pp``.
 
     The axes ``dp`` and ``dp_shard`` split the batch only, ``cp`` the sequence only, ``tp`` any factor but the batch,
     the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules.
@@ -57,7 +58,8 @@ def assign(
         microbatches: the number of micro-batches of a step.
         own_statistics: whether batch norm computes statistics from each rank's own samples.
         uses_axes: use all axes wherever possible, even if that costs time. Operators then split their batch over
-            ``dp``. Products split their weights over ``tp`` and any factor over mixed axes.
+            ``dp``. Matrix products split their weights over ``tp``. Products, convolutions and attention split any
+            factor over mixed axes.
         memory_bytes: the limit of a rank's parameters, gradients, optimizer state and activations together.
         whole: parameters that are stored whole; operators may still read parts of them.
 
@@ -131,7 +133,7 @@ def sequence_classes(graph: Graph) -> set[str]:
 
 
 def _weight_letters(graph: Graph) -> dict[str, set[str]]:
-    """Maps each forward product to the letters of its weights' factors, except the batch."""
+    """Maps each forward matrix product to the letters of its weights' factors, except the batch."""
     behind = set(graph.parameters)
     letters_of: dict[str, set[str]] = {}
     for operator in graph.operators:
@@ -154,8 +156,8 @@ def _weight_letters(graph: Graph) -> dict[str, set[str]]:
 def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     dict[str, Strategy], dict[str, dict[str, Placement]]
 ]:  # fmt: skip
-    """Read every operator's strategy and every parameter's storage from ``choices``. Followers (views with one reader)
-    are split as their readers want."""
+    """Read every operator's strategy and every parameter's storage from ``choices``. A follower (a view with one
+    reader) is split as its reader needs its output."""
     graph, decisions = formulated.graph, formulated.decisions
     strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
     for index, decision in enumerate(decisions.found):
@@ -182,8 +184,8 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
 def _pass_gradients(
     graph: Graph, followers: set[str], strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> None:
-    """Let Partials pass through the views between a product and a parameter's gradient. The gradient is then reduced
-    after these views, in a bucket with other gradients."""
+    """Let Partials pass unreduced through the views between a product and a parameter's gradient. The gradient is then
+    reduced after these views, in a bucket with other gradients."""
     ends = {entry.gradient for entry in graph.gradients}
     chain: list[Operator] = []
     for operator in reversed(graph.operators):

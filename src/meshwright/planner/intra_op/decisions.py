@@ -12,8 +12,8 @@ from meshwright.ir.plan import starred
 @dataclass(eq=False)
 class Decision:
     """A group of operators (``members``) that get their strategies together. The group stands for ``times`` equal
-    groups, one for each repetition of a block. ``twins`` has, for each member, the names of the operators that it
-    stands for. The member's own name comes first."""
+    groups, one for each repetition of a block. ``twins`` has a list of operator names for each member: first the
+    member's own name, then the names of the equal operators that the member stands for."""
 
     members: tuple[Operator, ...]
     twins: tuple[list[str], ...] = ()
@@ -72,8 +72,9 @@ def _followers(graph: Graph, marks: Mapping[str, object]) -> set[str]:
 
 
 def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
-    """Group a forward operator with its backward operators, which have the same sequence number. Forward operators of
-    this number that feed the operator join the group. All other operators are groups of one."""
+    """Group a forward operator with its backward operators, which have the same sequence number. Forward operators with
+    this number whose outputs the operator reads, directly or through each other, join the group. All other operators
+    are groups of one."""
     by_sequence: dict[tuple[str, int], list[Operator]] = defaultdict(list)
     for operator in graph.operators:
         if operator.name not in followers and operator.sequence >= 0 and not operator.prologue:

@@ -1,4 +1,4 @@
-"""Simplify a problem exactly: replace a decision by a table of its best choices for all choices of its neighbours.
+"""Simplify a problem exactly: replace a decision by a table of its least costs, given the choices of its neighbours.
 
     a -- x -- b      becomes      a -- b      cost(a, b) = min over x of cost(a, x) + cost(x) + cost(x, b)
 
@@ -17,7 +17,8 @@ from meshwright.planner.intra_op.problem import Costs, Problem, ProblemTensor, t
 LARGEST_TABLE = 20_000_000
 """Largest number of entries of a table. A decision that needs a larger table is left to the integer program."""
 AT_ONCE = 1_000_000
-"""Largest number of entries of a sum of tables that is computed at once. Larger sums are computed choice by choice."""
+"""Largest number of entries of a sum of tables that is computed at once. Larger sums are computed separately for each
+choice of the eliminated node, to save memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class Core:
     seconds: float
 
     def complete(self, chosen: dict[int, int]) -> list[int]:
-        """The choices of all nodes, given the choices of the nodes that are left."""
+        """The choices of all nodes, given the choices of the nodes that were not eliminated."""
         choices = dict(chosen)
         for answer in reversed(self.answers):
             choices[answer.node] = int(answer.best[tuple(choices[node] for node in answer.scope)])

@@ -1,4 +1,4 @@
-"""Explain why a module is split as it is: what other strategies would cost, if its neighbours adapt to them."""
+"""Explain the split of each module: what other strategies would cost if the neighbouring operators adapted to them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -55,8 +55,8 @@ def notes_of(graph: Graph, assigned: Assigned, pinned: Mapping[str, Strategy]) -
 
 
 def _weight(assigned: Assigned, index: int) -> float:
-    """The importance of a decision in its module: the seconds of its cheapest choice. Products are more important than
-    all other operators."""
+    """The importance of a decision in its module: the seconds of its cheapest choice. Products, convolutions and
+    attention are more important than all other operators."""
     product = kind_of(assigned.formulated.decisions.found[index].leads[0]) in COMPUTE
     return float(assigned.formulated.problem.nodes[index].costs.min()) + (1e9 if product else 0.0)
 
@@ -96,8 +96,11 @@ def _way(graph: Graph, operator: Operator, strategy: Strategy, sizes: Mapping[st
 
 
 def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
-    """The seconds of the step for each choice of a decision, without the seconds that are equal for all choices. Other
-    decisions of the module and neighbouring decisions take their best choices. All other decisions stay as chosen."""
+    """The seconds of the step for each choice of a decision, without the seconds that are equal for all choices.
+
+    Other decisions of the module and neighbouring decisions take their best choices. All other decisions stay as
+    chosen. If this needs tables that are too large, fewer decisions take their best choices.
+    """
     problem, stored = assigned.formulated.problem, assigned.formulated.stored
     beside = {
         node
@@ -116,8 +119,8 @@ def _costs(assigned: Assigned, index: int, module: set[int]) -> list[float]:
 
 
 def _part(problem: Problem, chosen: Sequence[int], free: set[int], index: int) -> Core:
-    """The simplified problem of the nodes ``free``, whose neighbours are fixed to their ``chosen`` choices. All nodes
-    except ``index`` are eliminated as long as tables stay small."""
+    """The simplified problem of the nodes ``free``. The choices of their neighbours are fixed to those in ``chosen``.
+    All nodes except ``index`` are eliminated as long as tables stay small."""
     near = [tensor for tensor in problem.tensors if free & set(tensor.nodes)]
     scope = sorted({node for tensor in near for node in tensor.nodes} | free)
     place = {node: number for number, node in enumerate(scope)}

@@ -26,9 +26,11 @@ Path = tuple[Operator, ...]
 
 
 class Formulation:
-    """The ``problem`` of a graph. Its first nodes are decisions with their ``choices``. Then come parameters;
-    ``stored`` maps a node to its parameters and their possible placements. The last nodes are tensors with a fixed
-    placement: given tensors, and results that must be whole.
+    """The ``problem`` of a graph.
+
+    The first nodes of the problem are decisions with their ``choices``. Then come nodes for parameters; ``stored`` maps
+    such a node to its parameters and their possible placements. The last nodes stand for tensors with a fixed
+    placement. These are inputs, buffers and constants, and results that must be whole.
 
     Args:
         keeps: says whether an operator may have a strategy.
@@ -76,8 +78,8 @@ class Formulation:
         """Maps a tensor that no follower makes (see ``Decisions``) to its readers: (operator, input number, views on
         the way)."""
         self.ends: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-        """Maps each of these tensors to itself and the outputs of its followers: (name, views on the way). Each may be
-        an output of the graph."""
+        """Maps each of these tensors to itself and to the outputs of the followers after it: (name, views on the way).
+        Any of these outputs may be an output of the graph."""
         for name in graph.tensors:
             maker = self.producers.get(name)
             if maker is None or maker.name not in self.decisions.followers:
@@ -111,7 +113,7 @@ class Formulation:
                     held[:, number] += alive * self.moments.size(name, have)
         return held
 
-    # --- who reads what ----------------------------------------------------------------------------------------------
+    # --- readers -----------------------------------------------------------------------------------------------------
 
     def _trace(self, root: str, name: str, path: Path) -> None:
         self.ends[root].append((name, path))
@@ -122,8 +124,8 @@ class Formulation:
                 self.reads[root].append((operator, position, path))
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
-        """The placement that a tensor must have so that it has the placement ``wanted`` after the views of ``path``;
-        None: impossible."""
+        """The placement that a tensor must have before the views of ``path``, so that it has the placement ``wanted``
+        after them. None if there is no such placement."""
         placements: Placements = {axis: placement for axis, placement in wanted.items() if axis in self.sizes}
         for view in reversed(path):
             followed = follow(view, placements, self.sizes)
@@ -252,8 +254,8 @@ class Formulation:
         self._halos(node, names)
 
     def _halos(self, node: int, names: list[str]) -> None:
-        """Add the costs of the halos of ``names`` (equal tensors). Each halo is paid once, even if several operators
-        read it."""
+        """Add the costs of the halos of ``names`` (equal tensors). The cost of a halo counts once, even if several
+        operators read the halo."""
         priced: dict[object, float] = {None: 0.0}
         readers: list[tuple[int, Places]] = []
         for operator, position, path in self.reads[names[0]]:

@@ -1,6 +1,6 @@
 """The integer program: one binary variable for each choice of each decision, solved by HiGHS.
 
-x[i, c] = 1: decision i takes choice c. y[t, h, w] = 1: a copy brings tensor t from placement h to placement w. Also
+x[i, c] = 1: decision i takes choice c. y[t, h, w] = 1: a copy brings tensor t from placement h to placement w.
 z[r, h, w] = 1: reader r of the tensor uses this copy.
 
     minimize    sum of costs[i, c] x[i, c]  +  sum of prices[t, h, w] y[t, h, w]
@@ -86,7 +86,7 @@ class _Program:
             self.rows.add([(column, size / unit) for column, size in terms], -np.inf, float(limit) / unit)
 
     def _columns(self, costs: Costs) -> NDArray[np.int64]:
-        """Add a column for each cost and return the column numbers; columns of infinite cost are fixed at 0."""
+        """Add a column for each cost and return the column numbers. Columns of infinite cost are fixed at 0."""
         first = len(self.costs)
         finite = np.isfinite(costs)
         self.costs += np.where(finite, costs, 0.0).ravel().tolist()

@@ -1,4 +1,4 @@
-"""The memory of a rank at the moments at which it holds most: the sum of all tensors that live at that moment."""
+"""The memory of a rank at the moments of highest memory: the sum of all tensors that live at that moment."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -20,12 +20,15 @@ class _Life(NamedTuple):
 
 
 class Moments:
-    """The moments at which memory is limited, as positions in the order of operators. They are the end of forward and
-    the positions where the sum of all live tensors, before any split, is largest. A tensor lives from the operator that
-    makes it to the last operator that reads it or a view of it. A gradient lives to the end of the step, unless
-    gradients are summed over micro-batches.
+    """The moments at which memory is limited, as positions in the order of operators.
 
-    ``alive`` micro-batches are under way at once, and a rank holds one of ``stages`` equal stages.
+    They are the end of forward and the positions where the sum of all live tensors, before any split, is largest. A
+    tensor lives from the operator that makes it to the last operator that reads it or a view of it. If the step has one
+    micro-batch and one stage, gradients live to the end of the step. Otherwise gradients are accumulated, and
+    ``parameter`` counts their memory.
+
+    A rank has one of ``stages`` equal stages. ``alive`` is the number of micro-batches whose activations are in memory
+    at once.
     """
 
     def __init__(self, graph: Graph, prices: Prices, limit_bytes: float, stages: int = 1) -> None:
@@ -66,15 +69,15 @@ class Moments:
         return sorted({turn, *largest})
 
     def owned(self, names: Iterable[str]) -> Costs:
-        """For each moment, how many of these tensors live and own their memory (views do not)."""
+        """For each moment, the number of tensors in ``names`` that live and own their memory. Views own no memory."""
         return self._count(self._lives[name] for name in names if name in self._lives)
 
     def read(self, names: Iterable[str]) -> Costs:
-        """For each moment, how many of these tensors are between their first and their last reader."""
+        """For each moment, the number of tensors in ``names`` that are between their first and their last reader."""
         return self._count(self._reads[name] for name in names if name in self._reads)
 
     def size(self, name: str, placements: Placements) -> float:
-        """The bytes of a rank's part of a tensor, for all micro-batches under way."""
+        """The bytes of a rank's part of a tensor, for all micro-batches that are in memory at once."""
         tensor = self.graph.tensors[name]
         batch = any(self.graph.factor_classes[factor].role == "batch" for dim in tensor.dims for factor in dim)
         parts = self.prices.microbatches if batch else 1

@@ -81,8 +81,8 @@ class Options:
 
     def _passes(self, decision: Decision, axis: str, factor: tuple[str, int]) -> list[tuple[bool, bool]]:
         """All possible pairs (forward, backward) that say whether Partials from outside the decision pass through
-        unreduced. Only members without the factor let Partials pass, such as the addition of two terms of a shared
-        parameter's gradient."""
+        unreduced. Only members without the factor let Partials pass. An example is the addition of two terms of a
+        shared parameter's gradient."""
         inside = {name for member in decision.members for name in member.outputs}
         open_here = [member for member in decision.members if factor not in self._letters[member.name]]
         forward, backward = (
@@ -94,8 +94,8 @@ class Options:
         return list(itertools.product(forward, backward))
 
     def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
-        """The number of a linear group whose inputs could all be Partial, and do not all come from ``inside``; 0:
-        none."""
+        """The number of a linear group whose inputs could all be Partial, and do not all come from ``inside``; 0 if
+        there is none."""
         for group, names in self._linear[operator.name].items():
             if not inside.issuperset(names) and all(name in self.partial[axis] or name in inside for name in names):
                 return group
@@ -136,8 +136,8 @@ class Options:
     def _passed(
         self, operator: Operator, axis: str, inside: set[str], have: Mapping[str, Placements], passes: bool
     ) -> int:
-        """The number of the linear group whose inputs are Partial and pass through unreduced; 0: none. Inputs from
-        outside the decision count only if ``passes``."""
+        """The number of the linear group whose inputs are Partial and pass through unreduced; 0 if there is none.
+        Inputs from outside the decision count only if ``passes``."""
         wanted = self._arriving(operator, axis, inside) if passes else 0
         for group, names in self._linear[operator.name].items():
             if all(
@@ -184,8 +184,8 @@ def _meant(letters: Mapping[tuple[str, int], str], factor: tuple[str, int]) -> s
 
 
 def numbered(operator: Operator) -> dict[tuple[str, int], str]:
-    """Maps (class, number among the operator's letters of that class) to the letter. A factor that joins input rows
-    with output rows (``yy``) counts as a letter. Its class is the names of both classes, joined."""
+    """Maps (class, number among the operator's letters of that class) to the letter. A joint factor of input rows and
+    output rows (``yy``) counts as a letter. Its class has the names of both classes, separated by ``JOINED``."""
     counts: Counter[str] = Counter()
     letters = {}
     rule = operator.rule
@@ -205,8 +205,8 @@ def classes_of(operator: Operator, factor: str) -> list[str]:
 
 def follow(operator: Operator, wanted: Placements, sizes: Mapping[str, int]) -> tuple[Strategy, Placements] | None:
     """The strategy of a view whose output should have the placement ``wanted``, and the placement that its input then
-    needs. A split that the view cannot make is made after the view. None: the view does not let a wanted Partial
-    through."""
+    needs. A split that the view cannot make is made after the view. The result is None if the view cannot let a wanted
+    Partial pass through."""
     rule = operator.rule
     assert rule is not None
     strategy: Strategy = {}

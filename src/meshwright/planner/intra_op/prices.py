@@ -1,4 +1,4 @@
-"""Costs in seconds per step: of operators under a strategy, and of bringing tensors to other placements."""
+"""Costs in seconds per step: of operators under a strategy, and of resharding tensors."""
 
 from collections.abc import Mapping
 from math import inf, prod
@@ -20,9 +20,12 @@ from meshwright.planner.buckets import BUCKET_BYTES, part_bytes
 
 
 class Prices:
-    """Computes the seconds per step of single operators, from the programs that ``lower`` makes, and of bringing
-    tensors to other placements. Each cost is paid once per micro-batch, for that part of the batch. Gradients are the
-    exception: they are brought to the placements of their parameters once per step."""
+    """Computes the seconds per step of single operators and of resharding tensors.
+
+    The costs of an operator come from the program that ``lower`` makes. A step pays each cost once per micro-batch, for
+    that part of the batch. Only the resharding of gradients to the placements of their parameters is paid once per
+    step.
+    """
 
     def __init__(
         self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, lower: Lower, microbatches: int
@@ -48,8 +51,8 @@ class Prices:
         return self.times(operator) * self._known[program]
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
-        """Maps each halo that an operator reads of the input ``position`` to its seconds. Equal keys are equal halos:
-        if two operators read the same halo of a tensor, it is paid once."""
+        """Maps each halo that an operator reads of the input ``position`` to its seconds. Equal keys are equal halos.
+        If two operators read the same halo of a tensor, the halo is paid once."""
         program = self.program(operator, strategy)
         halos: dict[object, float] = {}
         for node in program.nodes if program.fetches else ():
@@ -92,10 +95,12 @@ class Prices:
     def reshard_s(
         self, tensor: Tensor, have: Placements, want: Placements, owned: bool, times: int = 1, gradient: bool = False
     ) -> float:
-        """The seconds to bring a tensor from placement ``have`` to placement ``want``, ``times`` times per step. They
-        are infinite if ``want`` has a Partial that ``have`` lacks. ``owned``: nothing else reads the tensor, so it may
-        be overwritten. If a ``gradient`` only needs an all-reduce, its cost is a share of the all-reduce of a
-        bucket."""
+        """The seconds to bring a tensor from placement ``have`` to placement ``want``, ``times`` times per step.
+
+        The result is infinite if ``want`` has a Partial that ``have`` lacks. ``owned``: nothing else reads the tensor,
+        so it may be overwritten. If a ``gradient`` only needs an all-reduce, its cost is a share of the all-reduce of a
+        bucket.
+        """
         for axis, placement in want.items():
             if isinstance(placement, Partial) and have.get(axis) != placement:
                 return inf

@@ -28,11 +28,13 @@ class ProblemNode:
 
 @dataclass(frozen=True, eq=False)
 class ProblemTensor:
-    """A value that one decision makes and others read. Placements are numbered. ``have[c]`` is the placement in which
-    choice c of the node ``maker`` leaves the value. Each reader is a node, with the placement that each of its choices
-    wants. It takes ``prices[have, want]`` seconds to bring the value from one placement to the other (infinite:
-    impossible). Readers that want the same placement share one copy and pay once. ``memory[moment, have, want]`` is the
-    bytes of the copy."""
+    """A value that one decision makes and others read. Placements are numbered.
+
+    ``have[c]`` is the placement in which choice c of the node ``maker`` leaves the value. Each entry of ``readers`` is
+    a node and the placements that its choices want, one for each choice. ``prices[have, want]`` is the seconds to bring
+    the value from one placement to the other (infinite: impossible). Readers that want the same placement share one
+    copy and pay once. ``memory[moment, have, want]`` is the bytes of the copy.
+    """
 
     maker: int
     have: Places

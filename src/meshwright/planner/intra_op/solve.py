@@ -1,4 +1,4 @@
-"""Solve a problem: simplify it exactly, then give the rest to the integer program."""
+"""Solve a problem: simplify it exactly, then solve the rest with the integer program."""
 
 import itertools
 from dataclasses import dataclass
