@@ -1,4 +1,4 @@
-"""Kernels of the operators in ``ops/collectives.py``: they start collectives of torch.distributed or Meshwright.
+"""Kernels of the operators in ``ops/collectives.py``: they start collectives of torch.distributed, MPI or Meshwright.
 
 A kernel that starts a collective returns at once. The kernel of ``wait`` waits for the result.
 """

@@ -50,7 +50,7 @@ ARRAYS = 64
 LABELS = 4096
 """Upper limit on the descriptions that a ``Kind`` caches, one for each label."""
 LaneStep = tuple[int, Any, int, int, int]
-"""The fields of a :class:`~meshwright.comm.compiled.Step`, with the lane to the peer in place of the peer's number."""
+"""The fields of a :class:`~meshwright.comm.compiled.CompiledStep`, with the lane in place of the peer's number."""
 
 
 class Kind:

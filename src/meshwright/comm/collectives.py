@@ -64,7 +64,7 @@ class Collectives:
         length, begin, end = flat.numel(), self.rank * part.numel(), (self.rank + 1) * part.numel()
         kind = self._kind(("reduce_scatter", algorithm, length, value.dtype, op, 0, None))
         if all(begin <= first and last <= end for first, last in kind.writes):
-            # The steps write only this rank's part: it is added up in ``into``, and nothing else is copied.
+            # The steps write only this rank's part. It is summed directly in ``into``: the rest needs no copy.
             part.copy_(flat[begin:end])
             return self._start("reduce_scatter", algorithm, length, _Written(flat, part, begin), op, label)
         memory = flat.clone()

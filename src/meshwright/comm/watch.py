@@ -27,7 +27,7 @@ EVERY, FACTOR = 10, 1.5
 LEAST_S = 2e-3
 """Changes of a collective's time up to this many seconds are ignored."""
 TRIES = 3
-"""The number of timed runs of each algorithm, of which the fastest counts. A slower first run does not count."""
+"""The number of runs of each algorithm that count; the fastest gives the time. A slower run before them is ignored."""
 MOST_BYTES = 2**28
 """Upper limit on the bytes of a vector that is measured again; collectives of larger vectors are measured at this size.
 """

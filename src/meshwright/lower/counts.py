@@ -55,8 +55,8 @@ def num_bytes(*values: Tensor) -> int:
 
 
 class Counter:
-    """Counts the kernels of calls, once for equal calls: a model's blocks are alike. ``own`` maps an operator to the
-    user's rule."""
+    """Counts the kernels of calls. Equal calls are counted only once, because a model repeats equal blocks. ``own``
+    maps an operator to the user's rule."""
 
     def __init__(self, own: Mapping[Target, OperatorRule]) -> None:
         self._own, self._rules = own, Rules(own)

@@ -14,13 +14,14 @@ from meshwright.torch_private import FakeTensor, FakeTensorMode, OpOverload
 aten = torch.ops.aten
 
 _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROWS, aten.add_.Tensor})
-"""Operators that write into their first input and return it."""
+"""Operators that return their first input. All of them but ``WAIT`` write into it."""
 
 
 @cache
 def _fakes() -> tuple[FakeTensorMode, FakeTensor]:
-    """The mode of all fake values, and a scalar of it. It is kept for the whole process, since a new mode for each
-    operator would take as long as the values of a small operator. It holds no values; only one thread lowers."""
+    """The mode in which all fake values are made, and a fake scalar of this mode. The mode is kept for the whole
+    process: making a new mode for each operator would take as long as making the values of a small operator. The mode
+    holds no values, and needs no lock because only one thread lowers."""
     mode = fake_mode()
     return mode, fake_scalar(mode)
 

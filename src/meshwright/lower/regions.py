@@ -43,8 +43,8 @@ _MADE = frozenset(
 """Operators that make a tensor without reading values of another tensor: they can stand anywhere in a graph."""
 
 WORTH = 4096
-"""The smallest number of elements for which a region is compiled: with fewer elements, calling the kernel takes longer
-than running the operators."""
+"""The smallest number of elements in a region's largest result for which the region is compiled. With fewer elements,
+calling the kernel takes longer than running the operators."""
 Region = Callable[..., tuple[Tensor, ...]]
 
 

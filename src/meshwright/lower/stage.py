@@ -330,7 +330,7 @@ class _StageLowering:
             self.scalars[label] = self._at_the_end(name, label)
 
     def _at_the_end(self, name: str, label: str) -> fx.Node:
-        """A whole tensor at the end of the step: the sum, max or min over micro-batches, or the value of the last."""
+        """A whole tensor at the end of the step: the sum, max, min or last of its values in the micro-batches."""
         emission, value = self.emission, self.emission.values[name]
         if not emission.microbatched or value.phase in (STEP, PROLOGUE):
             with emission.during(FINISH):

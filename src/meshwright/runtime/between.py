@@ -48,9 +48,10 @@ _Pair = tuple[str, Channel | None, bool]
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """What is measured: messages of ``bytes`` bytes and the collective ``operations``. All sizes are measured in each
-    of ``sweeps`` passes. In a pass, a size is timed in at most ``repeats`` blocks of calls, for about ``most_s``
-    seconds. The result is the median over the passes. Passes lie apart in time, because other load comes and goes."""
+    """The messages and the collective ``operations`` to measure, at each of the sizes ``bytes``. All sizes are measured
+    in each of ``sweeps`` passes. In a pass, a size is timed in at most ``repeats`` blocks of calls, for about
+    ``most_s`` seconds. The result is the median over the passes, which lie apart in time: the load of other programs
+    varies."""
 
     bytes: tuple[int, ...] = (64, *(2**power for power in range(12, 27)))
     repeats: int = 30

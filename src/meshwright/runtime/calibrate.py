@@ -1,17 +1,18 @@
-"""Calibration: measures this machine's cores, alone and all at once, and what joins them; gives a cluster.
+"""Calibration: measures this machine's cores, alone and all at once, and the links between ranks; makes a cluster.
 
-Every rank runs ``measure``, on one core each:
+Every rank runs ``measure``, and each rank has one core:
 
     alone     rank 0 measures, the others sleep: one thread, then all threads
     together  all ranks measure the same kernels at about the same time: cores share caches, memory and power
     between   messages and collectives, by size (``runtime/between.py``)
 
-A step seldom makes the same call twice in a row: other calls between have pushed its code and operands out of the
-nearest caches. So a rank goes round all calls, lap by lap, from the largest to the smallest: small calls follow small
-calls, as in a step, and no call follows itself. There are several sweeps of a few laps each, in which conditions take
-turns. The result is the mean of the sweeps' medians, since a step meets the machine at all its speeds. The drift says
-how much sweeps differ. Calls on one thread are timed in processor time, which stops while another process has the core.
-The spread says how much longer they took on the wall clock: it is large on a busy machine.
+A step seldom makes the same call twice in a row. Before a call is repeated, other calls have pushed its code and
+operands out of the nearest caches. So a rank measures in laps: in each lap it makes every call once, from the largest
+call to the smallest. Small calls then follow small calls, as in a step, and no call follows itself. In each of several
+sweeps, every condition (one thread, all threads, all ranks) is measured for a few laps. The result is the mean of the
+sweeps' medians, because the speed of the machine changes, and a step runs at all of its speeds. The drift is the
+deviation between sweeps. Calls on one thread are timed in processor time, which stops while another process has the
+core. The spread is the fraction by which they took longer on the wall clock; it is large on a busy machine.
 """
 
 import statistics
@@ -41,15 +42,22 @@ from meshwright.runtime.probes import (
 MAX_RANKS = 8
 SWEEPS = 4
 FLOPS_PER_BYTE = 8.0
-"""About how many FLOPs of a product take as long as one byte of a copy: only the order of calls follows from it."""
+"""Approximate number of FLOPs of a matrix product that take as long as copying one byte. Only the order of calls
+depends on it."""
 CLOCK_CALLS = 21
-"""Calls of nothing, whose median is the clock's own time."""
+"""Number of timed calls of an empty function. The median of their times is the time that reading the clock takes."""
 LEAST_S = 1e-8
-"""A call takes at least this, however coarse the clock."""
+"""Lower limit on the measured seconds of a call, because a coarse clock may measure 0."""
 
 
 class Effort(msgspec.Struct, frozen=True):
-    """How much is measured: laps of a sweep, sides of matrix products, elements of vectors; between ranks."""
+    """How much to measure: ``laps`` in each sweep, and the sizes of the calls.
+
+    Matrix products have square matrices with ``sides`` rows. Products of a few rows have square weights with
+    ``flat_sides`` rows. Operators that are bound by memory have tensors with these numbers of ``elements``. ``scale``
+    multiplies the sequence lengths and image sides of attention and convolutions. ``between`` holds the sizes of
+    messages and collectives.
+    """
 
     laps: int = 4
     sides: tuple[int, ...] = (48, 128, 384, 896)
@@ -69,7 +77,8 @@ def num_ranks() -> int:
 
 
 def measure(effort: Effort, advance: Advance) -> Cluster | None:
-    """Measure, on ranks of one machine that all call this; the cluster on rank 0, None elsewhere."""
+    """Measure cores and links; return the cluster on rank 0, and None on other ranks. Every rank must call this.
+    ``advance`` is called with a text before each measurement. Raise a LaunchError if ``boxes_of_world`` does."""
     launch.start("cpu")
     torch.set_num_threads(1)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -105,7 +114,7 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
-    """The probes to measure, each with its dtype. Only float32 products have all sizes; others have ``sides[1]``."""
+    """The probes to measure, each with its dtype. Products of float32 have all ``sides``, other dtypes ``sides[1]``."""
     yield "", kernel_probe()
     for dtype in DTYPES:
         for side in effort.sides if dtype == "float32" else effort.sides[1:2]:
@@ -125,7 +134,7 @@ class Sweeps:
         self._taken_s = self._passed_s = 0.0
 
     def add(self, *, meets: bool = False) -> None:
-        """Measure every call once a lap. ``meets``: all ranks begin each lap at the same time."""
+        """Add a sweep: in each lap, time every call once. ``meets``: all ranks begin each lap at the same time."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         seconds: list[list[float]] = [[] for _ in self._probes]
         of_clock_s = statistics.median(timed(_nothing, clock)[0] for _ in range(CLOCK_CALLS))
@@ -141,7 +150,7 @@ class Sweeps:
             medians.append(statistics.median(taken_s))
 
     def measured(self) -> Measured:
-        """The means of the sweeps' medians, and the drift."""
+        """For every call, the mean over sweeps of its median seconds; for all calls together, the drift."""
         measured = Measured(taken_s=self._taken_s, passed_s=self._passed_s)
         for (dtype, probe), medians in zip(self._probes, self._medians, strict=True):
             seconds = statistics.fmean(medians)
@@ -159,7 +168,7 @@ class Sweeps:
 
 
 def _length(probe: Probe) -> float:
-    """About how long a call takes, beside others. All ranks go through their calls in this order."""
+    """The approximate time of a call, relative to other calls. All ranks make their longest calls first."""
     return probe.size / FLOPS_PER_BYTE if probe.kind in COMPUTE else probe.size
 
 
@@ -175,7 +184,7 @@ def timed(call: Call, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def _of_all(ranks: list[Measured]) -> Measured:
-    """The mean over ranks that measured at the same time."""
+    """The means of the measurements of ranks that measured at the same time, and the largest drift of any rank."""
     first = ranks[0]
     seconds = {
         kind: [

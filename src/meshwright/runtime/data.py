@@ -216,7 +216,7 @@ class TextLoader(Loader):
     follows.
 
     Each window begins where the window before it ends. So every token is a target once per epoch, except the first
-    token of the text and the tokens at its end that do not fill a window.
+    token of the text, the tokens at its end that do not fill a window, and the windows that ``drop_last`` leaves out.
 
     Args:
         data: the text as bytes, or the path of a file, or several paths whose texts are joined in that order.

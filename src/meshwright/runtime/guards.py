@@ -25,7 +25,7 @@ _TENSOR_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_gra
 
 
 class Guard:
-    """Compares the values that a capture has read and made constants of its step with their current values.
+    """Compares the values that a capture has read, which are now constants of its step, with their current values.
 
     Nearly all comparisons test identity, in loops that run in C. A comparison takes about 0.1 microseconds.
     """

@@ -235,7 +235,7 @@ def resumed_schedule(
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         group.update(hyperparameters, initial_lr=hyperparameters["lr"])
-    # The constructor makes the schedule's first step, which is that of the next training step.
+    # The constructor advances the schedule by one step: it then gives the learning rate of the next training step.
     return torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: factors[min(step, len(factors) - 1)], last_epoch=trainer.step_number - 1
     )

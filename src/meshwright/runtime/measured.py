@@ -69,7 +69,7 @@ def made_cluster(
     rates = [_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind in COMPUTE]
     peaks["float32"] = max([peaks["float32"], *rates])
     bandwidth = max(_rate(size, seconds, alone.kernel_s) for kind, size, seconds in flat if kind not in COMPUTE)
-    shared = []  # cores share memory and power: by threads, and by ranks at once
+    shared = []  # conditions under which cores share memory and power: several threads, or several ranks at once
     if threaded is not None and alone.spread <= BUSY_SPREAD:
         shared.append((_without_operands(threaded), cores, 1))
     if together is not None:

@@ -92,7 +92,7 @@ class Meter:
         return self._line(rows[-1], elapsed_s / len(rows))
 
     def _line(self, row: StepMetrics, step_s: float) -> str:
-        """Return a step's log line, of which the following is an example. Numbers that are unknown are left out.
+        """Return a step's log line, such as the following line. Numbers that are unknown are left out.
 
         step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04
         """

@@ -1,4 +1,4 @@
-"""Makes the user's optimizer over this rank's parameters; refuses it if it would train otherwise than on one rank."""
+"""Makes the user's optimizer over this rank's parameters, and checks whether it updates them as on one rank."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ def check_factory(factory: Any, max_grad_norm: Any) -> None:
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fused: bool = False) -> Optimizer:
-    """Make the optimizer over this rank's parts of parameters. It holds none if only stages of other ranks are trained.
+    """Make the optimizer over this rank's parts of parameters. If only stages of other ranks are trained, it is empty.
 
     With ``fused``, use PyTorch's fused kernel if there is one and the factory has not chosen an implementation. Raise
     an OptimizerError if the factory fails or returns no optimizer. Also raise it if the optimizer holds other tensors,

@@ -101,11 +101,12 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
 def make_room(
     parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, Any]
 ) -> tuple[States, dict[str, StoredPart]]:
-    """Return the state by parameter name, and the parts of its tensors by their names in a checkpoint. Values that are
-    not tensors of the parameter's shape are the saved ones. The tensors have the saved dtypes, and hold zeros that a
-    load must replace (except for padding).
+    """Return the state by parameter name, and the parts of its tensors by their names in a checkpoint. Tensors of the
+    parameter's shape have the saved dtypes, and hold zeros that a load must replace (except for padding). All other
+    values are copied from ``saved``.
 
-    As with ``Optimizer.load_state_dict``, all tensors are on the parameter's device, usually except for ``step``.
+    As with ``Optimizer.load_state_dict``, tensors are on the parameter's device. ``step`` is on the CPU, unless the
+    optimizer is capturable or fused.
     """
     result: States = {}
     parts: dict[str, StoredPart] = {}

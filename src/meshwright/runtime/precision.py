@@ -56,7 +56,7 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
 
 
 def missing_instructions(precision: Precision) -> tuple[str, ...]:
-    """Return the instruction sets of which a low precision needs one, if this CPU has none of them; else ()."""
+    """Return the instruction sets that support a low precision, if this CPU has none of them; else ()."""
     known = torch.cpu.get_capabilities()
     wanted = _NEEDS[precision] if known.get("architecture") == "x86_64" else _ARM[precision]
     return () if any(known.get(name) for name in wanted) else wanted

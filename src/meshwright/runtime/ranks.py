@@ -71,7 +71,7 @@ def run_ranks(
             again.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own test
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing makes this test too
         raise LaunchError(
             "a rank that was started has imported the script that starts it, which starts ranks again",
             where="main module",

@@ -243,8 +243,8 @@ class Resumable:
         return data
 
     def _amend(self, amendments: tuple[Amendment, ...]) -> None:
-        """Continue under the plan with these amendments and no others. Of one collective, the latest amendment
-        holds."""
+        """Continue under the plan with these amendments and no others. If several name the same collective, the last
+        of them holds."""
         self.plan = msgspec.structs.replace(self.plan, amendments=amended((), amendments))
         amend(self.groups, self.plan.amendments)
 

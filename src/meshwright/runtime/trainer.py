@@ -155,9 +155,12 @@ class Trainer(Resumable):
             The loss of the global batch, a scalar tensor; the host does not wait for its value.
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in a low precision, the parameters are as
-                they were before the step. Otherwise the host does not wait for the CUDA device, and the next step,
-                evaluation or save checks the loss. By then the step has changed the parameters, and the error says so.
+            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as they were
+                before the step. Otherwise the host does not wait for the CUDA device, and the next step, evaluation or
+                save checks the loss. By then the step has changed the parameters, and the error says so. In float16,
+                the step is skipped instead.
+            LossScaleError: in float16, the loss scale fell below its smallest value; in bfloat16, gradients were not
+                finite in ``MOST_SKIPPED`` steps in a row. The parameters are as they were before the skipped steps.
             DataError: the batch does not have the structure or the dtypes of the captured batch.
             LayoutError: the batch has fewer samples than dp has ranks, or does not divide into micro-batches.
             RankError: the batches of two ranks have different shapes, or two ranks that need the same batch were given

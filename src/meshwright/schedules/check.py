@@ -24,11 +24,12 @@ class Border(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank does in a step.
+    """The stages of one rank, and the cost of its actions in a step.
 
-    ``bubble`` is idle time / computing time. ``live_activations`` is the largest number of (stage, micro-batch) pairs
-    between their F and the end of their B or W. ``live_microbatches`` is the same number in whole micro-batches: with v
-    chunks per rank, a pair counts as 1/v. ``sent_per_microbatch`` counts sends to other ranks, forward and backward.
+    ``busy`` is the computing time, and ``bubble`` is idle time / computing time. ``live_activations`` is the largest
+    number of (stage, micro-batch) pairs between their F and the end of their B or W. ``live_microbatches`` is the same
+    number in whole micro-batches: with v chunks per rank, a pair counts as 1/v. ``sent_per_microbatch`` counts sends to
+    other ranks, forward and backward.
     """
 
     stages: tuple[int, ...]
@@ -87,8 +88,8 @@ class _Validator:
         return self._report(times)
 
     def _find_places(self) -> None:
-        """Find the place of every action. Check that an action has one place, a stage one rank, a rank some computing
-        action."""
+        """Find the place of every action. Check that every action has one place, every stage one rank, and every rank
+        at least one computing action."""
         placed = [
             (rank, position, action)
             for rank, actions in enumerate(self.schedule.ranks)
@@ -142,7 +143,7 @@ class _Validator:
                 raise self._wrong(action, problem, f"move `{needed}` before `{action}`")
 
     def _needed(self, action: Action) -> Iterator[tuple[Action, ...]]:
-        """Yield tuples of alternatives: of each tuple, one action must precede ``action`` on its rank."""
+        """Yield tuples of alternative actions. One action of each tuple must precede ``action`` on its rank."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind in _AFTER:
             yield tuple(Action(stage, before, microbatch) for before in _AFTER[kind])
@@ -163,7 +164,7 @@ class _Validator:
             yield (Action(action.stage, receive, action.microbatch),)
 
     def _check_complete(self) -> None:
-        """Check that no computing, no partner of a send or receive, and no reduction is missing."""
+        """Check that no computing action, no partner of a send or receive, and no reduction is missing."""
         for stage, rank in sorted(self.rank_of.items()):
             for microbatch in range(self.schedule.num_microbatches):
                 split = Action(stage, I, microbatch) in self.places
@@ -264,4 +265,5 @@ class _Validator:
 
 
 _AFTER = {B: (F,), I: (F,), W: (I,), ActionKind.SEND_F: (F,), ActionKind.SEND_B: (B, I)}
-"""Maps a kind of action to kinds of which one must precede it, for the same stage and micro-batch."""
+"""Maps a kind of action to alternative kinds. An action of one of these kinds, for the same stage and micro-batch, must
+precede it."""

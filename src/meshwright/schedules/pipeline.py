@@ -15,7 +15,8 @@ MOST_ACTIONS = 1_000_000
 def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule ``name`` for p ranks, m micro-batches and v chunks; stage s lives on rank s % p.
 
-    The schedule has only forwards and backwards; ``passes`` adds communication. If F takes 1 and B takes 2 (I and W 1):
+    The schedule has only forwards and backwards; ``passes`` adds communication. If F takes 1 and B takes 2 (I and W
+    take 1 each):
 
     =========== ===================================== ================= ============================================
     name        source                                bubble / ideal    micro-batches alive on rank r
@@ -170,7 +171,7 @@ NAMES = tuple(_BUILDERS)
 
 
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
-    """The schedule of a plan's training step, or without ``backward`` that of an evaluation, which has only
+    """The schedule of a plan's training step; without ``backward``, the schedule of an evaluation, which has only
     forwards."""
     num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
     if not backward:

@@ -25,7 +25,8 @@ _COSTS = {
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The times that a rank computes for one micro-batch, in all its chunks, in any unit. Communication takes no time.
+    """The time that each kind of action takes on a rank, for one micro-batch and all chunks together, in any unit.
+    Communication takes no time.
 
     Raises:
         ScheduleError: a cost is not a positive number.
@@ -56,7 +57,8 @@ def communicates(schedule: Schedule) -> bool:
 
 
 def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Action, ...]:
-    """The actions, possibly on other ranks, one of which must end before ``action`` can run; empty for most actions.
+    """Alternative actions, possibly on other ranks: ``action`` waits until one of them has ended. Most actions wait for
+    none.
 
     ``explicit``: the schedule communicates, so only receives wait.
     """

@@ -73,8 +73,8 @@ class Lane(ABC):
     """Carries messages of up to ``MESSAGE_BYTES`` between two ranks. In each direction, messages keep the order in
     which they are put.
 
-    Each message has a tag, and the receiver must expect the same tag. An error shows that the two ranks run different
-    collectives.
+    Each message has a tag, and the receiver must expect the same tag. If the tags differ, the two ranks run different
+    collectives, and ``take`` raises an error.
     """
 
     expects = False

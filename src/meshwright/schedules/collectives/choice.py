@@ -16,9 +16,9 @@ from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.operations import ALGORITHMS, is_there
 
 NATIVE, MPI = "native", "mpi"
-"""torch.distributed's own collectives, and those of the MPI that started the ranks."""
+"""The names of torch.distributed's own collectives, and of the collectives of the MPI that started the ranks."""
 CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations that have several algorithms, MPI's included: a calibration measures all, and a plan chooses one."""
+"""Operations whose algorithm a plan chooses by size. A calibration measures their ``candidates``, and MPI's."""
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
 """Maps an operation to the algorithm that takes one round in a group of two ranks."""
 

@@ -75,7 +75,7 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = False) -> Steps:
     """The steps after which every rank holds the sum of all vectors of ``length`` elements.
 
-    ``algorithm`` is a name in ``ALGORITHMS``, or that of an algorithm along levels (``ring+rabenseifner@2x4``, see
+    ``algorithm`` is a name in ``ALGORITHMS``, or the name of an algorithm along levels (``ring+rabenseifner@2x4``, see
     ``hierarchy.py``). ``server``: the star's centre is an extra rank, which contributes nothing.
 
     Raises:
@@ -94,8 +94,8 @@ def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = Fa
 
 
 def _in_turn(algorithm: str, size: int, length: int) -> Steps:
-    """Every rank sends to every other rank. At a time, one rank sends (``one-by-one``) or every rank sends one
-    message."""
+    """Every rank sends its vector to every other rank. In a round, one rank sends one message (``one-by-one``), or
+    every rank sends one message (``contention-free``)."""
     whole, out = (0, length), (length, 2 * length)
     start = [Move(rank, rank, 0, length, length) for rank in range(size) if length]
     turns = range(1, size) if length else ()

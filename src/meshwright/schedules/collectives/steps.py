@@ -59,9 +59,9 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """The counted cost of steps. ``moved``: elements of all messages; ``busiest``: the sum of the peaks of all rounds;
-    ``peak``: the most elements that enter, or leave, one rank in one round; ``fan_in``: the most messages that one rank
-    receives in one round; ``added``: the most additions that one rank makes."""
+    """The counted cost of steps. ``moved``: elements of all messages; ``peak``: the most elements that enter, or leave,
+    one rank in one round; ``busiest``: the same maximum, taken in every round and summed over the rounds; ``fan_in``:
+    the most messages that one rank receives in one round; ``added``: the most additions that one rank makes."""
 
     rounds: int
     messages: int
