@@ -194,7 +194,7 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
         optimizer: Any = factory(
             [(name, nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in shapes.items()]
         )
-    except Exception as error:  # noqa: BLE001 - by code that we do not know; where it is wrong, training says so
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything; training shows the error again
         log.info("planned as for AdamW: over parameters without memory the optimizer cannot be made: %s", error)
         return ADAMW
     if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
@@ -223,11 +223,11 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("amsgrad",),
     torch.optim.RMSprop: ("centered", "momentum"),
 }
-"""Maps an optimizer class to its options that each make it keep one more number for every element."""
+"""Maps an optimizer class to options. With each option that is set, it keeps one more number for every element."""
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:
-    """Return ``plan``, or the plan that is read if it is a path, and its name for error messages."""
+    """Return a plan and its name for error messages. If ``plan`` is a path, the plan is read from that file."""
     return (plan, "plan") if isinstance(plan, Plan) else (files.load(Path(plan), Plan), str(plan))
 
 

@@ -209,7 +209,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     compare the last steps with the prediction.
 
     Raises:
-        MeshwrightError: whatever is wrong with the model, the data, the layout or the checkpoint.
+        MeshwrightError: the model, the data, the layout or the checkpoint is wrong.
     """
     progress = progress or Silent()
     launch.start()
@@ -284,8 +284,8 @@ def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
 
 
 def _asked(run: Run, directory: Path) -> Layout | str:
-    """The layout or plan of the run. A continued run keeps a plan that was found for the same number of ranks, so that
-    its numbers stay the same bit for bit."""
+    """The layout or plan of the run. A continued run with a searched layout keeps the plan of its first part if the
+    number of ranks is the same. Its results then stay the same bit for bit."""
     file = directory / "plan.json"
     if run.layout.searched and manifest.steps_in(directory / "checkpoints") and file.exists():
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -355,6 +355,6 @@ def _peak_flops_per_s(run: Run, trainer: Trainer) -> float:
     """The peak FLOP/s of all ranks together; 0 if it is not known for this device and dtype."""
     known = _cluster(run, trainer.device).device
     peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
-    if known.kind == "cpu":  # a device is then one core, and a rank may have several
+    if known.kind == "cpu":  # the device is one core, and a rank may use several
         peak *= torch.get_num_threads()
     return peak * trainer.plan.mesh.world_size if (known.kind == "cpu") == (trainer.device.type == "cpu") else 0.0

@@ -187,7 +187,7 @@ def measure(
 
 
 def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, float]:
-    """Steps until the held-out loss is at most ``target`` (0: never), and that loss."""
+    """Steps until the held-out loss is at most ``target`` (0: never), and the last held-out loss."""
     trainer, loader, held_out = _prepared(run, base)
     schedule, batches, loss = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader), 0.0
     with suppress(NonFiniteLossError):  # divergence by too high a learning rate is a result too

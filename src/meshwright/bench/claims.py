@@ -29,7 +29,7 @@ TOLERANCE = 1e-3
 """The relative difference allowed between a figure and its value computed from the file: files hold rounded numbers."""
 KINDS = ("strong", "batch", "model")
 OF_TIMES = ("_s", "_ms", "seconds", "_per_s", "speedup")
-"""The endings of names of figures that are times or rates."""
+"""Endings of the names of figures that are times or rates."""
 IN_WORDS = re.compile(r"\b(faster|slower|speed-?up|throughput)\b|\d\s?(s|ms|µs|us|tok/s|samples/s|[GT]?FLOP/s)(?!\w)")
 """Words and units that state a speed in text."""
 
@@ -40,7 +40,8 @@ Found = Iterator[tuple[str, str, str]]
 
 
 def repetitions(result: Result) -> Found:
-    """Every series has enough repetitions; only a duration that does not claim to pass may have fewer."""
+    """Every series has at least ``LEAST_REPETITIONS`` values; only a duration without the verdict "pass" may have
+    fewer."""
     for index, finding in result.keyed():
         if isinstance(finding, Duration) and finding.verdict != "pass":
             continue

@@ -7,7 +7,7 @@ Most rules are those of two papers, here called *tell* and *fool*:
 - fool: T. Hoefler, "Twelve ways to fool the masses when reporting performance of deep learning workloads", 2018,
   https://htor.inf.ethz.ch/blog/index.php/2018/11/.
 
-A lint sees only what a file says: it finds what was forgotten, not what is false.
+A lint reads only the file. It finds missing and inconsistent statements, but not false ones.
 """
 
 import re
@@ -26,7 +26,7 @@ STALE = "stale"
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a result must not say, or must say and does not."""
+    """A violation of a rule: a statement that the result must not make, or that is missing."""
 
     rule: str
     key: str
@@ -47,9 +47,10 @@ class LintRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lint(result: Result, folder: Path | None = None) -> tuple[Refusal, ...]:
-    """The refusals of a result by the rules of ``RULES``, rule by rule; empty if the result is honest.
+    """The refusals of a result, in the order of ``RULES``; empty if the result breaks no rule.
 
-    For a result in ``folder``, code that has changed since the measurement is refused too (``provenance.stale``).
+    With ``folder``, in which the file of the result lies, the result is also refused if the measured code has changed
+    since (``provenance.stale``).
     """
     refusals = [
         Refusal(rule=rule.name, key=key, problem=problem, remedy=remedy)

@@ -29,8 +29,8 @@ def commit_of(folder: Path) -> str:
 
 
 def stale(result: Result, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield why a result in ``folder`` was not measured with the code of the checkout around it: (key, problem,
-    remedy). Outside of a checkout nothing is refused.
+    """Compare the measured code of a result in ``folder`` with the checkout around ``folder``. Yield (key, problem,
+    remedy) for each reason why the result does not hold for this code. Outside of a checkout, yield nothing.
 
     The code is all files that ``result.script`` imports, directly or indirectly, and other files (C++, TOML) in their
     folders. A change of only comments, docstrings or layout of a Python file does not count.

@@ -57,16 +57,16 @@ def scaling(
     command: str = "",
     progress: Progress | None = None,
 ) -> Result:
-    """Measure ``run`` on each number of ranks in ``counts``, started by Meshwright's launcher.
+    """Measure ``run`` on each number of ranks in ``counts``. Meshwright's launcher starts the ranks.
 
     Args:
-        kind: ``strong``: the run as it is; ``batch``: its batch grows with the ranks; ``model``: the value of ``grow``
-            does.
+        kind: ``strong``: nothing grows; ``batch``: the batch size grows with the number of ranks; ``model``: the key
+            ``grow`` of the model grows with it.
         counts: numbers of ranks, ascending; each is compared with the first.
         turns: how often each number of ranks is started.
-        repetitions: measurements of each start.
-        steps: training steps of each repetition.
-        threads: threads of each rank.
+        repetitions: number of measurements after each start.
+        steps: number of training steps in each measurement.
+        threads: number of threads of each rank.
         grow: a key of ``[model]`` (``layers``, ``arguments.depth``); empty: the layers of a GPT.
 
     Raises:

@@ -16,7 +16,7 @@ SCALED_DOT_PRODUCT: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 class CapturedAttention:
-    """A replacement of PyTorch's attention function that is captured as one operator wherever that is possible."""
+    """Replaces PyTorch's attention function. A call is captured as one operator wherever that is possible."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -33,8 +33,9 @@ class CapturedAttention:
         """Replace PyTorch's function also inside ``F.multi_head_attention_forward``, which torch.nn's layers call. A
         torch-function mode sees only this outer function.
 
-        Meanwhile, the layers' fused forms for evaluation are off. PyTorch does not test whether a mask is causal,
-        because the test would read values: the mask is applied as it is, unless the caller says that it is causal.
+        Inside the context, torch.nn's fused kernels for evaluation are off (``torch.backends.mha``). PyTorch's test of
+        whether a mask is causal is off too, because it would read values. A mask is applied as it is, unless the caller
+        passes ``is_causal=True``.
         """
         fused, detect = torch.backends.mha.get_fastpath_enabled(), transformer._detect_is_causal_mask
         functions: Any = F

@@ -88,8 +88,8 @@ def capture(
     The step is traced at the batch's size and at twice that size. Both traces must run equal operators. Dims whose
     sizes differ between the traces are the batch. At batch size 1, PyTorch leaves out operators (such as an expand to
     1), so the batch is then found at sizes 2 and 4. If operators work in place, the step is traced once more with only
-    the rewrites ``VISIBLE``, because other rewrites may copy a tensor that an operator changes. The other rewrites
-    follow when this trace is made functional.
+    the rewrites ``VISIBLE``, because the others may copy a tensor that an operator changes in place. All rewrites are
+    applied when this trace is recorded again without in-place operators (``functionalized``).
 
     ``precision`` is the precision of products (``capture/precision.py``); None keeps the model's own dtypes.
 
@@ -108,7 +108,7 @@ def capture(
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
-    if put_contents(hooks):  # the model's first call sets up its hooks: let it, and start again
+    if put_contents(hooks):  # the first call set up forward hooks, now undone: keep those of a second call
         trace(model, loss_fn, batch, training=training, precision=precision)
         reads = Reads(model, loss_fn)
         traced = at(size, rewrites)
@@ -312,7 +312,8 @@ class _Builder:
 
     def _prologue(self, operations: list[_Operation]) -> set[str]:
         """Return the operators that depend on no parameter, no buffer and no random number. An operator that makes a
-        scalar (such as a total of class weights) may read buffers that stay unchanged; so may operators before it."""
+        scalar (such as the total of class weights), and the operators that it depends on, may also read buffers that
+        the step does not change."""
         result = self._independent(operations, {*self.traced.parameters, *self.traced.buffers})
         allowed = self._independent(operations, {*self.traced.parameters, *self._buffer_updates()})
         needed: set[fx.Node | None] = set()
@@ -324,7 +325,7 @@ class _Builder:
         return result
 
     def _independent(self, operations: list[_Operation], state: set[str]) -> set[str]:
-        """Return the operators that depend on nothing in ``state`` and on no random number."""
+        """Return the operators that depend on no tensor in ``state`` and on no random number."""
         tainted = {node for node, name in self.names.items() if name in state}
         result = set()
         for operation in operations:

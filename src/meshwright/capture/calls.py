@@ -1,4 +1,4 @@
-"""Writes an operator's arguments as text, ``t0, [1, 2], dtype=torch.float32``, so that a graph alone can be lowered."""
+"""An operator's arguments as text, ``t0, [1, 2], dtype=torch.float32``: a graph is lowered without the traced model."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence

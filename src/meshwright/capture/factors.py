@@ -181,7 +181,7 @@ def rendered(bound: BoundRule, names: dict[int, str]) -> tuple[Rule, dict[str, s
             if original in stencil_originals and not position:
                 stencils.add(letter)
         became[original] = tuple(letters)
-    # a letter that contains one factor twice (a square that was flattened) cannot be split
+    # a letter that contains one factor twice (a flattened tensor [s, s]) cannot be split
     doubled = {letter for letters in became.values() for letter in letters if letters.count(letter) > 1}
     fixed |= doubled
     pattern = bound.rule.parsed
@@ -228,7 +228,7 @@ class Rendered:
     def __call__(
         self, bound: BoundRule, names: dict[int, str]
     ) -> tuple[Rule, dict[str, str], dict[str, tuple[str, ...]]]:
-        """Return the result of ``rendered``, computed or known."""
+        """Return the result of ``rendered``. If an equal call was made before, its result is reused."""
         seen: dict[int, int] = {}
         letters = tuple(
             tuple((seen.setdefault(id(atom), len(seen)), atom.hint[:1], atom.size) for atom in leaves(atoms))
@@ -237,7 +237,7 @@ class Rendered:
         literals = tuple(tuple(atom.size for atom in leaves([literal])) for literal in bound.literals)
         key = (id(bound.rule), bound.contiguous, letters, literals)
         classes = [names[atom_id] for atom_id in seen]
-        if key not in self._known:  # rendered with atoms' numbers as names; the rule is kept, so its id stays unique
+        if key not in self._known:  # numbers stand for class names; the kept rule keeps its id from being reused
             rule, numbers, became = rendered(bound, {atom_id: str(number) for atom_id, number in seen.items()})
             self._known[key] = (bound.rule, rule, {letter: int(text) for letter, text in numbers.items()}, became)
         _, rule, of, became = self._known[key]

@@ -93,7 +93,7 @@ def _simplify(graph: fx.Graph, num_scalars: int) -> None:
 
 
 def _unrounded(scalar: fx.Node | None) -> fx.Node | None:
-    """Return the scalar from before it was cast to half precision and back; without such casts, the scalar itself."""
+    """Return the node before a cast to half precision and back; without such a pair of casts, the scalar itself."""
     source: Any = scalar
     for _ in range(2):
         if not isinstance(source, fx.Node) or source.target is not aten._to_copy.default:

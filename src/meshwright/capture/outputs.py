@@ -52,10 +52,10 @@ _AS_ON_META = frozenset({
     aten.argmax.default, aten.sum.default, aten.scatter_add.default, aten.max_pool2d_with_indices.default,
     aten.max_pool2d_with_indices_backward.default, aten.cat.default,
 })  # fmt: skip
-"""Operators whose results have the same layout on the meta device as with fake tensors of the CPU, in the dtypes of
-``_WIDE`` (batch norm: in training). They run on the meta device without any mode, which takes less time: on fake
-tensors, PyTorch runs many of them as Python functions that call dozens of operators. Batch norms change the values of
-running statistics, and nothing else in place."""
+"""Operators whose results have the same layout on the meta device as on fake CPU tensors, if the first tensor has a
+dtype in ``_WIDE`` (batch norm: only in training). They run on the meta device without any mode, which takes less time:
+on fake tensors, PyTorch runs many of them as Python functions that call dozens of operators. The only in-place change
+by an operator of this list is that of batch norm's running statistics."""
 _WIDE = frozenset({torch.float32, torch.float64})
 _BATCH_NORMS = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
@@ -200,7 +200,7 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
 
 
 def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
-    """An argument with other tensors in place of its own."""
+    """Return an argument with each tensor replaced by the tensor that ``by_id`` maps its id to."""
     if isinstance(value, dict):
         return {name: _replaced(item, by_id) for name, item in value.items()}
     if isinstance(value, (tuple, list)):

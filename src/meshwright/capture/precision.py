@@ -1,8 +1,9 @@
 """The dtypes of a traced step: which operators compute in bfloat16 or float16, and which in float32.
 
 The lists are those of PyTorch's automatic mixed precision (torch.amp, "Autocast Op Reference"). torch.autocast casts
-the inputs of products and convolutions to the low precision. Operators that sum or have a wide range run in float32, as
-in PyTorch's list for CUDA, and so do norms. A gradient has the dtype of its tensor, which is float32 for parameters.
+the inputs of products and convolutions to the low precision. The functions of ``IN_FLOAT32`` run in float32: norms, and
+the functions of PyTorch's float32 list for CUDA (sums, exponentials, losses). A gradient has the dtype of its tensor,
+which is float32 for parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from meshwright.errors import CaptureError
 from meshwright.torch_private import pytree
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Maps a precision whose products are not in float32 to the dtype of the products."""
+"""Maps each 16-bit precision to the dtype of its products."""
 IN_FLOAT32 = frozenset({
     "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "pow", "float_power", "acos", "asin", "cosh", "sinh", "tan",
     "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "softplus", "logsumexp",

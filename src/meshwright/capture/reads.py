@@ -34,8 +34,8 @@ from meshwright.capture.values import (
 from meshwright.errors import CaptureError
 
 _OF_MODULES = frozenset([*vars(nn.Module()), *vars(nn.Module), "__class__", "parametrizations"]) - {"forward"}
-"""Attributes of a module that PyTorch itself reads, and that are not recorded. A module's members, hooks and mode are
-compared in any case."""
+"""Attributes of a module that PyTorch itself reads. They are not recorded: the guard of a captured step compares a
+module's members, hooks and mode in any case (``runtime/guards.py``)."""
 _OF_OBJECTS = frozenset(["__class__", "__dict__"])
 _LIBRARIES = (
     *(str(PurePath(sysconfig.get_path(name))) for name in ("stdlib", "purelib", "platlib")),
@@ -105,7 +105,7 @@ class Reads:
             if read.has_changed():
                 read.put(read.value, read.contents)
             else:
-                put_contents(read.contents)  # restores what is too deep or too large to compare
+                put_contents(read.contents)  # restores containers that are too deep or too large to be compared
         if self._first:
             for module in self._outside.values():
                 self._watch_outside(module)
@@ -216,7 +216,7 @@ class Reads:
         if isinstance(of_class, (property, functools.cached_property)):
             self._follow(getattr(of_class, "fget", None) or getattr(of_class, "func", None), where)
         if name in space:
-            if name in self._spaces[key[0]][2]:  # else the read has written it (a cached property), which is undone
+            if name in self._spaces[key[0]][2]:  # else reading it has set it (a cached property); __exit__ undoes that
                 self._add(key, space, name, value, where)
         elif value is MISSING:
             if not any(name in space.get(members, ()) for members in ("_parameters", "_buffers", "_modules")):
@@ -318,15 +318,15 @@ def _space(owner: Any) -> dict[str, Any]:
 
 
 def _is_settable(kind: type) -> bool:
-    """Whether our ``__setattr__`` can be removed from a class again. A C extension's class may have a hidden
-    ``__setattr__`` of its own, which it would lose."""
+    """Whether a class has its original ``__setattr__`` again after ours is removed. The class of a C extension may have
+    a hidden ``__setattr__``, which would be lost."""
     setter: Any = kind.__setattr__
     are_open = (meta is type or _is_open(meta) for meta in inspect.getmro(type(kind))[:-1])
     return isinstance(setter, types.FunctionType) or (setter is object.__setattr__ and all(are_open))
 
 
 def _is_open(kind: type) -> bool:
-    """Whether attributes of the class may be set."""
+    """Whether attributes can be set on the class itself."""
     return bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE and not issubclass(kind, Enum)
 
 

@@ -1,4 +1,4 @@
-"""Refuses steps that would silently do something else than plain PyTorch once they are captured."""
+"""Refuses steps whose captured form would silently compute something else than plain PyTorch."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from meshwright.errors import CaptureError
 
 
 def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Refuse a parameter or buffer that the step reaches other than through the traced model: it would never change."""
+    """Refuse a parameter or buffer that the step reads, but not through the traced model: it would be a constant."""
     names = {value.data_ptr(): name for name, value in state.items() if value.numel() and value.device.type != "meta"}
     for value in constants.values():
         name = names.get(value.data_ptr()) if value.numel() else None
@@ -49,7 +49,8 @@ def changed_parameters(names: list[str]) -> None:
 
 
 def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the buffers after a step, in order, detached. A step may not add buffers or change shape or dtype."""
+    """Return the buffers after a step, in order, detached. A step may not add a buffer or change a buffer's shape or
+    dtype."""
     for name in after:
         if name not in before:
             raise CaptureError(
@@ -91,7 +92,8 @@ def _words() -> dict[str, tuple[tuple[int, ...], int]]:
 def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
     """Refuse a step that draws from Python's or numpy's generator: its numbers would be equal in every step.
 
-    A step draws equally many numbers in every trace. The draws of a thread that loads data differ between traces.
+    Only a count that is equal in all traces is refused, because draws by a thread that loads data differ between traces
+    and must be allowed. A step whose number of draws depends on the batch size is therefore not noticed.
     """
     for name in traces[0]:
         if len({trace.get(name) for trace in traces}) == 1:

@@ -34,7 +34,12 @@ OUR_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 
 @dataclass
 class Traced:
-    """A graph of ATen operators with the names of its inputs and outputs. If ``mutates``, operators work in place."""
+    """A graph of ATen operators with the names of its inputs and outputs. If ``mutates``, operators work in place.
+
+    ``differentiable`` names the parameters whose gradients the graph returns. ``tied`` maps each further name of a
+    shared parameter or buffer to its first name. ``drawn`` says how far the trace has moved the generators of Python
+    and numpy (``refusals.Draws``).
+    """
 
     graph: fx.Graph
     mutates: bool
@@ -161,7 +166,7 @@ def trace(
     recorder = CallRecorder(placeholders, provenance.here, rewrites)
     cached_casts = torch.is_autocast_cache_enabled()
     try:
-        if model.training != training:  # else modules whose mode the user has set keep it
+        if model.training != training:  # otherwise submodules keep the modes that the user has set
             model.train(training)
         torch.set_autocast_cache_enabled(False)
         with mode, nothing_recomputed(), one_operator(), recorder:

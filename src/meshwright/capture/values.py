@@ -22,7 +22,7 @@ _DEPTH = 4
 
 
 class Same:
-    """A wrapper that is equal only to a ``Same`` of the same object. It keeps the object alive."""
+    """A wrapper for comparison by identity: equal only to a ``Same`` of the same object. It keeps the object alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -128,7 +128,7 @@ class Read:
             if type(self.owner) is not dict:
                 bases = [base for base in type(self.owner).__mro__ if self.name in vars(base)]
                 if not bases and not isinstance(self.owner, type):
-                    return  # __getattribute__ makes the value
+                    return  # a __getattr__ or __getattribute__ computes the value: there is nothing to set
                 # the class, if the value belongs to a class
                 owner = next((base for base in bases if vars(base)[self.name] is now), self.owner)
                 delattr(owner, self.name) if value is MISSING else setattr(owner, self.name, value)

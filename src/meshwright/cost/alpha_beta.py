@@ -128,8 +128,8 @@ def steps_s(
 
 
 def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
-    """The fan-outs of equal boxes of neighbouring ranks, innermost first; (0,) for other boxes, and if there are
-    several pieces."""
+    """The fan-outs of the levels, innermost first, if all boxes of a level are equal and hold neighbouring ranks; (0,)
+    otherwise, and if the vector is cut into pieces."""
     sizes: list[int] = []
     unit: Boxes | int = leveled.boxes
     while not isinstance(unit, int):

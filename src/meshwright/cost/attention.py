@@ -9,9 +9,11 @@ _PASSES = {False: {"pointwise": 6, "activation": 4, "reduction": 2}, True: {"poi
 """How often the kernels between the products read or write the scores, by kind, in forward (False) and backward
 (True)."""
 _KERNELS = {False: 9, True: 12}
+"""The number of kernels between the products, in forward (False) and backward (True)."""
 _CAST = {False: 3, True: 6}
 """Additional passes over the scores in 16-bit attention, because its softmax is in float32."""
 _DROPOUT = {False: 5, True: 8}
+"""Additional passes over the scores if attention has dropout."""
 _HELD = {False: 2, True: 4}
 """The number of tensors of scores that are in memory at once, in forward (False) and backward (True)."""
 

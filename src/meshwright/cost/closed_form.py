@@ -27,7 +27,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
     """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
-    compute, and only the ranks of one collective share links."""
+    compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
     network = Network(cluster)
     count = len(schedule.ranks)
     stride = mesh.world_size // count

@@ -150,7 +150,7 @@ class Network:
     def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
         """Map each measured algorithm to its points (bytes, seconds)."""
         members = self._members(group) if self._measured else []
-        if not members or any(inside % before for _, before, inside, _ in members):  # units hold unequal parts of it
+        if not members or any(inside % before for _, before, inside, _ in members):  # unequal parts of the group
             return {}
         fan_outs = tuple(inside // before for _, before, inside, _ in members)
         return self._measured.get((operation, members[-1][0].name, fan_outs), {})

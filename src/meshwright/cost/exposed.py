@@ -19,9 +19,9 @@ from meshwright.ir.program import Collective, Node, Program
 
 
 class Moment(NamedTuple):
-    """A piece of compute, and what follows it. After ``compute_s`` seconds the stage waits for collectives of no bucket
-    (``others``: axis and seconds), needs the gathered parameters ``wanted``, or has computed the gradients of the
-    parameters ``made``."""
+    """A piece of compute, and the event at its end. After ``compute_s`` seconds the stage waits for collectives of no
+    bucket (``others``: axis and seconds), needs the gathered parameters ``wanted``, or has computed the gradients of
+    the parameters ``made``."""
 
     compute_s: float
     others: tuple[tuple[str, float], ...] = ()
@@ -55,7 +55,7 @@ class Actions(NamedTuple):
 
 
 def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actions, ...]:
-    """The actions of a stage, for a plan whose buckets have one parameter each."""
+    """The actions of a stage. The buckets of ``plan`` must have one parameter each; then all sizes can be tried."""
     costs, network, each = NodeCosts(plan.mesh, cluster), Network(cluster), plan.microbatches
     begun: dict[str, Collective] = {}
     gathered = {(bucket.axis, bucket.label): bucket.parameters for bucket in plan.gathers}

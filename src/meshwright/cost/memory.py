@@ -157,8 +157,9 @@ def _ends_bytes(setup: Setup, stage: int) -> float:
 
 
 def _loss_bytes(setup: Setup) -> float:
-    """Bytes of logits in the model's dtype and in float32, and of their gradient. Megatron-LM's cross-entropy works in
-    place; Llama's PyTorch code, used with ZeRO 3, casts to float32 and keeps both log-softmax and its gradient."""
+    """Bytes of the logits and of their gradient, in the model's dtype and in float32. Megatron-LM's cross-entropy works
+    in place: the float32 gradient overwrites the float32 logits. Llama's PyTorch code, used with ZeRO 3, keeps both the
+    log-softmax and its gradient in float32."""
     each = 2 * setup.element_bytes + (8 if setup.zero == 3 and setup.model.gated else 4)
     return setup.tokens * setup.model.vocabulary / setup.tp * each
 

@@ -236,7 +236,7 @@ class _Stage:
         for size in parameters:
             for _ in range(each.kernels):
                 cost += rates.memory_bound("update", each.moved / each.kernels * size)
-        if self._offloads:  # state moves both ways; only the time beyond the kernels' counts
+        if self._offloads:  # state moves to the device and back; only the time beyond that of the kernels counts
             moved = 2 * each.states * sum(parameters)
             cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
         return Compute("update", cost.seconds, cost.flops, cost.bytes)

@@ -82,7 +82,7 @@ class Local(Protocol):
 
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
         """Return the first index of each part of a factor, in order, and then the end of the last part. Each part must
-        be one run of indices. For a joint factor, ``of`` names the member letter whose indices are meant."""
+        be one range of indices. For a joint factor, ``of`` names the member letter whose indices are meant."""
 
     def times(self, factor: str) -> int:
         """The number of micro-batches into which the factor is divided."""
@@ -171,7 +171,7 @@ class OperatorRule:
     """The rule of an operator.
 
     ``rule`` returns the rule of one call. ``local`` emits the call for one rank's part. ``flops`` counts the FLOPs of
-    the whole call. ``contiguous`` names the letters whose parts must each be one range of indices (as of a vocabulary).
+    the whole call. ``contiguous`` names the letters whose parts must each be one range of indices (a vocabulary).
     ``random`` says that ``local`` draws random numbers. Operators that PyTorch tags as random do not need the flag."""
 
     rule: Callable[[Call], Rule | Unsplit]

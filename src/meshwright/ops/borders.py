@@ -42,8 +42,9 @@ class Borders:
     @classmethod
     def of(cls, local: Local, side: Side, window: Window) -> "Borders | None":
         """Return the borders of a split dim. Return None if the plan does not compute own rows first, if parts differ
-        in size or are smaller than the halo, or if own rows with equal padding on both sides do not make all rows of
-        the part: the stride must divide the part, and the padding must put each window around its row."""
+        in size or are smaller than the halo, or if the part's own rows, padded equally on both sides, do not make all
+        rows of the part's result. To make them, the part must have ``stride`` times as many rows as its result, and the
+        padding must place each window around its row."""
         rows, out_rows = side.image[1] - side.image[0], side.made[1] - side.made[0]
         alike = all(
             len({after - before for before, after in pairwise(edges)}) == 1 for edges in (side.image, side.made)

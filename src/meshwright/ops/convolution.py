@@ -71,7 +71,8 @@ class _Settings:
         return self.stride, padding, self.dilation, self.transposed, output_padding, groups
 
     def channels(self) -> tuple[str, str, str]:
-        """Return the patterns of the channels of input, output and weight. One of several groups is never split."""
+        """Return the patterns of the channels of input, output and weight. If there are several groups, only whole
+        groups are distributed: the channels inside a group are never split."""
         if self.groups == 1:
             return "c", "f", "c f" if self.transposed else "f c"
         return "(g !c)", "(g !f)", "(g !c) !f" if self.transposed else "(g !f) !c"
@@ -98,8 +99,9 @@ def convolution_rule(call: Call) -> Rule:
 
 
 def convolution_backward_rule(call: Call) -> Rule:
-    """``n f ~y ~x, n c ~y ~x, f c !p !q`` gives the gradient of input or weight. The call
-    reads only the shape of the tensor whose gradient it makes. The gradient has the pattern of that tensor."""
+    """``n f ~y ~x, n c ~y ~x, f c !p !q`` gives the gradient of input or weight, which has that tensor's pattern.
+
+    The call reads only the shape of the tensor whose gradient it makes."""
     grad, source, weight = call.args[:3]
     to_input, to_weight = "^{output}, {source}, ^^{weight} -> {source}", "^{output}, ^^{source}, {weight} -> {weight}"
     return _rule(call, call.args[4:10], source, weight, grad, to_input if call.args[10] == INPUT else to_weight)

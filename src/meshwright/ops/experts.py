@@ -246,7 +246,7 @@ def experts_local(local: Local) -> Any:
     total, position = local.size("e"), 2 if local.target is ours.experts_backward.default else 1
     each, given = total // size // parts, list(local.args[:-1])
     if parts > 1 and local.outside("e", "te"):
-        # numbers are (e te rest) here: as (te e rest) they begin with the rank that a token goes to
+        # an expert's number has the digits (e, te, rest); renumber to (te, e, rest): the receiving rank comes first
         numbers = local.call(aten.reshape.default, local.call(aten.arange.default, total), [parts, size, each])
         order = local.call(aten.argsort.default, local.call(aten.reshape.default, local.call(
             aten.transpose.int, numbers, 0, 1), [-1]))  # fmt: skip

@@ -212,7 +212,7 @@ for _name, _parameters in (
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as one forward and one backward operator, so that a captured graph has no device's kernel."""
+    """Attention as one forward and one backward operator, so that a captured graph names no kernel of a device."""
 
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *settings: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Pooling, split over samples, channels and space: a halo exchange fetches the rows of windows that cross parts.
 
 Max pooling returns positions in the whole image. Averages at the border have the same divisors as in PyTorch. The
-windows of adaptive pooling never cross parts if the input has parts of equal size and so has the output.
+windows of adaptive pooling never cross parts if all parts of the input have one size, and all parts of the output too.
 """
 
 import math
@@ -143,8 +143,9 @@ class _Place:
         return [*part[: -len(self.rows)], *self.rows]
 
     def outwards(self, local: Local, indices: Value) -> Value:
-        """Convert positions on this rank to positions in the whole image. If all numbers of a window are -inf, its
-        maximum is by convention in its first row, or in the image's first row if the window begins in the padding."""
+        """Convert positions on this rank to positions in the whole image. If all values of a window are -inf, the
+        reported position is in the window's first row, or in the image's first row if the window begins in the
+        padding."""
         within = all(
             low >= 0 and low + rows <= whole for low, rows, whole in zip(self.lows, self.rows, self.whole, strict=True)
         )

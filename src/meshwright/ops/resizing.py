@@ -200,7 +200,8 @@ def resize_rule(call: Call) -> Rule:
 
 
 def _near(local: Local) -> list[_Needed]:
-    """Return the split dims of a resized image. A part reads rows that a whole number of new rows covers."""
+    """Return the split dims of a resized image. The rows that a part reads are extended to both sides until a whole
+    number of new rows covers them."""
     rank, needed = space_rank(local.target), []
     cubic, nearest = "cubic" in str(local.target), "nearest" in str(local.target)
     for side in split_sides(local, rank):

@@ -9,8 +9,8 @@ The outputs of the steps are merged by their log-sum-exp. The gradients of keys 
 the ranks that own them (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023).
 
 Under a causal mask the first ranks would have less work and wait for the last ranks. Therefore, while the ring runs,
-each rank works on an early and a late half part of the sequence. All ranks then have equal work in every step
-("zigzag"; a striped form is by Brandon et al., "Striped Attention", 2023):
+each rank works on an early and a late half part of the sequence ("zigzag"; Brandon et al., "Striped Attention", 2023,
+use stripes instead). All ranks then have equal work in every step:
 
     rank     owns     takes    own keys     keys of earlier ranks         keys of later ranks
     0        0 1      0 5      causal       all queries, early keys       late queries, all keys

@@ -133,7 +133,7 @@ def _part_of(whole: Tensor, part: Tensor, dim: int, names: tuple[str, str]) -> t
 
 
 def scatter_back_rule(call: Call) -> Rule:
-    """The gradient of slice or select is zero outside of the part that was taken."""
+    """The gradient of slice or select: zero outside of the part that was taken, so the dim of this part stays whole."""
     whole, part = _part_of(call.outputs[0], call.tensors[0], call.args[2], ("!y", "!x"))
     return make_rule(call, f"^{part} -> {whole}")
 

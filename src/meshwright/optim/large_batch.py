@@ -1,8 +1,8 @@
 """LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, even if ranks hold parts of them.
 
 All three scale the step of each parameter tensor (a "layer") by a ratio of two norms. If one of the norms is 0, the
-scale is 1, as in the authors' code. With ``adapt_vectors=False``, for the optimizer or for a single
-parameter group, parameters with fewer than two dims (biases, gains of normalization layers) take the plain step, as in
+scale is 1, as in the authors' code. With ``adapt_vectors=False``, which is an option of the optimizer or of a single
+parameter group, parameters with fewer than two dims (biases, gains of normalization layers) are not scaled, as in
 MLPerf's ResNet-50 and in the LAMB authors' BERT. The papers' algorithms scale all parameters, which is the default.
 """
 
@@ -63,8 +63,8 @@ class _LayerWise(Optimizer):
         others: Sequence[Tensor],
         formula: Callable[[Tensor, Tensor], Tensor],
     ) -> list[Tensor | float]:
-        """``formula(norm of the parameter, norm of its tensor in others)`` for each parameter, or 1 (see the
-        module)."""
+        """The scale of each parameter: ``formula(norm of the parameter, norm of its tensor in others)``. The scale is 1
+        if a norm is 0, or if the parameter is not adapted (``adapt_vectors``)."""
         adapted = [k for k, value in enumerate(parameters) if group["adapt_vectors"] or value.dim() > 1]
         scales: list[Tensor | float] = [1.0] * len(parameters)
         if adapted:

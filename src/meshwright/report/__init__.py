@@ -1,4 +1,4 @@
-"""Pages that explain a plan or a run to readers who did not make it: each is one HTML file that needs no network."""
+"""Pages that explain a plan or a run to other readers: each page is one HTML file that needs no network."""
 
 from meshwright.report.page import PageContent, StepShare, SweepPoint, WeighedLayout, render
 from meshwright.report.run_files import RunFiles, read_run

@@ -172,7 +172,8 @@ def _label(what: str, width: float) -> str:
 
 
 def _held(samples: Sequence[MemorySample], until_s: float) -> list[tuple[float, float]]:
-    """The points of one rank's samples, from the trace's first span on; the last value is extended to the end."""
+    """The points (seconds, bytes) of one rank's samples. Samples from before the trace's first span are moved to time
+    0, and the last value is extended to ``until_s``."""
     points = [(max(0.0, usage.time_s), float(usage.bytes)) for usage in sorted(samples, key=lambda usage: usage.time_s)]
     return svg.thinned([*points, (max(until_s, points[-1][0]), points[-1][1])])
 

@@ -47,7 +47,7 @@ def play(
     add. A send then blocks the rank for the time of the message, and a collective takes its time when a rank waits for
     it.
 
-    Of ranks that behave alike (such as replicas on dp and tp without stragglers), only one is simulated;
+    Of ranks that behave identically (such as replicas on dp and tp without stragglers), only one is simulated;
     ``fold.classes`` says why that is exact. With ``contention`` or without ``fold``, every rank is simulated.
 
     Raises:
@@ -256,15 +256,15 @@ class _Engine:
     def _stop(
         self, class_id: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
     ) -> None:
-        """Let a rank wait for ``awaited``. If nothing is awaited, or the end of the wait is known, the rank's death
-        comes first: let the rank die."""
+        """Stop a rank: it waits for ``awaited``, or it dies. It dies if ``awaited`` is None, or if ``known_s``, the end
+        of the wait, is known, because the caller has found that the rank dies before that time."""
         rank.time_s, rank.place, rank.op = now, place, op
         if awaited is not None and known_s is None:
             self._waiting.setdefault(awaited, []).append(class_id)
             return
         if awaited is not None:
             label = self._label(rank.program.entries[place], awaited, class_id)
-            rank.timeline.spans.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # a send may end later
+            rank.timeline.spans.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # now may be after the death
         rank.timeline.end_s = rank.death_s
 
     # --- messages and collectives ------------------------------------------------------------------------------------

@@ -113,8 +113,8 @@ def run_time(step_s: float, num_steps: int, checkpoints: Checkpoints, failures_s
 
 
 def draw_failures(num_ranks: int, mean_s: float, until_s: float, seed: int) -> tuple[float, ...]:
-    """Random times, in seconds before ``until_s``, at which some rank dies. The deaths of each rank are a Poisson
-    process with ``mean_s`` seconds between them on average."""
+    """Random times at which some rank dies, in seconds since the start, all below ``until_s``. The deaths of each rank
+    are a Poisson process with ``mean_s`` seconds between them on average."""
     source, times, now = random.Random(seed), list[float](), 0.0
     while (now := now + source.expovariate(num_ranks / mean_s)) < until_s:
         times.append(now)
@@ -122,5 +122,6 @@ def draw_failures(num_ranks: int, mean_s: float, until_s: float, seed: int) -> t
 
 
 def best_interval_s(save_s: float, mean_s: float) -> float:
-    """About the best time between saves if some rank dies every ``mean_s`` seconds: sqrt(2 save mean) (Young 1974)."""
+    """About the best seconds between saves, sqrt(2 save_s mean_s) (Young 1974). ``mean_s`` is the mean time between
+    failures of the whole run, not of one rank."""
     return math.sqrt(2 * save_s * mean_s)
