@@ -223,14 +223,13 @@ class Killer:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that a launcher has started as ranks, in their order."""
-    found = []
+    """The processes that a launcher has started as ranks, in their order: they are forks of its server of forks."""
+    parents = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher and b"multiprocessing.spawn" in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
-    return sorted(found)
+            if b"multiprocessing.forkserver" in (path / "cmdline").read_bytes():
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    return sorted(process for process, parent in parents.items() if parents.get(parent) == launcher)
 
 
 def _unfinished(checkpoints: Path) -> bool:
