@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from benchmarks import peers
-from benchmarks.foundation import LOSS_SPREAD, over, sgd
+from benchmarks.foundation import DDP, EAGER, LOSS_SPREAD, over, sgd
 from benchmarks.memory import MIB, status_bytes
 from benchmarks.report import decided, judged
 from meshwright.bench.repeat import alternate
@@ -78,11 +78,13 @@ CHOICES = ("GPT-S", "GPT-2", "Llama", "BERT", "T5", "ViT")
 
 @dataclass(frozen=True)
 class Side:
-    """What is timed: Meshwright under a layout, compiled or not; without a layout PyTorch's own way."""
+    """What is timed: Meshwright under a layout, compiled or not; without a layout PyTorch's own way, with ``options``
+    (``benchmarks.peers``)."""
 
     name: str
     layout: mw.Layout | None
     compile: bool = False
+    options: Mapping[str, bool] = field(default_factory=dict)
 
 
 def subject(model: str, size: Size = TIMED) -> Subject:
@@ -126,9 +128,9 @@ def _step_of(model: str, side: Side) -> Callable[[], Tensor]:
 
     one.model.train()
     if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return over(peers.eager(one.model, sgd, loss), one.batches)
+        return over(peers.eager(one.model, sgd, loss, **side.options), one.batches)
     parts = [list(oracle.shards(batch, dist.get_world_size()))[dist.get_rank()] for batch in one.batches]
-    return over(peers.data_parallel(one.model, sgd, loss), parts)
+    return over(peers.data_parallel(one.model, sgd, loss, **side.options), parts)
 
 
 OWN_SCALE = ("CLIP",)
@@ -174,12 +176,12 @@ def compared(
 
 def speed(only: str, rounds: int, steps: int) -> Iterator[Finding]:
     """Models that can be made larger: on one rank beside eager PyTorch, on two beside DistributedDataParallel."""
-    ways = (("world size 1", mw.Layout(), "eager PyTorch"), ("dp2", mw.Layout(dp=2), "DistributedDataParallel"))
+    ways = (("world size 1", mw.Layout(), EAGER), ("dp2", mw.Layout(dp=2), DDP))
     for model in (one for one in hugging_face.MODELS if one not in hugging_face.OF_ONE_SIZE):
-        for name, layout, peer in ways:
-            target = f"{model}, {name}: at most {SLOWER} x {peer}"
+        for name, layout, known in ways:
+            target = f"{model}, {name}: at most {SLOWER} x {next(iter(known))}"
             if only in target:
-                sides = [Side(OURS, layout), Side(peer, None)]
+                sides = [Side(OURS, layout), *(Side(peer, None, options=options) for peer, options in known.items())]
                 alike = layout.dp == 1 or model not in OWN_SCALE
                 yield compared(target, model, sides, SLOWER, rounds, steps, alike=alike)
 

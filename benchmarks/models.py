@@ -101,18 +101,28 @@ def table(rows: Sequence[ModelParity]) -> str:
     return "\n".join(lines)
 
 
-def parity_finding(rows: Sequence[ModelParity]) -> Check:
-    """All rows as one."""
-    passed = sum(row.passed for row in rows)
-    errors = [row.found.error for row in rows if row.found is not None]
-    return Check(
-        target=f"parity of Hugging Face models with one process: within {oracle.TOLERANCE:.0e} in float64",
-        verdict="pass" if passed == len(rows) else "fail",
-        measured=f"{passed} of {len(rows)} models under layouts, largest error {max(errors, default=float('nan')):.0e}",
-        passed=passed,
-        total=len(rows),
-        notes={f"{row.model}, {row.layout}": row.failure or row.text for row in rows},
-    )
+def parity_findings(rows: Sequence[ModelParity]) -> list[Check]:
+    """The models of each tolerance as a row of their own."""
+    by_tolerance: dict[float, list[ModelParity]] = {}
+    for row in rows:
+        by_tolerance.setdefault(hugging_face.tolerance(row.model), []).append(row)
+    found = []
+    for tolerance, alike in sorted(by_tolerance.items()):
+        passed = sum(row.passed for row in alike)
+        largest = max((row.found.error for row in alike if row.found is not None), default=float("nan"))
+        names = list(dict.fromkeys(row.model for row in alike))
+        which = "Hugging Face models" if tolerance == oracle.TOLERANCE else ", ".join(names)
+        found.append(
+            Check(
+                target=f"parity of {which} with one process: within {tolerance:.0e} in float64",
+                verdict="pass" if passed == len(alike) else "fail",
+                measured=f"{passed} of {len(alike)} models under layouts, largest error {largest:.0e}",
+                passed=passed,
+                total=len(alike),
+                notes={f"{row.model}, {row.layout}": row.failure or row.text for row in alike},
+            )
+        )
+    return found
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
@@ -149,11 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "parity" in options.only:
         rows = parity(console, options.name)
         console.print(table(rows), highlight=False, markup=False, soft_wrap=True)
-        found = parity_finding(rows)
-        report.show(found)
-        failed = found.verdict == "fail"
+        found = parity_findings(rows)
+        for check in found:
+            report.show(check)
+        failed = any(check.verdict == "fail" for check in found)
         if "models-parity" in whole:
-            _write("models-parity", "Hugging Face models beside one process", [found], _parity_text(rows))
+            _write("models-parity", "Hugging Face models beside one process", found, _parity_text(rows))
     results: list[Finding] = []
     for one in others(options.only, options.name, options.rounds, options.steps, options.cluster):
         results.append(one)

@@ -30,14 +30,12 @@ from torch.distributed.pipelining import (
 
 import meshwright as mw
 from benchmarks import kills, report
-from benchmarks.report import at_most, decided, judged
+from benchmarks.report import decided, judged
 from meshwright.bench.repeat import WARMUP_STEPS, alternate
 from meshwright.comm.groups import from_every_rank
-from meshwright.ir.result import Check, Finding, Scaling, ScalingPoint, Series, Settings
+from meshwright.ir.result import Check, Finding, Settings
 from meshwright.ir.schedule import Action, ActionKind
-from meshwright.ir.statistics import ratio_of_medians
 from meshwright.models import GPT, GPTConfig, language_model_loss
-from meshwright.runtime.launch import num_cores
 from meshwright.schedules.check import check
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed.pool import Ranks
@@ -228,29 +226,12 @@ def throughput(rounds: int, steps: int) -> Finding:
     with Ranks() as ranks:
         two = ranks(2, measure_ours, case, case.layout, rounds, steps, timeout=1800.0)[0]
         one = ranks(1, measure_ours, case, mw.Layout(microbatches=16), rounds, steps, timeout=1800.0)[0]
-    found = ratio_of_medians(one, two)
-    verdict = at_most(found.inverse(), 1 / THROUGHPUT)
-    run, batch = report.new_run(), SEQUENCES * case.microbatches
-    parameters = sum(value.numel() for value in _model(case.config).parameters())
-    points = [
-        ScalingPoint(
-            series=Series.of(seconds, steps=steps, settings=name, run=run), batch=batch, parameters=parameters,
-            work=float(batch), speedup=speedup, efficiency=speedup / count, interval=interval,
-        )
-        for count, name, seconds, speedup, interval in (
-            (1, f"{case}, one process", one, 1.0, None), (2, str(case), two, found.value, found.interval),
-        )
-    ]  # fmt: skip
-    return Scaling(
-        target=f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process",
-        verdict="reported" if num_cores() < 2 else verdict,
-        measured=f"{found}; not alternating: one process and two ranks run one after the other",
-        scaling="strong",
-        base="one process of Meshwright that accumulates gradients over the same micro-batches",
-        work_unit="samples",
-        points=tuple(points),
-        limit=THROUGHPUT,
-    )
+    return report.speedup(
+        f"{case}: throughput of 2 ranks at least {THROUGHPUT} x one process", one, two, 2, THROUGHPUT,
+        base="one process of Meshwright that accumulates gradients over the same micro-batches", unit="samples",
+        work=float(SEQUENCES * case.microbatches), steps=steps, settings=(f"{case}, one process", str(case)),
+        parameters=sum(value.numel() for value in _model(case.config).parameters()),
+    )  # fmt: skip
 
 
 def memory() -> list[Finding]:

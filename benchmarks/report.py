@@ -14,8 +14,8 @@ from meshwright.bench.lint import lint
 from meshwright.bench.machine import this_machine, today, versions
 from meshwright.bench.provenance import commit_of
 from meshwright.ir import files
-from meshwright.ir.result import Comparison, Finding, Result, Series, Settings, Verdict
-from meshwright.ir.statistics import Estimate, ratio
+from meshwright.ir.result import Comparison, Finding, Result, Scaling, ScalingPoint, Series, Settings, Verdict
+from meshwright.ir.statistics import Estimate, ratio, ratio_of_medians
 from meshwright.runtime.launch import num_cores
 from tests.distributed.pool import Ranks
 
@@ -91,6 +91,39 @@ def decided(
     with Ranks() as ranks:
         more, _ = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
     return judge({name: [*values, *more[name]] for name, values in seconds.items()}, losses)
+
+
+def speedup(
+    target: str, one: Sequence[float], several: Sequence[float], num_ranks: int, at_least: float, *, base: str,
+    unit: str, work: float, parameters: int, steps: int, settings: tuple[str, str],
+) -> Scaling:  # fmt: skip
+    """The speed-up of ``num_ranks`` ranks over one rank, which run one after the other; both have the same ``work``.
+
+    Args:
+        one: seconds a step on one rank, by round; ``several``: those on ``num_ranks`` ranks.
+        base: what the one rank does.
+        settings: the names of the settings of both.
+    """
+    found, run = ratio_of_medians(one, several), new_run()
+    points = [
+        ScalingPoint(
+            series=Series.of(list(seconds), steps=steps, settings=name, run=run), batch=int(work),
+            parameters=parameters, work=work, speedup=speedup, efficiency=speedup / count, interval=interval,
+        )
+        for count, name, seconds, speedup, interval in (
+            (1, settings[0], one, 1.0, None), (num_ranks, settings[1], several, found.value, found.interval),
+        )
+    ]  # fmt: skip
+    return Scaling(
+        target=target,
+        verdict="reported" if num_cores() < num_ranks else at_most(found.inverse(), 1 / at_least),
+        measured=f"{found}; not alternating: one process and {num_ranks} ranks run one after the other",
+        scaling="strong",
+        base=base,
+        work_unit=unit,
+        points=tuple(points),
+        limit=at_least,
+    )
 
 
 def how(rounds: int, steps: int) -> str:
