@@ -175,7 +175,7 @@ class Canned:
 def test_what_benchmarks_write_is_honest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (report, pipelines):
         monkeypatch.setattr(module, "Ranks", Canned)
-        monkeypatch.setattr(module, "num_cores", lambda: 2)
+    monkeypatch.setattr(report, "num_cores", lambda: 2)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "COMMIT", "0123456789ab")  # tests may run outside of a checkout
     found = [foundation.speed(one, 5, 1) for one in foundation.COMPARISONS]
