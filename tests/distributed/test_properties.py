@@ -321,6 +321,10 @@ LAYOUTS: Mapping[str, mw.Layout] = {
     "pp2": mw.Layout(pp=2),
     "pp2 m4": mw.Layout(pp=2, microbatches=4),
     "pp2 m4 zb-h1": mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
+    "pp2 m4 gpipe": mw.Layout(pp=2, microbatches=4, schedule="gpipe"),
+    "zero1 pp2 m2": mw.Layout(dp=2, pp=2, microbatches=2, zero=1),
+    "tp2 pp2 m2": mw.Layout(tp=2, pp=2, microbatches=2),
+    "any factor": mw.Layout(mixed=(2,)),
     "pp2 m4 interleaved": mw.Layout(pp=2, microbatches=4, schedule="interleaved", chunks=2),
 }
 REFUSED = {("Normalized", name): "statistics are over the whole batch" for name in LAYOUTS if " m" in f" {name}"}
