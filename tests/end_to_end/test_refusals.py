@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,18 @@ class Scaled(nn.Module):
         return scaled
 
 
+class PerSample(nn.Module):
+    """Weighs every sample by a number of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weighed: Tensor = self.linear(x) * torch.from_numpy(np.random.rand(len(x), 1)).float()
+        return weighed
+
+
 def hooked(kind: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4))
     weight: Any = model[0].weight
@@ -70,8 +84,21 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         (hooked_module("register_full_backward_pre_hook"), torch.zeros(2, 4), "module 0: it has a hook for its grad"),
         (Scaled(random.random), torch.zeros(2, 4), "the step draws from Python's random, and would have the same"),
         (Scaled(lambda: float(np.random.rand())), torch.zeros(2, 4), "the step draws from numpy.random, and would"),
+        (Scaled(lambda: float(np.random.randn(9).sum())), torch.zeros(2, 4), "the step draws from numpy.random, and"),
+        (PerSample(), torch.zeros(2, 4), "the step draws from numpy.random, and would have the same numbers for ever"),
     ],
-    ids=["clamp", "max_norm", "hook", "late hook", "backward hook", "backward pre-hook", "random", "numpy"],
+    ids=[
+        "clamp",
+        "max_norm",
+        "hook",
+        "late hook",
+        "backward hook",
+        "backward pre-hook",
+        "random",
+        "numpy",
+        "normal",
+        "per sample",
+    ],
 )
 def test_what_would_be_lost_without_a_word(model: nn.Module, batch: Tensor, message: str) -> None:
     with pytest.raises(CaptureError) as caught:
@@ -88,13 +115,21 @@ def test_module_hooks_are_part_of_the_step() -> None:
     }
 
 
-def test_numbers_that_others_draw_meanwhile_are_none_of_the_step() -> None:
+def test_numbers_that_a_thread_draws_meanwhile_are_none_of_the_step() -> None:
     """A thread that loads data draws as it pleases, and not as often in one trace as in the other."""
-    drawn = iter(range(1, 9))
+    done = threading.Event()
 
-    def meanwhile() -> float:
-        for _ in range(next(drawn)):
-            random.random()
-        return 1.0
+    def load() -> None:
+        for count in itertools.count(1):
+            for _ in range(count):
+                random.random()
+            if done.wait(0.001):
+                return
 
-    assert capture(Scaled(meanwhile), loss_of, torch.zeros(2, 4)).graph.operators
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        assert capture(Scaled(lambda: 1.0), loss_of, torch.zeros(2, 4)).graph.operators
+    finally:
+        done.set()
+        thread.join()

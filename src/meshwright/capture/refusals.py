@@ -1,6 +1,7 @@
 """Refuses steps whose captured form would silently compute something else than plain PyTorch."""
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ import numpy as np
 from torch import Tensor, fx, nn
 
 from meshwright.errors import CaptureError
+
+PAUSE_S = 0.2
+"""Seconds for which a capture waits, to see whether another thread draws from a generator."""
 
 
 def own_values(constants: Mapping[Any, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -92,16 +96,28 @@ def _words() -> dict[str, tuple[tuple[int, ...], int]]:
 def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
     """Refuse a step that draws from Python's or numpy's generator: its numbers would be equal in every step.
 
-    Only a count that is equal in all traces is refused, because draws by a thread that loads data differ between traces
-    and must be allowed. A step whose number of draws depends on the batch size is therefore not noticed.
+    A step draws in every trace. A thread that loads data may draw beside the traces, and must be allowed. It goes on to
+    draw when no trace runs, so the generator then moves by itself. A generator that moves equally far in all traces
+    is refused even then.
     """
     for name in traces[0]:
-        if len({trace.get(name) for trace in traces}) == 1:
+        counts = [trace.get(name) for trace in traces]
+        if None not in counts and (len(set(counts)) == 1 or not _moves_alone(name)):
             raise CaptureError(
                 f"the step draws from {name}, and would have the same numbers for ever",
                 where="model or loss_fn",
                 remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch",
             )
+
+
+def _moves_alone(name: str) -> bool:
+    """Whether a generator moves within ``PAUSE_S`` while this thread does nothing."""
+    draws, end_s = Draws(), time.monotonic() + PAUSE_S
+    while time.monotonic() < end_s:
+        time.sleep(PAUSE_S / 20)
+        if name in draws.counted():
+            return True
+    return False
 
 
 def other_operators(pair: Mapping[int, fx.Graph]) -> None:
