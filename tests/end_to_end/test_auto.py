@@ -258,6 +258,10 @@ def test_no_layout_by_hand_is_faster(tied: bool) -> None:
             lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
             msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2),
         ),
+        (
+            lambda parameters: type("Own", (torch.optim.AdamW,), {})(parameters, amsgrad=True),
+            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2),
+        ),
         (lambda parameters: optim.LAMB(parameters), cost.LAMB),
         (lambda parameters: optim.LARC(parameters), cost.LARS),
         (lambda parameters: torch.optim.SGD([{"params": [one for _, one in parameters if one.dim() > 1]}]), cost.SGD),

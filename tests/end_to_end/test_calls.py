@@ -17,7 +17,7 @@ PLAIN = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(allow_nan=False),
-    st.complex_numbers(allow_nan=False, allow_infinity=False),
+    st.complex_numbers(allow_nan=False),
     st.text(max_size=8),
     st.sampled_from([torch.float32, torch.int64, torch.strided, torch.contiguous_format, torch.device("cuda", 1)]),
 )

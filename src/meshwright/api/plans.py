@@ -203,9 +203,8 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
     if base is None:
         log.info("planned as for AdamW: what %s keeps and moves is not known", type(optimizer).__name__)
         return ADAMW
-    more = sum(
-        any(group.get(option) for group in optimizer.param_groups) for option in _STATES.get(type(optimizer), ())
-    )
+    options = {option for kind, options in _STATES.items() if isinstance(optimizer, kind) for option in options}
+    more = sum(any(group.get(option) for group in optimizer.param_groups) for option in options)
     return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more)
 
 
@@ -219,11 +218,11 @@ _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...
 )
 """Pairs (optimizer classes, cost). The first match counts; AdamW comes first, because it is a subclass of Adam."""
 _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("amsgrad",),
     torch.optim.Adam: ("amsgrad",),
     torch.optim.RMSprop: ("centered", "momentum"),
 }
-"""Maps an optimizer class to options. With each option that is set, it keeps one more number for every element."""
+"""Maps an optimizer class to options, which its subclasses (AdamW is one of Adam) have too. With each option that is set,
+the optimizer keeps one more number for every element."""
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:

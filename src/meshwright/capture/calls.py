@@ -12,9 +12,9 @@ from torch import fx
 
 from meshwright.errors import CaptureError
 
-_PLAIN = (bool, int, float, complex, str, type(None), torch.device)
+_PLAIN = (bool, int, float, str, type(None), torch.device)
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_NAMES = {"inf": inf, "nan": nan, "device": torch.device, "torch": torch}
+_NAMES = {"inf": inf, "nan": nan, "complex": complex, "device": torch.device, "torch": torch}
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ def written(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> str:
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
         if isinstance(value, _TORCH):
             return str(value)
+        if isinstance(value, complex):  # the repr of an infinite part, ``infj``, is no expression
+            return f"complex({value.real!r}, {value.imag!r})"
         if isinstance(value, _PLAIN):
             return repr(value)
         raise CaptureError(
@@ -72,9 +74,6 @@ def _value(node: ast.expr) -> Any:
             return TensorInput(int(node.id[1:])) if node.id[1:].isdigit() else _NAMES[node.id]
         case ast.UnaryOp():
             return -_value(node.operand)
-        case ast.BinOp():  # a complex number
-            right = _value(node.right)
-            return _value(node.left) + (right if isinstance(node.op, ast.Add) else -right)
         case ast.Attribute():
             return getattr(_value(node.value), node.attr)
         case ast.Call():
