@@ -153,7 +153,7 @@ def _versions() -> str:
 
 
 def _pipeline_report(rows: Sequence[Combination]) -> str:
-    return f"""# Pipelines equal one process: every combination
+    return f"""# Pipelines equal one process: every combination of at most {MAX_RANKS} ranks
 
 {_summary(rows)}. Made by `{COMMAND}` with {_versions()}.
 

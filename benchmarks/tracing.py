@@ -1,4 +1,4 @@
-"""What notes of every step cost: steps with and without, alternating. `python -m benchmarks.tracing`."""
+"""What notes and guards of every step cost, beside the step. `python -m benchmarks.tracing`."""
 
 import statistics
 import sys
@@ -25,8 +25,9 @@ CONFIG = GPTConfig(layers=2, width=128, heads=4, vocabulary=512, sequence_length
 STEPS = 41
 
 
-def measure(layout: mw.Layout) -> tuple[float, float, int, float]:
-    """Median seconds of a step without and with notes; how many notes; seconds that they alone take."""
+def measure(layout: mw.Layout) -> tuple[float, float, int, float, float]:
+    """Median seconds of a step without and with notes; how many notes; seconds that they alone take; seconds of the
+    guards."""
     torch.manual_seed(0)
     text = torch.randint(CONFIG.vocabulary, (8, CONFIG.sequence_length + 1))
     batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
@@ -49,7 +50,20 @@ def measure(layout: mw.Layout) -> tuple[float, float, int, float]:
         statistics.median(seconds[True]),
         len(trace.spans),
         _alone_s(trainer, len(trace.spans), len(trace.memory)),
+        _guards_s(trainer),
     )
+
+
+def _guards_s(trainer: mw.Trainer) -> float:
+    """The comparisons before a step of the model, and of the values that its capture has read, with what they were."""
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        trainer._callers.check()
+        changed = any(guard.changed(True) for _, guard, _ in trainer._lowered)
+        times.append(time.perf_counter() - start)
+        assert not changed
+    return statistics.median(times)
 
 
 def _alone_s(trainer: mw.Trainer, num_spans: int, num_samples: int) -> float:
@@ -71,11 +85,12 @@ def _alone_s(trainer: mw.Trainer, num_spans: int, num_samples: int) -> float:
 
 
 def findings() -> list[Finding]:
-    """For each case, what part of a step its notes take by themselves; steps with notes over steps without, beside."""
+    """For each case, what part of a step its notes and its guards take by themselves; steps with notes over steps
+    without, beside."""
     found: list[Finding] = []
     for name, (num_ranks, layout) in CASES.items():
         with tempfile.TemporaryDirectory() as directory:
-            without, noted, spans, by_themselves = run_ranks(
+            without, noted, spans, by_themselves, guards_s = run_ranks(
                 measure, layout, num_ranks=num_ranks, directory=Path(directory)
             )
         part = by_themselves / without
@@ -87,6 +102,17 @@ def findings() -> list[Finding]:
                 passed=int(part < LIMIT),
                 total=1,
                 notes={"part": part, "ratio": noted / without, "spans": spans},
+            )
+        )
+        part = guards_s / without
+        found.append(
+            Check(
+                target=f"guards of every step, {name}: under {LIMIT:.0%} of the step",
+                verdict="pass" if part < LIMIT else "fail",
+                measured=f"{part:.2%}: {guards_s * 1e6:.0f} us of {without * 1e3:.1f} ms",
+                passed=int(part < LIMIT),
+                total=1,
+                notes={"part": part, "guards_s": guards_s},
             )
         )
     return found

@@ -221,8 +221,8 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("amsgrad",),
     torch.optim.RMSprop: ("centered", "momentum"),
 }
-"""Maps an optimizer class to options, which its subclasses (AdamW is one of Adam) have too. With each option that is set,
-the optimizer keeps one more number for every element."""
+"""Maps an optimizer class, with its subclasses (AdamW is one of Adam), to options. With each option that is set, the
+optimizer keeps one more number for every element."""
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:
