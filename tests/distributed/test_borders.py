@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 import meshwright as mw
+from meshwright.cost.program import step_work
+from meshwright.cost.work import Communicate, StepWork
 from meshwright.errors import LayoutError
 from meshwright.ir.placement import Shard
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.schedules.pipeline import schedule_of
+from meshwright.simulate.engine import play
 from tests.distributed.pool import Ranks
 
 SIZES = [({"dp": 2}, {"tp": 2}), ({"tp": 2}, {"dp": 2})]
@@ -73,3 +80,61 @@ def test_sizes_that_do_not_make_up_a_stage_are_refused() -> None:
     graph = mw.capture(_model(), language_model_loss, _batch(0))
     with pytest.raises(LayoutError, match=r"stage_sizes\[1\].*\{'tp': 4\} does not make up the 2 ranks of a stage"):
         mw.plan(graph, layout=mw.Layout(pp=2, dp=2, microbatches=2, stage_sizes=({"dp": 2}, {"tp": 4})))
+
+
+# --- predicted -------------------------------------------------------------------------------------------------------
+
+
+def _work(layout: mw.Layout) -> tuple[mw.Plan, StepWork]:
+    graph = mw.capture(_model(), language_model_loss, _batch(0))
+    plan = plan_layout(
+        graph, layout, world_size=4, cluster=FOUR, ask=Ask(lower=PlanLowering(graph), fits_buckets=False)
+    )
+    return plan, step_work(PlanLowering(graph)(plan), plan, FOUR)
+
+
+FOUR = mw.Cluster.load("cpu-local", 4)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_equal_stages_that_are_given_one_by_one_cost_what_equal_stages_cost(sizes: dict[str, int]) -> None:
+    alike = mw.Layout(pp=2, microbatches=2, **sizes)  # type: ignore[arg-type]
+    seconds = []
+    for layout in (alike, msgspec.structs.replace(alike, stage_sizes=(sizes, sizes))):
+        plan, work = _work(layout)
+        assert plan.uneven is bool(layout.stage_sizes)
+        seconds.append(play(schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False).step_s)
+    assert seconds[1] == pytest.approx(seconds[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_unlike_stages_are_simulated(sizes: tuple[dict[str, int], ...]) -> None:
+    """By one rank of each kind as by all. The stage of dp=2 communicates over dp only, the stage of tp=2 over tp."""
+    plan, work = _work(mw.Layout(pp=2, microbatches=2, stage_sizes=sizes, **sizes[0]))  # type: ignore[arg-type]
+    folded, every = (
+        play(schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False, fold=fold)
+        for fold in (True, False)
+    )
+    assert folded.step_s == pytest.approx(every.step_s, rel=1e-12)
+    assert len(folded.timelines) == 2
+    over = [
+        {piece.axis for pieces in (*stage.pieces.values(), stage.before, stage.after) for piece in pieces
+         if isinstance(piece, Communicate) and piece.axis != "pp"}
+        for stage in work.stages
+    ]  # fmt: skip
+    assert over == [set(each) for each in sizes]
+
+
+@pytest.mark.parametrize(("sizes", "up", "down"), [(SIZES[0], 4096, 2048), (SIZES[1], 2048, 4096)], ids=str)
+def test_bytes_between_unlike_stages(sizes: tuple[dict[str, int], ...], up: int, down: int) -> None:
+    """A micro-batch of 4 x 8 x 16 float64 is 4096 bytes. Every rank sends half of it to one rank. Ranks of tp=2 then
+    exchange their halves, because each needs all of it."""
+    _, work = _work(mw.Layout(pp=2, microbatches=2, stage_sizes=sizes, **sizes[0]))  # type: ignore[arg-type]
+    assert (work.stages[0].sent_up_bytes, work.stages[1].sent_down_bytes) == (up, down)
+
+
+def test_a_plan_of_unlike_stages_has_a_prediction() -> None:
+    graph = mw.capture(_model(), language_model_loss, _batch(0))
+    plan = mw.plan(graph, FOUR, layout=mw.Layout(pp=2, dp=2, microbatches=2, stage_sizes=SIZES[0]))
+    trace = mw.simulate(graph, FOUR, plan)
+    assert {span.rank for span in trace.spans} == {0, 1, 2, 3}

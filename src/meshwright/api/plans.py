@@ -132,7 +132,7 @@ def simulate(
         rules: the rules that ``capture`` was given.
 
     Raises:
-        PlanError: the plan is not of this graph, or its stages have different submeshes.
+        PlanError: the plan is not of this graph.
         ClusterError: the cluster is unknown, or too small.
     """
     check_fits(plan, graph)

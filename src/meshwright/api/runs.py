@@ -77,8 +77,6 @@ def plan_run(
     limit = memory_bytes or known.device.memory_bytes
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
     planned = Planned(plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs)
-    if chosen.uneven:
-        return planned
     clips = run.train.max_grad_norm > 0
     prediction = foretell(PlanLowering(graph), chosen, known, optimizer=optimizer, clips=clips).prediction
     chosen = msgspec.structs.replace(chosen, prediction=prediction)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from math import prod
 
 import msgspec
 
@@ -11,11 +12,14 @@ from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer
+from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
+from meshwright.schedules.reshard import Box, transfer
 
 HEAP_FACTOR = 1.15
 """Bytes that glibc's heap takes from the system per live byte, on a CPU. The heap fragments: free pieces between live
@@ -130,12 +134,35 @@ class _Stage:
             pieces=pieces,
             before=before,
             after=self._after(),
-            sent_up_bytes=_num_bytes(program.crossing(ActionKind.SEND_F)),
-            sent_down_bytes=_num_bytes(program.crossing(ActionKind.SEND_B)),
+            sent_up_bytes=self._sent_bytes(ActionKind.SEND_F, ActionKind.RECV_F, program.stage + 1),
+            sent_down_bytes=self._sent_bytes(ActionKind.SEND_B, ActionKind.RECV_B, program.stage - 1),
             saved_bytes=saved,
             held_bytes=self.held().total_bytes,
             workspace_bytes=workspace,
         )
+
+    def _sent_bytes(self, sends: ActionKind, receives: ActionKind, near: int) -> int:
+        """The bytes that the busiest rank sends to the stage ``near`` for one micro-batch. If the two stages have
+        different submeshes, the bytes that ranks of ``near`` then exchange to complete their parts count, too."""
+        crossing = self.program.crossing(sends)
+        if not self.plan.uneven:
+            return _num_bytes(crossing)
+        received = (
+            {arrival.tensor: arrival.value for arrival in self.programs[near].crossing(receives)} if crossing else {}
+        )
+        total = 0
+        for sent in crossing:
+            moves = transfer(
+                sent.whole, _over_dp(sent.value, sent.whole), self.plan.submesh(self.program.stage).sizes,
+                _over_dp(received[sent.tensor], sent.whole), self.plan.submesh(near).sizes,
+            )  # fmt: skip
+            elements: Counter[int] = Counter()
+            for piece in moves.pieces:
+                elements[piece.source] += _elements(piece.source_box)
+            boxes = [[_elements(box) if box else 0 for box in gather.boxes] for gather in moves.gathers]
+            gathered = max((sum(each) - min(each) for each in boxes), default=0)
+            total += (max(elements.values(), default=0) + gathered) * ITEM_BYTES[sent.value.dtype]
+        return total
 
     def _nodes(self, phase: str) -> tuple[Node, ...]:
         return self.program.phase(phase).nodes
@@ -318,6 +345,17 @@ class _Stage:
             return sum(scratch_bytes(kernel, self.blocking) for kernel in node.kernels)
         sizes = sorted(self.value_bytes[name] for name in node.inputs)
         return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]
+
+
+def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:
+    """The placement of a rank's part of a tensor of shape ``whole`` that crosses between unlike submeshes: only dp
+    splits it (``ir.stages.border``)."""
+    split = [dim for dim, (own, size) in enumerate(zip(value.shape, whole, strict=True)) if own != size]
+    return {"dp": Shard(split[0])} if split else {}
+
+
+def _elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
 
 
 def _num_bytes(holders: Iterable[Transfer | Accumulator]) -> int:

@@ -144,6 +144,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         axes = {name: size for name, size in self.mesh.sizes.items() if name != "pp"}
         return Mesh.of(**(axes | self.stages[stage].axes))
 
+    @property
+    def submeshes(self) -> tuple[Mesh, ...]:
+        """The submesh of each pipeline rank, if the submeshes differ; else an empty tuple."""
+        return tuple(map(self.submesh, range(self.mesh.size("pp")))) if self.uneven else ()
+
     def sizes(self, stage: int) -> dict[str, int]:
         """The size of each axis that may split a stage's factors: the axes of its submesh, and ``time``."""
         return self.submesh(stage).sizes | ({TIME: self.microbatches} if self.microbatches > 1 else {})

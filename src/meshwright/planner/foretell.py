@@ -6,7 +6,6 @@ from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.cost.work import StepWork
-from meshwright.errors import PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.program import Lower
@@ -57,16 +56,13 @@ def foretell(
     then not lowered.
 
     Raises:
-        PlanError: the plan's stages have different sizes of dp or tp, which cannot be simulated.
         ClusterError: the cluster is too small.
     """
-    if plan.uneven:
-        raise PlanError(
-            "stages of different submeshes are not simulated", where="plan: stages[].axes",
-            remedy="give all stages the same sizes of dp and tp",
-        )  # fmt: skip
     done = work or step_work(lower(plan), plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
     overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
-    played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
+    played = play(
+        schedule, done, plan.mesh, cluster, submeshes=plan.submeshes, overlap=overlap, contention=contention,
+        faults=faults,
+    )  # fmt: skip
     return Foretold(digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule))

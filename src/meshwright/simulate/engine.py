@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -27,12 +27,13 @@ def play(
     mesh: Mesh,
     cluster: Cluster,
     *,
+    submeshes: Sequence[Mesh] = (),
     overlap: bool = True,
     contention: bool = False,
     faults: Faults | None = None,
     fold: bool = True,
 ) -> "Played":
-    """Simulate one step.
+    """Simulate one step. ``submeshes`` has the mesh of each pipeline rank, if these differ (``Plan.submeshes``).
 
     Each rank runs its actions in order, as the executor does. A send does not block its rank. A receive does not block
     it either: the forward or backward that needs the value waits. A collective starts when all ranks of its group have
@@ -64,13 +65,13 @@ def play(
             where="simulate",
             remedy="ask for contention with overlap, or for neither",
         )
-    fabric = Fabric(cluster, mesh)
+    fabric = Fabric(cluster, mesh, submeshes)
     played = programs(schedule, work, fabric)
     colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
     if contention or not fold:
         colors = [(float(rank),) for rank in range(mesh.world_size)]
     axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
-    folded = classes(mesh, sorted(axes), colors)
+    folded = classes(mesh, sorted(axes), colors, submeshes)
     links = Links(fabric) if contention else None
     return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap).run())
 

@@ -16,10 +16,10 @@ class Classes(NamedTuple):
     groups: dict[str, tuple[tuple[int, ...], ...]]
 
 
-def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Classes:
+def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable], submeshes: Sequence[Mesh] = ()) -> Classes:
     """The coarsest classes in which all ranks of a class have the same color, the same coordinate on ``pp``, and along
     every axis a group of the same classes. ``colors`` has a color for each rank. Ranks of different colors behave
-    differently.
+    differently. ``submeshes`` has the mesh of each pipeline rank, if these differ.
 
     This is the equitable partition of color refinement (Weisfeiler and Leman 1968; McKay 1981). Two ranks of a class
     run the same program, meet ranks of the same classes in every collective, and exchange messages with ranks of the
@@ -27,8 +27,9 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
     for all ranks of the class. Without stragglers, each stage is one class. One straggler among dp x tp replicas makes
     at most four classes of each stage.
     """
-    named = [axis for axis in dict.fromkeys(("pp", *axes)) if mesh.has(axis)]
-    groups = {axis: mesh.groups(axis) for axis in named}
+    meshes = (mesh, *submeshes)
+    named = [axis for axis in dict.fromkeys(("pp", *axes)) if any(each.has(axis) for each in meshes)]
+    groups = {axis: _groups(axis, mesh, submeshes) for axis in named}
     stage = {rank: index for group in groups.get("pp", ()) for index, rank in enumerate(group)}
     of = _numbered([(color, stage.get(rank, 0)) for rank, color in enumerate(colors)])
     while True:
@@ -39,6 +40,18 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
         of = finer
     first = tuple(of.index(class_id) for class_id in range(max(of) + 1))
     return Classes(tuple(of), first, {axis: tuple(around[axis][rank] for rank in first) for axis in named})
+
+
+def _groups(axis: str, mesh: Mesh, submeshes: Sequence[Mesh]) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks along an axis. A rank whose submesh has no such axis is a group of its own."""
+    if axis == "pp" or not submeshes:
+        return mesh.groups(axis)
+    groups: list[tuple[int, ...]] = []
+    for submesh in submeshes:
+        first = sum(map(len, groups))
+        own = submesh.groups(axis) if submesh.has(axis) else tuple((rank,) for rank in range(submesh.world_size))
+        groups += [tuple(first + rank for rank in group) for group in own]
+    return tuple(groups)
 
 
 def _around(axis: str, groups: Sequence[tuple[int, ...]], of: list[int]) -> dict[int, tuple[int, ...]]:

@@ -163,10 +163,11 @@ class _Builder:
                         ops.append(msgspec.structs.replace(piece, what="") if label else piece)
                 case Communicate():
                     key = (stage, piece.what)
-                    if self.fabric.size(piece.axis) == 1:
+                    if self.fabric.size(piece.axis, self.rank) == 1:
                         self.alone.add(key)
                         continue
-                    ops.append(Meet(f"{label} {piece.what}".strip(), key, piece, self.fabric.collective_s(piece)))
+                    seconds = self.fabric.collective_s(piece, self.rank)
+                    ops.append(Meet(f"{label} {piece.what}".strip(), key, piece, seconds))
                     if piece.blocking:
                         ops.append(Until(key))
                 case Wait() if (stage, piece.what) not in self.alone:
