@@ -89,8 +89,11 @@ def decided(
     if found.verdict != "undecided":
         return found
     with Ranks() as ranks:
-        more, _ = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
-    return judge({name: [*values, *more[name]] for name, values in seconds.items()}, losses)
+        more, others = ranks(num_ranks, measure, *args, timeout=1800.0)[0]
+    return judge(
+        {name: [*values, *more[name]] for name, values in seconds.items()},
+        {name: [*values, *others[name]] for name, values in losses.items()},
+    )
 
 
 def speedup(

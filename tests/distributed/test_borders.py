@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
@@ -14,8 +13,10 @@ from meshwright.ir.placement import Shard
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import foretell
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import play
+from meshwright.simulate.faults import Faults
 from tests.distributed.pool import Ranks
 
 SIZES = [({"dp": 2}, {"tp": 2}), ({"tp": 2}, {"dp": 2})]
@@ -96,11 +97,13 @@ def _work(layout: mw.Layout) -> tuple[mw.Plan, StepWork]:
 FOUR = mw.Cluster.load("cpu-local", 4)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_equal_stages_that_are_given_one_by_one_cost_what_equal_stages_cost(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(("sizes", "other"), [({"dp": 2}, "tp"), ({"tp": 2}, "dp")], ids=str)
+def test_equal_stages_that_are_given_one_by_one_cost_what_equal_stages_cost(sizes: dict[str, int], other: str) -> None:
+    """Though the plan's mesh has the other axis: only the stages' own meshes count."""
     alike = mw.Layout(pp=2, microbatches=2, **sizes)  # type: ignore[arg-type]
+    given = mw.Layout(pp=2, microbatches=2, stage_sizes=(sizes, sizes), **{other: 2})  # type: ignore[arg-type]
     seconds = []
-    for layout in (alike, msgspec.structs.replace(alike, stage_sizes=(sizes, sizes))):
+    for layout in (alike, given):
         plan, work = _work(layout)
         assert plan.uneven is bool(layout.stage_sizes)
         seconds.append(play(schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False).step_s)
@@ -125,6 +128,20 @@ def test_unlike_stages_are_simulated(sizes: tuple[dict[str, int], ...]) -> None:
     assert over == [set(each) for each in sizes]
 
 
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_slow_rank_holds_up_the_ranks_of_its_own_stage(fold: bool) -> None:
+    """Ranks 2 and 3 are the stage of tp=2: rank 2 waits for rank 3 in every collective."""
+    plan, work = _work(mw.Layout(pp=2, microbatches=2, dp=2, stage_sizes=SIZES[0]))
+    ends = []
+    for faults in (None, Faults(slow={3: 100.0})):
+        played = play(
+            schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False, fold=fold, faults=faults
+        )
+        spans = played.trace([2]).spans
+        ends.append(max(span.end_s for span in spans if span.what.startswith("1B")))
+    assert ends[1] > 2 * ends[0]
+
+
 @pytest.mark.parametrize(("sizes", "up", "down"), [(SIZES[0], 4096, 2048), (SIZES[1], 2048, 4096)], ids=str)
 def test_bytes_between_unlike_stages(sizes: tuple[dict[str, int], ...], up: int, down: int) -> None:
     """A micro-batch of 4 x 8 x 16 float64 is 4096 bytes. Every rank sends half of it to one rank. Ranks of tp=2 then
@@ -138,3 +155,4 @@ def test_a_plan_of_unlike_stages_has_a_prediction() -> None:
     plan = mw.plan(graph, FOUR, layout=mw.Layout(pp=2, dp=2, microbatches=2, stage_sizes=SIZES[0]))
     trace = mw.simulate(graph, FOUR, plan)
     assert {span.rank for span in trace.spans} == {0, 1, 2, 3}
+    assert foretell(PlanLowering(graph), plan, FOUR).prediction.step_s == max(span.end_s for span in trace.spans)

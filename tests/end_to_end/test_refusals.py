@@ -85,6 +85,8 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         (Scaled(random.random), torch.zeros(2, 4), "the step draws from Python's random, and would have the same"),
         (Scaled(lambda: float(np.random.rand())), torch.zeros(2, 4), "the step draws from numpy.random, and would"),
         (Scaled(lambda: float(np.random.randn(9).sum())), torch.zeros(2, 4), "the step draws from numpy.random, and"),
+        (Scaled(lambda: float(np.random.randn())), torch.zeros(2, 4), "the step draws from numpy.random, and would"),
+        (Scaled(lambda: random.gauss(0.0, 1.0)), torch.zeros(2, 4), "the step draws from Python's random, and would"),
         (PerSample(), torch.zeros(2, 4), "the step draws from numpy.random, and would have the same numbers for ever"),
     ],
     ids=[
@@ -97,6 +99,8 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         "random",
         "numpy",
         "normal",
+        "one normal",
+        "gauss",
         "per sample",
     ],
 )

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -47,14 +47,13 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with its prediction, and whether it fits in a rank's memory. ``verdict`` is empty if ``stage_sizes``
-    differ: such plans are not simulated. ``constants``: the source of the cluster's constants. ``programs`` are the
-    programs of one rank, if a rank was asked for."""
+    """A plan with its prediction, and whether it fits in a rank's memory (``verdict``). ``constants``: the source of
+    the cluster's constants. ``programs`` are the programs of one rank, if a rank was asked for."""
 
     plan: Plan
     constants: str
     memory_bytes: float
-    verdict: Occupancy | Literal[""] = ""
+    verdict: Occupancy
     programs: RankPrograms | None = None
 
 
@@ -76,11 +75,13 @@ def plan_run(
     known = _cluster(run, CPU, chosen.mesh.world_size)
     limit = memory_bytes or known.device.memory_bytes
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
-    planned = Planned(plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs)
     clips = run.train.max_grad_norm > 0
     prediction = foretell(PlanLowering(graph), chosen, known, optimizer=optimizer, clips=clips).prediction
     chosen = msgspec.structs.replace(chosen, prediction=prediction)
-    return msgspec.structs.replace(planned, plan=chosen, verdict=memory_verdict(prediction.peak_memory_bytes, limit))
+    return Planned(
+        plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs,
+        verdict=memory_verdict(prediction.peak_memory_bytes, limit),
+    )  # fmt: skip
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:

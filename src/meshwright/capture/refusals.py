@@ -80,33 +80,34 @@ class Draws:
     def counted(self) -> dict[str, int]:
         """Return how far each generator has moved in its table of 624 numbers. Unmoved generators are left out."""
         after = _words()
-        moved = {name: (after[name][1] - place) % 624 for name, (words, place) in self._before.items()}
+        moved = {name: (after[name][1] - state[1]) % 624 for name, state in self._before.items()}
         return {name: count for name, count in moved.items() if after[name] != self._before[name]}
 
 
-def _words() -> dict[str, tuple[tuple[int, ...], int]]:
-    _, (*words, place), _ = random.getstate()
-    theirs = np.random.get_state(legacy=False)["state"]
-    states = {"Python's random": (tuple(words), place)}
-    if "key" in theirs:
-        states["numpy.random"] = (tuple(theirs["key"].tolist()), int(theirs["pos"]))
+def _words() -> dict[str, tuple[tuple[int, ...], int, object]]:
+    """The state of each generator: its table, the place in it, and the second of two normal numbers, kept for later."""
+    _, (*words, place), second = random.getstate()
+    theirs = np.random.get_state(legacy=False)
+    states: dict[str, tuple[tuple[int, ...], int, object]] = {"Python's random": (tuple(words), place, second)}
+    if "key" in theirs["state"]:
+        key, place = theirs["state"]["key"], theirs["state"]["pos"]
+        states["numpy.random"] = (tuple(key.tolist()), int(place), (theirs["has_gauss"], theirs["gauss"]))
     return states
 
 
 def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
     """Refuse a step that draws from Python's or numpy's generator: its numbers would be equal in every step.
 
-    A step draws in every trace. A thread that loads data may draw beside the traces, and must be allowed. It goes on to
-    draw when no trace runs, so the generator then moves by itself. A generator that moves equally far in all traces
-    is refused even then.
+    A step draws in every trace. A thread that loads data may draw beside the traces, and must be allowed: it goes on to
+    draw when no trace runs, so the generator then moves by itself.
     """
     for name in traces[0]:
-        counts = [trace.get(name) for trace in traces]
-        if None not in counts and (len(set(counts)) == 1 or not _moves_alone(name)):
+        if all(name in trace for trace in traces) and not _moves_alone(name):
             raise CaptureError(
                 f"the step draws from {name}, and would have the same numbers for ever",
                 where="model or loss_fn",
-                remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch",
+                remedy="draw with torch.rand, randn, randint or bernoulli, or put the numbers into the batch; "
+                "if another thread drew them, start it after the step is captured",
             )
 
 

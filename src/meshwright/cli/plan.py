@@ -122,8 +122,7 @@ def plan(
     else:
         display.console().print(chosen.explain())
         display.console().print(f"  constants of the cluster: {planned.constants}")
-        if planned.verdict:
-            display.console().print(f"  memory: {planned.verdict} in {planned.memory_bytes / 2**30:.3g} GiB a rank")
+        display.console().print(f"  memory: {planned.verdict} in {planned.memory_bytes / 2**30:.3g} GiB a rank")
     return 0
 
 

@@ -159,8 +159,10 @@ class _Stage:
             elements: Counter[int] = Counter()
             for piece in moves.pieces:
                 elements[piece.source] += _elements(piece.source_box)
-            boxes = [[_elements(box) if box else 0 for box in gather.boxes] for gather in moves.gathers]
-            gathered = max((sum(each) - min(each) for each in boxes), default=0)
+            gathered = max(
+                (max(map(_elements, filter(None, each.boxes))) * (len(each.ranks) - 1) for each in moves.gathers),
+                default=0,
+            )
             total += (max(elements.values(), default=0) + gathered) * ITEM_BYTES[sent.value.dtype]
         return total
 

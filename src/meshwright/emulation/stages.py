@@ -48,9 +48,9 @@ def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster) -> tuple[Emula
         here = number % count
         stages.append(
             EmulatedStage(
-                actions={kind: _doings(pieces, fabric) for kind, pieces in stage.pieces.items()},
-                before=_doings(stage.before, fabric),
-                after=_doings(stage.after, fabric),
+                actions={kind: _doings(pieces, fabric, here) for kind, pieces in stage.pieces.items()},
+                before=_doings(stage.before, fabric, here),
+                after=_doings(stage.after, fabric, here),
                 sent_up_s=fabric.send_s(stage.sent_up_bytes, here, beside[1]),
                 sent_down_s=fabric.send_s(stage.sent_down_bytes, here, beside[-1]),
             )
@@ -58,7 +58,7 @@ def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster) -> tuple[Emula
     return tuple(stages)
 
 
-def _doings(pieces: tuple[Piece, ...], fabric: Fabric) -> tuple[Doing, ...]:
+def _doings(pieces: tuple[Piece, ...], fabric: Fabric, rank: int) -> tuple[Doing, ...]:
     doings = []
     for piece in pieces:
         match piece:
@@ -73,7 +73,7 @@ def _doings(pieces: tuple[Piece, ...], fabric: Fabric) -> tuple[Doing, ...]:
                         where="emulated device",
                         remedy="let it block: stages really meet there",
                     )
-                seconds = fabric.collective_s(piece)
+                seconds = fabric.collective_s(piece, rank)
                 meets = piece.axis == "pp" and fabric.size("pp") > 1
                 doings.append(
                     Doing(piece.what, "meet" if meets else "communicate" if piece.blocking else "start", seconds)

@@ -185,6 +185,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         each, place, given = sizes["dp"] * sizes["tp"], "layout: stage_sizes", len(self.stage_sizes)
         if given and max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
             yield place, "stage_sizes with cp, ep, spatial or mixed", "leave one of them out"
+        if given and sizes["pp"] == 1:
+            yield place, "stage_sizes with pp=1", "give pp of 2 or more, or dp and tp themselves"
         if given and given != sizes["pp"]:
             remedy = "give the sizes of every pipeline rank, or none"
             yield place, f"{given} stage_sizes for pp={sizes['pp']}", remedy
@@ -235,6 +237,11 @@ def layout_text(layout: Layout) -> str:
         (layout.microbatches > 1, f"{layout.microbatches} micro-batches"),
         (layout.pp > 1, layout.schedule),
         (layout.chunks > 1, f"{layout.chunks} chunks"),
+        (
+            layout.stage_sizes,
+            "stages of "
+            + " and ".join(" x ".join(f"{axis}{size}" for axis, size in own.items()) for own in layout.stage_sizes),
+        ),
         (layout.context != "gather", f"{layout.context} attention"),
         (layout.sequence_parallel, "sequence parallel"),
         (layout.recompute != "none", f"recompute {layout.recompute}"),

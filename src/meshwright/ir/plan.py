@@ -146,7 +146,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def submeshes(self) -> tuple[Mesh, ...]:
-        """The submesh of each pipeline rank, if the submeshes differ; else an empty tuple."""
+        """The submesh of each pipeline rank, if each stage has its own; else an empty tuple."""
         return tuple(map(self.submesh, range(self.mesh.size("pp")))) if self.uneven else ()
 
     def sizes(self, stage: int) -> dict[str, int]:
@@ -155,7 +155,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def uneven(self) -> bool:
-        """Whether stages have different submeshes."""
+        """Whether each stage has a submesh of its own, as with ``Layout.stage_sizes``."""
         return any(stage.axes for stage in self.stages)
 
     def storage(self, parameter: str) -> dict[str, Placement]:

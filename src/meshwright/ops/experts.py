@@ -78,7 +78,9 @@ def _experts_backward_kept(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of tokens, weights, up and down. ``kept`` has forward's activations after ``up``;
     if it is None, they are recomputed."""
-    grads, begin = tuple(map(torch.zeros_like, (tokens, weights, up, down))), 0
+    # A product over no rows writes zeros: the gradients of up and down are written as a whole.
+    grads = (*map(torch.zeros_like, (tokens, weights)), *map(torch.empty_like, (up, down)))
+    begin = 0
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
         again = torch.mm(tokens[rows], up[expert].t()) if kept is None else kept[begin : (begin := begin + len(rows))]

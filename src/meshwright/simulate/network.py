@@ -50,7 +50,7 @@ class Fabric:
         mesh = self._mesh_of(axis, rank)
         return mesh.size(axis) if mesh.has(axis) else 1
 
-    def collective_s(self, piece: Communicate, rank: int = 0) -> float:
+    def collective_s(self, piece: Communicate, rank: int) -> float:
         """Seconds of a collective along an axis, if all groups of pipeline rank ``rank`` run it at the same time."""
         mesh = self._mesh_of(piece.axis, rank)
         key = (mesh, piece.collective, piece.axis, piece.bytes, piece.members)

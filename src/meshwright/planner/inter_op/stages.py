@@ -88,6 +88,7 @@ def assign_stages(
 
     Args:
         pools: the number of devices in each pool.
+        fill: above 0, and at most ``microbatches``.
         prunes: leave out parts of the search in which two bounds exclude an optimum. The result is the same without the
             bounds.
 
@@ -164,7 +165,7 @@ class _Search:
 
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
         """Some stages whose slowest stage is nearly as fast as possible; None if there are no stages."""
-        limit, found = self._floor, None
+        limit, found = max(self._floor, float(self.limits[0])) if len(self.limits) else inf, None
         while found is None and limit < inf:
             limit = limit * GROWTH if limit < self.limits[-1] else inf
             found = self.solve(limit, first=True)
