@@ -102,7 +102,7 @@ def _fill(
 
 
 class _LaterChange(Exception):  # noqa: N818 - a signal between two functions, no error
-    """A module's initialization changes parameters of an inner block that are already on the meta device again."""
+    """A module changes parameters of an inner block whose values have been freed: they are on the meta device again."""
 
 
 class _NoChangeOnMeta(TorchDispatchMode):
