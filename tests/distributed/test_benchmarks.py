@@ -44,7 +44,7 @@ def test_ratio_is_the_median_of_the_rounds_ratios_and_its_interval_holds_it() ->
 
 
 def test_a_drift_of_the_machine_leaves_the_ratio() -> None:
-    """Both sides of a round slow down alike: the interval of the ratio is that of the rounds' noise alone."""
+    """If the machine slows down, both sides of a round slow down alike, and their ratio does not change."""
     drift = [1.0 + 0.1 * index for index in range(31)]
     found = ratio([0.9 * value for value in drift], drift)
     apart = ratio_of_medians([0.9 * value for value in drift], drift)

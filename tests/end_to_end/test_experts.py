@@ -69,3 +69,13 @@ def test_kept_activations_give_the_gradients_of_recomputed_ones(first: int, numb
     kept = ours.experts_backward_kept(grad, *given, hidden, "silu", first)
     for gradient, again in zip(kept, ours.experts_backward(grad, *given, "silu", first), strict=True):
         assert torch.equal(gradient, again)
+
+
+def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
+    torch.manual_seed(0)
+    tokens, up, down = torch.randn(4, 3), torch.randn(3, 10, 3), torch.randn(3, 2, 5)
+    index, weights = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    gradients = torch.ops.meshwright.experts_backward(torch.randn(4, 2), tokens, index, weights, up, down, "silu", 0)
+    for gradient in gradients[2:]:
+        assert bool(gradient[0].any())
+        assert not gradient[1:].any()

@@ -84,7 +84,8 @@ def alike(seconds: np.ndarray, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> StagePr
 
 
 def layered(layers: int, sizes: tuple[int, ...], seed: int = 3, exponent: float = 0.92) -> StagePrices:
-    """Layers of unlike work, of which a submesh of n devices takes 1 / n**exponent, or otherwise with more for n."""
+    """Layers of unlike work. On n devices, variant 0 divides the time by n**exponent; variant 1 scales
+    worse, and adds a cost for each device."""
     work = 1 + np.random.RandomState(seed).rand(layers)
     work[0] *= 2.5
     work[-1] *= 3
@@ -144,7 +145,7 @@ def test_pruning_leaves_out_half_of_the_work() -> None:
 
 
 def test_a_slow_pool_gets_fewer_layers() -> None:
-    """Two boxes of which one computes at half the speed: its stage has about half as many layers."""
+    """Two boxes: the second computes at half the speed of the first, so its stage gets half as many layers."""
     layers = 12
     seconds = np.full((layers, layers, 2, 1), inf)
     for first, last in itertools.combinations_with_replacement(range(layers), 2):
