@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,30 +72,25 @@ def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[T
 
 
 class Draws:
-    """Counts the random numbers that the generators of Python and numpy have drawn since the counter was made."""
+    """Notes from which generators of Python and numpy random numbers are drawn after it is made."""
 
     def __init__(self) -> None:
-        self._before = _words()
+        self._before = _states()
 
-    def counted(self) -> dict[str, int]:
-        """Return how far each generator has moved in its table of 624 numbers. Unmoved generators are left out."""
-        after = _words()
-        moved = {name: (after[name][1] - state[1]) % 624 for name, state in self._before.items()}
-        return {name: count for name, count in moved.items() if after[name] != self._before[name]}
+    def moved(self) -> tuple[str, ...]:
+        """Return the names of the generators that have moved."""
+        after = _states()
+        return tuple(name for name, state in self._before.items() if after[name] != state)
 
 
-def _words() -> dict[str, tuple[tuple[int, ...], int, object]]:
-    """The state of each generator: its table, the place in it, and the second of two normal numbers, kept for later."""
-    _, (*words, place), second = random.getstate()
+def _states() -> dict[str, object]:
+    """The state of each generator, with the second of two normal numbers, which is kept for later."""
     theirs = np.random.get_state(legacy=False)
-    states: dict[str, tuple[tuple[int, ...], int, object]] = {"Python's random": (tuple(words), place, second)}
-    if "key" in theirs["state"]:
-        key, place = theirs["state"]["key"], theirs["state"]["pos"]
-        states["numpy.random"] = (tuple(key.tolist()), int(place), (theirs["has_gauss"], theirs["gauss"]))
-    return states
+    inner = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in theirs["state"].items()}
+    return {"Python's random": random.getstate(), "numpy.random": (inner, theirs["has_gauss"], theirs["gauss"])}
 
 
-def other_random_numbers(traces: Sequence[Mapping[str, int]]) -> None:
+def other_random_numbers(traces: Sequence[Collection[str]]) -> None:
     """Refuse a step that draws from Python's or numpy's generator: its numbers would be equal in every step.
 
     A step draws in every trace. A thread that loads data may draw beside the traces, and must be allowed: it goes on to
@@ -116,7 +111,7 @@ def _moves_alone(name: str) -> bool:
     draws, end_s = Draws(), time.monotonic() + PAUSE_S
     while time.monotonic() < end_s:
         time.sleep(PAUSE_S / 20)
-        if name in draws.counted():
+        if name in draws.moved():
             return True
     return False
 

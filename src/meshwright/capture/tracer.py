@@ -52,7 +52,7 @@ class Traced:
     tied: dict[str, str]
     mode: FakeTensorMode
     constants: dict[str, Tensor] = field(default_factory=dict)
-    drawn: dict[str, int] = field(default_factory=dict)
+    drawn: tuple[str, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -193,7 +193,7 @@ def trace(
         tied=tied_names(model),
         mode=mode,
         constants=recorder.constants,
-        drawn=draws.counted(),
+        drawn=draws.moved(),
     )
 
 
