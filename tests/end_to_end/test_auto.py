@@ -38,6 +38,7 @@ from meshwright.models import (
 from meshwright.planner import auto, candidates
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.pipelines import RECOMPUTE
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
 from tests.distributed import hugging_face, oracle
@@ -59,7 +60,7 @@ def every_layout(world_size: int, size: int = 8) -> dict[str, tuple[float, int]]
     """Simulated seconds and peak bytes of everything, with every kind of recomputation."""
     graph, found = gpt(size), {}
     layouts = candidates.candidates(graph.batch_size, world_size, candidates.axes_of(graph))
-    for layout, recompute in itertools.product(layouts, auto.RECOMPUTE):
+    for layout, recompute in itertools.product(layouts, RECOMPUTE):
         try:
             one = msgspec.structs.replace(layout, recompute=recompute)
             plan = oracle.plan_of(graph, one, world_size, CLUSTER)
@@ -78,37 +79,39 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
     largest = max(peak for _, peak in every.values())
     limit = largest * part_of_memory if part_of_memory else float(CLUSTER.device.memory_bytes)
     plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
-    step_s, peak = every[layout_text(plan.layout)]
-    assert plan.prediction is not None
-    assert plan.prediction.step_s == pytest.approx(step_s)
-    assert plan.prediction.peak_memory_bytes == peak
-    assert peak <= limit
+    one_step = foretell(PlanLowering(graph), plan, CLUSTER)
+    assert plan.prediction == one_step.prediction
+    assert one_step.peak.peak_bytes <= limit
     fastest = min(seconds for seconds, needed in every.values() if needed <= limit)
-    assert step_s <= (1 + auto.ALIKE) * fastest
+    assert one_step.played.step_s <= (1 + auto.ALIKE) * fastest
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     """The fastest of all stages and recomputations that fit, of one division of the batch."""
-    clock, lower = TimeLimit(None, lambda what: None), PlanLowering(gpt())
-    scales = auto._Scales(gpt(), 2, CLUSTER, lower, ADAMW, clips=False, offload=False, clock=clock)
     layout = mw.Layout(dp=2, microbatches=microbatches)
+
+    def search(limit: float) -> auto._Search:
+        clock = TimeLimit(None, lambda what: None)
+        return auto._Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, True, False, clock)
+
+    open_end = search(math.inf)
     every = [
-        scales._weigh(msgspec.structs.replace(layout, zero=zero, recompute=recompute), scales._plain)
-        for zero, recompute in itertools.product((0, 1, 2, 3), auto.RECOMPUTE)
+        open_end.pipelines.option(msgspec.structs.replace(layout, zero=zero), (recompute,))
+        for zero, recompute in itertools.product((0, 1, 2, 3), RECOMPUTE)
     ]
-    plain = every[0].memory.peak_bytes
-    assert scales.lightest_that_fits(layout, plain).layout == layout, "no more than memory demands"
+    plain = every[0].peak_bytes
+    assert search(plain).lightest_that_fits(layout).layout == layout, "no more than memory demands"
     shared = 0
-    for limit in sorted({one.memory.peak_bytes for one in every if one.memory.peak_bytes < plain}):
-        found = scales.lightest_that_fits(layout, limit)
+    for limit in sorted({one.peak_bytes for one in every if one.peak_bytes < plain}):
+        found = search(limit).lightest_that_fits(layout)
         shared += bool(found.layout.zero)
-        assert found.memory.peak_bytes <= limit
+        assert found.peak_bytes <= limit
         least_again = {  # what is computed again costs time, so that less of it is enough
-            zero: next(one for one in every if one.layout.zero == zero and one.memory.peak_bytes <= limit)
-            for zero in {one.layout.zero for one in every if one.memory.peak_bytes <= limit}
+            zero: next(one for one in every if one.layout.zero == zero and one.peak_bytes <= limit)
+            for zero in {one.layout.zero for one in every if one.peak_bytes <= limit}
         }
-        assert found.predicted.step_s == min(one.predicted.step_s for one in least_again.values())
+        assert found.step_s <= min(one.step_s for one in least_again.values())
     assert shared
 
 
@@ -339,8 +342,12 @@ def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
     said: list[str] = []
     plan = mw.plan(gpt(), CLUSTER, devices=2, progress=said.append)
     weighed = [text for text in said if not text.startswith("simulating ")]
-    assert weighed[0] == f"dp2, layout 1 of {len(weighed)}"
-    assert weighed[-1].endswith(f", layout {len(weighed)} of {len(weighed)}")
+    count = weighed[0].rpartition(" ")[2]
+    assert [text.rpartition(", ")[2] for text in weighed] == [
+        f"layout {number} of {count}" for number in range(1, len(weighed) + 1)
+    ]
+    assert weighed[0].startswith("dp2, layout 1 of ")
+    assert len(weighed) < int(count), "lower bounds exclude the others"
     assert "stopped after" not in plan.explain()
 
 
@@ -353,12 +360,11 @@ def test_when_the_time_is_over_the_best_so_far_is_taken_and_said(
         plan = mw.plan(graph, CLUSTER, devices=2, seconds=7.0, progress=said.append)
     check_fits(plan, graph)
     weighed = [text for text in said if not text.startswith("simulating ")]
-    assert len(weighed) == 5, "three, one that cannot help, and that at which the time was over"
     count = weighed[0].rpartition(" ")[2]
-    reason = f"4 of {count} layouts were weighed, 1 simulated: another may be faster"
+    reason = f"{len(weighed)} of {count} layouts were weighed, 1 simulated: another may be faster"
     assert re.search(rf"\(planner\) +stopped after 7 s +{reason}", plan.explain())
     assert caplog.messages == [f"planning has stopped after 7 s: {reason}"]
-    assert layout_text(plan.layout) in {text.partition(", layout ")[0] for text in weighed[:4]}
+    assert layout_text(plan.layout) in {text.partition(", layout ")[0] for text in weighed}
     assert plan.prediction is not None
 
 

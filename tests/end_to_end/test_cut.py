@@ -41,7 +41,7 @@ GRAPHS = {"GPT": gpt, "U-Net": unet, "T5": t5}
 def slowest_stage_s(graph: Graph, chosen: tuple[int, ...]) -> float:
     """What ``choose_cut`` makes small, said in the simplest way; ``chosen`` are numbers of points."""
     forward = forward_operators(graph)
-    times, points = cut._times(graph, forward, None), cut._points(graph, forward, None)
+    times, points = cut.operator_times(graph, forward, None), cut.cut_points(graph, forward, None)
     ends = [points[index] for index in chosen]
     worst, start, received = 0.0, 0, 0.0
     for end in ends:
@@ -55,7 +55,7 @@ def slowest_stage_s(graph: Graph, chosen: tuple[int, ...]) -> float:
 def test_no_other_cut_has_a_faster_slowest_stage(model: str, num_stages: int) -> None:
     graph = GRAPHS[model]()
     forward = forward_operators(graph)
-    positions = [forward[point.position].name for point in cut._points(graph, forward, None)]
+    positions = [forward[point.position].name for point in cut.cut_points(graph, forward, None)]
     found = cut.choose_cut(graph, num_stages, None)
     chosen = tuple(positions.index(first) for first in found)
     best = min(slowest_stage_s(graph, some) for some in itertools.combinations(range(len(positions)), num_stages - 1))
@@ -71,7 +71,7 @@ def test_a_gpt_is_cut_between_its_blocks() -> None:
 @pytest.mark.parametrize("model", GRAPHS)
 def test_more_stages_than_places_to_cut(model: str) -> None:
     graph = GRAPHS[model]()
-    places = len(cut._points(graph, forward_operators(graph), None))
+    places = len(cut.cut_points(graph, forward_operators(graph), None))
     layout = mw.Layout(pp=places + 2, microbatches=2)
     with pytest.raises(MeshwrightError) as caught:
         mw.plan(graph, devices=places + 2, layout=layout)

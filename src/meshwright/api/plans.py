@@ -98,8 +98,8 @@ def plan(
     if layout is None:
         world_size = devices or known.num_devices
         return plan_auto(
-            graph, world_size, known, PlanLowering(graph, rules), memory_bytes=memory_bytes, optimizer=optimizer,
-            clips=clips, pipelines=pipelines, offload=offload, seconds=seconds, progress=progress,
+            graph, world_size, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
+            optimizer=optimizer, clips=clips, pipelines=pipelines, offload=offload, seconds=seconds, progress=progress,
         )  # fmt: skip
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(

@@ -1,6 +1,7 @@
 """The time of a step in closed form: each action's pieces run one after the other, in the pipeline's schedule."""
 
 from collections.abc import Iterable
+from functools import cache
 
 import msgspec
 
@@ -8,7 +9,7 @@ from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.schedules.timing import run
 
 
@@ -32,25 +33,28 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
     count = len(schedule.ranks)
     stride = mesh.world_size // count
 
-    def seconds(action: Action) -> float:
-        stage = work.stages[action.stage]
+    @cache
+    def cost(number: int, kind: ActionKind) -> tuple[float, float]:
+        """The seconds of an action, and those that it computes."""
+        stage = work.stages[number]
         sent = {ActionKind.SEND_F: (1, stage.sent_up_bytes), ActionKind.SEND_B: (-1, stage.sent_down_bytes)}
-        if action.kind in sent:
-            step, num_bytes = sent[action.kind]
-            far = abs(action.stage % count - (action.stage + step) % count) * stride
-            return network.send_s(num_bytes, far) if num_bytes else 0.0
-        return pieces_s(stage.pieces.get(action.kind.value, ()), mesh, network)
+        if kind in sent:
+            step, num_bytes = sent[kind]
+            far = abs(number % count - (number + step) % count) * stride
+            return (network.send_s(num_bytes, far) if num_bytes else 0.0), 0.0
+        pieces = stage.pieces.get(kind.value, ())
+        return pieces_s(pieces, mesh, network), _computing_s(pieces)
 
-    times = run(schedule, seconds)
+    times = run(schedule, lambda action: cost(action.stage, action.kind)[0])
     ends, busy = [], []
     for actions, each in zip(schedule.ranks, times, strict=True):
         stages = sorted({action.stage for action in actions})
         rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
         outside = pieces_s(rest, mesh, network)
         ends.append((each[-1][1] if each else 0.0) + outside)
-        computing = [p for a in actions for p in work.stages[a.stage].pieces.get(a.kind.value, ())] + rest
-        compute = sum(piece.seconds for piece in computing if isinstance(piece, Compute))
-        spent = sum(seconds(action) for action in actions) + outside
+        costs = [cost(action.stage, action.kind) for action in actions]
+        compute = sum(computing for _, computing in costs) + _computing_s(rest)
+        spent = sum(seconds for seconds, _ in costs) + outside
         busy.append((compute, max(0.0, spent - compute)))
     compute_s, communication_s = max(busy)
     return Predicted(step_s=max(ends), compute_s=compute_s, communication_s=communication_s)
@@ -64,6 +68,10 @@ def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
         if not isinstance(piece, Wait):
             total += piece.seconds if isinstance(piece, Compute) else collective_s(piece, mesh, network)
     return total
+
+
+def _computing_s(pieces: Iterable[Piece]) -> float:
+    return sum(piece.seconds for piece in pieces if isinstance(piece, Compute))
 
 
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:

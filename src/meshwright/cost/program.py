@@ -29,6 +29,8 @@ HOST_S_PER_BYTE = 1 / 25e9
 4.0 x16."""
 CHUNK_BYTES = 2**26
 """Bytes of parameters that are updated together if optimizer state lies on the host (``runtime/offload.py``)."""
+ZEROING = "zeroing gradients"
+"""The name of the piece that sets the memory of gradients to zero before a step."""
 CHECK_KERNELS = 3
 """Number of kernels that check whether the loss is finite."""
 
@@ -225,7 +227,7 @@ class _Stage:
         zeroed = [value.num_bytes for value in memory]
         if zeroed:
             cost = self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))
-            pieces.append(Compute("zeroing gradients", cost.seconds, 0.0, cost.bytes))
+            pieces.append(Compute(ZEROING, cost.seconds, 0.0, cost.bytes))
         return tuple(pieces)
 
     def _after(self) -> tuple[Piece, ...]:

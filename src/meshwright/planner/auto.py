@@ -1,75 +1,56 @@
-"""Find the best layout of a captured model: estimate all layouts in closed form, then simulate the fastest."""
+"""Find the best layout of a captured model.
 
+Layers are priced once for each way to divide a stage's ranks (``inter_op.layer_work``). From these prices follow the
+best cut into stages and the time of every layout (``inter_op.pipelines``), in the order of lower bounds, so that most
+layouts are never priced. The fastest layouts are planned and lowered for the whole model, and simulated.
+"""
+
+import heapq
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import msgspec
 
-from meshwright.cost.closed_form import Predicted, predict_step
-from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.cost.program import step_work
-from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
-from meshwright.ir.plan import Alternative, Plan, Prediction
+from meshwright.ir.plan import Alternative, Note, Plan
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import axes_of, candidates
+from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.checks import check_precision
 from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.foretell import foretell
+from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
-from meshwright.schedules.pipeline import schedule_of
 
 PLAYED = 6
-"""Number of layouts that are simulated. These are the layouts with the shortest closed-form estimates."""
+"""Number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
 ALIKE = 0.02
 """Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
 the planner takes the simplest."""
 SHOWN = 8
 """Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
 memory."""
+EVERY_VARIATION = 24
+"""If there are at most so many layouts with context, expert or sequence parallelism (apart from micro-batches and
+schedules), all are considered; otherwise only those that are akin to the fastest plain layouts."""
+AKIN = 3
+"""Number of fastest plain layouts whose variations are considered."""
 
-RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-"""Kinds of recomputation, in the order of falling memory and rising time. The planner takes the first kind that fits in
-memory."""
-
-
-class _Option(msgspec.Struct, frozen=True):
-    """A layout with its plan, its costs, and the memory of the rank that needs the most memory."""
-
-    plan: Plan
-    work: StepWork
-    predicted: Predicted
-    memory: RankMemory
-    ask: Ask
-
-    @property
-    def layout(self) -> Layout:
-        return self.plan.layout
-
-    @property
-    def name(self) -> str:
-        return layout_text(self.layout)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.memory.peak_bytes
-
-    @property
-    def rank(self) -> tuple[object, ...]:
-        """Sort key: faster options come first; of equally fast options, the simpler come first."""
-        return self.predicted.step_s, _complexity(self.layout)
+_Refusal = (LayoutError, PlanError, ScheduleError)
 
 
 def plan_auto(
     graph: Graph,
     world_size: int,
     cluster: Cluster,
-    lower: Lower,
+    lowering: Callable[[Graph], Lower],
     *,
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
@@ -81,18 +62,20 @@ def plan_auto(
 ) -> Plan:
     """Find the fastest plan that fits in memory.
 
-    The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, recomputation, ZeRO and sequence parallelism.
-    For models with convolutions, it also varies mixed axes, which may split any factor of an operator.
+    The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, the cut into stages, the recomputation of
+    each stage, ZeRO, sequence parallelism, and dp and tp of each stage. For models with convolutions, it also varies
+    mixed axes, which may split any factor of an operator.
 
-    The planner estimates the layouts in closed form, and simulates the ``PLAYED`` fastest layouts. Of the simulated
-    layouts within ``ALIKE`` of the fastest, it takes the simplest. Layouts that differ only in their number of
-    micro-batches are estimated in rising order, until more micro-batches no longer make the step shorter. The search
-    leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps ``batch_statistics``
-    global, because other values would change the results of training. The plan lists the next-best layouts, and why
-    each was not taken (see ``Plan.explain``).
+    Layouts are estimated in the order of their lower bounds until ``PLAYED`` of them have shorter estimates than the
+    lower bounds of all others. Of these, all within ``ALIKE`` of the fastest count as equally fast, and the planner
+    takes the simplest. It is planned and lowered for the whole model, and simulated, so that its prediction is that of
+    the program that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less
+    memory. It keeps ``batch_statistics`` global, because other values would change the results of training. The plan
+    lists the next-best layouts, and why each was not taken (see ``Plan.explain``).
 
-    ``lower`` makes the programs from which costs are computed. The other arguments are the same as in ``mw.plan``. When
-    ``seconds`` have passed, the planner estimates no further layouts and makes the plan of the best layout so far.
+    ``lowering`` makes the lowering of a graph, from whose programs costs are computed. The other arguments are the same
+    as in ``mw.plan``. When ``seconds`` have passed, the planner estimates no further layouts and makes the plan of the
+    best layout so far.
 
     Raises:
         LayoutError: no layout that fits was found in time; ``seconds`` is not above 0; the devices do not support the
@@ -102,163 +85,328 @@ def plan_auto(
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
     limit = memory_bytes or cluster.device.memory_bytes
-    options: list[_Option] = []
-    refused: list[str] = []
-    offload = offload and cluster.device.kind != "cpu"  # a CPU's memory is the host's
-    weigh = _Scales(graph, world_size, cluster, lower, optimizer, clips, offload, clock)
-    layouts = [c for c in candidates(graph.batch_size, world_size, axes_of(graph)) if pipelines or c.pp == 1]
-    weighed = len(layouts)
-    falling: dict[str, list[float]] = {}
-    for number, layout in enumerate(layouts):
-        clock.say(f"{layout_text(layout)}, layout {number + 1} of {len(layouts)}")
-        family = falling.setdefault(layout_text(msgspec.structs.replace(layout, microbatches=1)), [])
-        if len(family) > 1 and family[-1] >= family[-2]:  # more micro-batches only make the step longer
-            continue
-        try:
-            option = weigh.lightest_that_fits(layout, limit)
-        except TimeIsOverError:
-            options += weigh.begun
-            weighed = number
-            break
-        except (LayoutError, PlanError, ScheduleError) as error:
-            refused.append(f"{layout_text(layout)}: {error.problem}")
-            continue
-        options.append(option)
-        if option.layout == layout and option.peak_bytes <= limit:
-            family.append(option.predicted.step_s)
-    fitting = sorted((option for option in options if option.peak_bytes <= limit), key=lambda option: option.rank)
-    too_large = [option for option in options if option.peak_bytes > limit]
-    if not fitting and weighed < len(layouts):
+    search = _Search(
+        graph, world_size, cluster, lowering, optimizer, clips, limit, pipelines,
+        offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
+        clock=clock,
+    )  # fmt: skip
+    search.run()
+    if not search.found and search.stopped:
         raise LayoutError(
-            f"no layout that fits was found in {seconds:g} s: {weighed} of {len(layouts)} were weighed",
+            f"no layout that fits was found in {seconds:g} s: {search.weighed} of {search.count} were weighed",
             where="seconds",
             remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
         )
-    if not fitting:
-        raise _nothing_fits(graph, too_large, refused, world_size, limit)
-    step_s: dict[str, float] = {}
-    for option in fitting[:PLAYED]:
-        if step_s and clock.over:
-            break
-        clock.say(f"simulating {option.name}")
-        step_s[option.name] = foretell(lower, option.plan, cluster, work=option.work).played.step_s
-    near = (1 + ALIKE) * min(step_s.values())
-    best = min(
-        (option for option in fitting[:PLAYED] if step_s.get(option.name, math.inf) <= near),
-        key=lambda option: (_complexity(option.layout), step_s[option.name]),
-    )
-    others = [option for option in fitting if option is not best]
-    others.sort(key=lambda option: step_s.get(option.name, option.predicted.step_s))
-    plan = weigh.explained(best, limit)
-    prediction = Prediction(step_s=step_s[best.name], peak_memory_bytes=best.peak_bytes)
-    if (plan.buckets, plan.gathers) != (best.plan.buckets, best.plan.gathers):
-        prediction = foretell(lower, plan, cluster, optimizer=optimizer, clips=clips).prediction
-    lost = [_alternative(option, best, step_s) for option in others[:SHOWN]]
-    lost += [
-        _too_large(option, limit)
-        for option in sorted(too_large, key=lambda option: option.predicted.step_s)[: SHOWN // 2]
-    ]
-    if weighed < len(layouts) or len(step_s) < min(PLAYED, len(fitting)):
-        note = clock.stopped(weighed, len(layouts), len(step_s))
-        plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
-    return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=prediction)
+    if not search.found:
+        search.look_closely()
+    return search.best()
 
 
 @dataclass
-class _Scales:
-    """Estimates the step time and memory of layouts. ``StepWork`` does not depend on the schedule. Layouts that differ
-    only in their schedule therefore share one ``StepWork``."""
+class _Search:
+    """The search for the fastest layout.
+
+    ``found`` has the estimated layouts that fit, and ``too_large`` those that do not. ``count`` is the number of
+    layouts of the space, of which ``weighed`` were estimated or excluded by a lower bound. ``stopped``: the time was
+    over before the end.
+    """
 
     graph: Graph
     world_size: int
     cluster: Cluster
-    lower: Lower
+    lowering: Callable[[Graph], Lower]
     optimizer: OptimizerCost
     clips: bool
+    limit: float
+    pipelined: bool
     offload: bool
     clock: TimeLimit
-    begun: list[_Option] = field(default_factory=list)
-    works: dict[tuple[object, ...], StepWork] = field(default_factory=dict)
+    found: list[Option] = field(default_factory=list)
+    too_large: list[Option] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    weighed: int = 0
+    count: int = 0
+    stopped: bool = False
 
     def __post_init__(self) -> None:
-        self._plain = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
+        graph, chain = self.graph, chain_of(self.graph, self.cluster)
+        self.whole = chain.graph is graph
+        self.lower = self.lowering(graph)
+        lower = self.lower if self.whole else self.lowering(chain.graph)
+        self.prices = LayerPrices(chain, self.cluster, lower, self.optimizer, self.clips)
+        self.pipelines = Pipelines(self.prices, self.limit)
+        self.axes = axes_of(graph)
+        self.ask = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
+        # Entries: seconds, complexity, a number that orders equal entries, and a layout or its option.
+        self._heap: list[tuple[float, tuple[int, ...], int, Layout | Option]] = []
+        self._numbers = itertools.count()
+        self._seen: set[str] = set()
+        self._played: list[Option] = []
 
-    def lightest_that_fits(self, layout: Layout, limit: float) -> _Option:
-        """The layout itself if it fits in ``limit`` bytes; else its fastest variant with ZeRO, recomputation or offload
-        that fits; else the variant that needs the least memory. After the call, ``begun`` has all options that were
-        estimated for the layout."""
-        options = []
-        self.begun = []
-        levels: tuple[Literal[0, 1, 2, 3], ...] = (0,) if layout.dp == 1 else (0, 1, 2, 3)
+    # --- the order of the search -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Estimate layouts until the fastest are known, or the time is over."""
+        try:
+            space = self.batch, self.world_size, self.axes, self.most_tp
+            plain, every = ([shape for shape in kind(*space) if self._asked(shape)] for kind in (shapes, variations))
+            cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
+            first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
+            self.count = sum(1 for shape in first for _ in runs(shape, self.batch))
+            for shape in first:
+                self._push(shape)
+            self._climb(every if len(every) > EVERY_VARIATION else [])
+        except TimeIsOverError:
+            self.stopped = True
+
+    @property
+    def batch(self) -> int:
+        return self.graph.batch_size
+
+    @property
+    def most_tp(self) -> float:
+        """The largest tp: a box, because tensor parallelism communicates the most. Without boxes, there is no limit."""
+        boxed = len(self.cluster.levels) > 1 and self.world_size > self.cluster.levels[0].fan_out
+        return self.cluster.levels[0].fan_out if boxed else math.inf
+
+    def _asked(self, shape: Layout) -> bool:
+        return self.pipelined or shape.pp == 1
+
+    def _needs_cp(self, shape: Layout) -> bool:
+        """Whether cp divides ranks over which the batch cannot be divided."""
+        return self.batch % (shape.dp * shape.cp) != 0 and shape.ep == 1 and not shape.sequence_parallel
+
+    def _push(self, shape: Layout) -> None:
+        """Add all runs of a shape to the heap, with their lower bounds. As long as nothing was found that fits, the
+        first run is estimated at once, so that there is a result when the time is over."""
+        text = layout_text(shape)
+        if text in self._seen:
+            return
+        self._seen.add(text)
+        self.clock.check()
+        for layout in runs(shape, self.batch):
+            try:
+                bound_s = self.pipelines.bound_s(layout)
+            except _Refusal as error:
+                self.refused.append(f"{layout_text(layout)}: {error.problem}")
+                self.weighed += 1
+                continue
+            if not self.found and layout == shape:
+                self._weigh(layout)
+                continue
+            heapq.heappush(self._heap, (bound_s, _complexity(layout), next(self._numbers), layout))
+
+    def _climb(self, every: list[Layout]) -> None:
+        """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken."""
+        taken = akin = 0
+        while self._heap and taken < PLAYED:
+            step_s, _, _, entry = heapq.heappop(self._heap)
+            if isinstance(entry, Option):
+                taken += 1
+                if akin < AKIN and every and _is_plain(entry.layout):
+                    akin += 1
+                    self._push_akin(entry.layout, every)
+                continue
+            self.clock.check()
+            self._weigh(entry)
+        self.weighed = self.count
+
+    def _push_akin(self, layout: Layout, every: list[Layout]) -> None:
+        """Add the variations of a plain layout: those with as many stages and as large tp."""
+        near = [
+            shape for shape in every
+            if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp <= 2 or shape.ep > 1)
+        ]  # fmt: skip
+        self.count += sum(1 for shape in near for _ in runs(shape, self.batch) if layout_text(shape) not in self._seen)
+        for shape in near:
+            self._push(shape)
+
+    def _weigh(self, layout: Layout) -> None:
+        """Estimate a layout, or the variant of it that fits in memory."""
+        self.weighed += 1
+        self.clock.say(f"{layout_text(layout)}, layout {self.weighed} of {self.count}")
+        try:
+            option = self.lightest_that_fits(layout)
+        except _Refusal as error:
+            self.refused.append(f"{layout_text(layout)}: {error.problem}")
+            return
+        if option.peak_bytes > self.limit:
+            self.too_large.append(option)
+            return
+        self.found.append(option)
+        heapq.heappush(self._heap, (option.step_s, _complexity(option.layout), next(self._numbers), option))
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def lightest_that_fits(self, layout: Layout) -> Option:
+        """The layout itself if it fits in the limit; else its fastest variant with ZeRO, recomputation or offload that
+        fits; else the variant that needs the least memory."""
+        plain = self.pipelines.option(layout, RECOMPUTE[:1])
+        if plain.peak_bytes <= self.limit:
+            return plain
+        options = [*self._with_recomputation(layout, plain)]
+        levels = () if layout.dp == 1 else (1, 2, 3)
         for zero in levels:
-            option = self._with_recomputation(msgspec.structs.replace(layout, zero=zero), limit)
-            if option.layout == layout and option.ask is self._plain and option.peak_bytes <= limit:
-                return option
-            options.append(option)
-        if self.offload and all(option.peak_bytes > limit for option in options):
-            host = (msgspec.structs.replace(option.layout, offload="optimizer") for option in tuple(options))
-            options += [self._with_recomputation(offloaded, limit) for offloaded in host]
-        fitting = [option for option in options if option.peak_bytes <= limit]
+            options += self._with_recomputation(msgspec.structs.replace(layout, zero=zero))
+        if self.offload and all(option.peak_bytes > self.limit for option in options):
+            for zero in (0, *levels):
+                options += self._with_recomputation(msgspec.structs.replace(layout, zero=zero, offload="optimizer"))
+        fitting = [option for option in options if option.peak_bytes <= self.limit]
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
-        return min(fitting, key=lambda option: option.rank)
+        return min(fitting, key=lambda option: (option.step_s, _complexity(option.layout)))
 
-    def _with_recomputation(self, layout: Layout, limit: float) -> _Option:
-        """The layout with the least recomputation that fits in ``limit`` bytes, or with the most recomputation if none
-        fits.
+    def _with_recomputation(self, layout: Layout, plain: Option | None = None) -> Iterator[Option]:
+        """The option with the least recomputation that fits, after the option without recomputation. If recomputation
+        is needed, also the option whose strategies need less memory (see ``_careful``)."""
+        option = plain or self.pipelines.option(layout, RECOMPUTE[:1])
+        yield option
+        if option.peak_bytes <= self.limit:
+            return
+        if (careful := self._careful(layout, option)) is not None:
+            yield careful
+        for number in range(2, len(RECOMPUTE) + 1):
+            again = self.pipelines.option(layout, RECOMPUTE[:number])
+            yield again
+            if again.peak_bytes <= self.limit:
+                return
 
-        If the layout needs more recomputation to fit, the planner also tries strategies that need less memory (see
-        ``_careful``). Of the two options, the faster option that fits is taken.
-        """
-        option = self._weigh(layout, self._plain)
-        if option.peak_bytes <= limit:
-            return option
-        careful = self._careful(layout, limit)
-        for recompute in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]:
-            if option.peak_bytes <= limit:
-                break
-            again = self._weigh(msgspec.structs.replace(layout, recompute=recompute), self._plain)
-            if any(stage.recompute for stage in again.plan.stages):  # else there is nothing to recompute
-                option = again
-        ways = [way for way in (option, careful) if way is not None and way.peak_bytes <= limit]
-        return min(ways, key=lambda way: way.predicted.step_s, default=option)
+    def _careful(self, layout: Layout, option: Option) -> Option | None:
+        """The layout with strategies that the integer program chooses under the memory limit.
 
-    def explained(self, option: _Option, limit: float) -> Plan:
-        """The plan of an option, with the best bucket sizes and with notes on the costs of other strategies."""
-        return self._plan(option.layout, replace(option.ask, explains=True, room_bytes=limit))
-
-    def _plan(self, layout: Layout, ask: Ask) -> Plan:
-        return plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
-
-    def _careful(self, layout: Layout, limit: float) -> _Option | None:
-        """The layout with strategies that the integer program chooses under a memory limit of ``limit`` bytes.
-
-        The result is None if no strategies fit. It is also None for layouts whose strategies the integer program does
-        not choose.
+        The result is None if no strategies fit, for layouts whose strategies the integer program does not choose, and
+        for models whose equal blocks are priced once.
         """
         if layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel or (layout.tp == 1 and not layout.mixed):
             return None  # explicit rules choose the strategies of these layouts
+        if not self.whole:
+            return None
         try:
-            option = self._weigh(layout, replace(self._plain, memory_bytes=limit))
+            light = self._real(msgspec.structs.replace(option, layout=layout, memory_bytes=self.limit), explains=False)
         except (LayoutError, PlanError):
             return None
-        return option if option.peak_bytes <= limit else None
+        foretold = light[1]
+        if foretold.peak.peak_bytes > self.limit:
+            return None
+        return msgspec.structs.replace(
+            option, layout=layout, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s,
+            recompute=("none",) * len(option.recompute), memory_bytes=self.limit,
+        )  # fmt: skip
 
-    def _weigh(self, layout: Layout, ask: Ask) -> _Option:
-        self.clock.check()
-        plan = self._plan(layout, ask)
-        key = (layout.dp, layout.tp, layout.pp, layout.chunks, layout.microbatches, layout.zero, layout.recompute,
-               layout.cp, layout.context, layout.ep, layout.sequence_parallel, layout.mixed,
-               layout.offload, ask.memory_bytes)  # fmt: skip
-        if key not in self.works:
-            programs = self.lower(plan)
-            self.works[key] = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
-        work, schedule = self.works[key], schedule_of(plan)
-        peaks = peak_memory(work, schedule)
-        predicted = predict_step(work, schedule, plan.mesh, self.cluster)
-        option = _Option(plan, work, predicted, max(peaks, key=lambda memory: memory.peak_bytes), ask)
-        self.begun.append(option)
-        return option
+    # --- the result --------------------------------------------------------------------------------------------------
+
+    def _real(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
+        """The plan of an option for the whole model, and its simulated step. With ``explains``, the plan has the best
+        bucket sizes, and notes on the costs of other strategies."""
+        ask = replace(
+            self.ask, explains=explains, fits_buckets=explains, room_bytes=self.limit, firsts=option.firsts,
+            recompute=option.recompute, memory_bytes=option.memory_bytes,
+        )  # fmt: skip
+        plan = plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+        if len(set(option.recompute)) > 1:
+            kinds = ", ".join(option.recompute)
+            note = Note(module="(stages)", split=f"recompute {kinds}", reason="each stage as much as its memory needs")
+            plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+        return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+
+    def best(self) -> Plan:
+        """The plan of the best layout, with the next-best layouts."""
+        fitting = sorted(self.found, key=lambda option: (option.step_s, _complexity(option.layout)))
+        fitting = [*self._unlike(fitting[:AKIN]), *fitting]
+        fitting.sort(key=lambda option: option.step_s)
+        played = {option.name: option.step_s for option in fitting}
+        real: dict[str, tuple[Plan, Foretold]] = {}
+        finalists = fitting[:PLAYED]
+        if self.whole:
+            for option in finalists:
+                if real and self.clock.over:
+                    break
+                self._play(option, real, played, explains=False)
+        while True:
+            finalists = [option for option in finalists if played[option.name] < math.inf]
+            if not finalists:
+                raise _nothing_fits(self.graph, self._played, self.refused, self.world_size, self.limit)
+            near = (1 + ALIKE) * min(played[option.name] for option in finalists)
+            best = min(
+                (option for option in finalists if played[option.name] <= near),
+                key=lambda option: (_complexity(option.layout), played[option.name]),
+            )
+            if best.name in real:
+                break
+            self._play(best, real, played, explains=not self.whole)
+        plan, foretold = self._real(best, explains=True) if self.whole else real[best.name]
+        others = [option for option in fitting if option is not best and played[option.name] < math.inf]
+        others.sort(key=lambda option: played[option.name])
+        lost = [_alternative(option, best, played) for option in others[:SHOWN]]
+        lost += [
+            _too_large(option, self.limit)
+            for option in sorted(self.too_large, key=lambda option: option.step_s)[: SHOWN // 2]
+        ]
+        if self.stopped:
+            note = self.clock.stopped(self.weighed, self.count, len(real))
+            plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+        return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
+
+    def look_closely(self) -> None:
+        """Find layouts that fit although their estimates do not: lower the smallest for the whole model.
+
+        Raises:
+            LayoutError: none fits; the message names the smallest layout.
+        """
+        real = []
+        for option in sorted(self.too_large, key=lambda option: option.peak_bytes)[:PLAYED]:
+            try:
+                _, foretold = self._real(option, explains=False)
+            except _Refusal as error:
+                self.refused.append(f"{option.name}: {error.problem}")
+                continue
+            real.append(msgspec.structs.replace(option, memory=foretold.peak, step_s=foretold.played.step_s))
+        self.found = [option for option in real if option.peak_bytes <= self.limit]
+        if not self.found:
+            raise _nothing_fits(self.graph, real, self.refused, self.world_size, self.limit)
+
+    def _play(
+        self, option: Option, real: dict[str, tuple[Plan, Foretold]], played: dict[str, float], *, explains: bool
+    ) -> None:
+        """Plan and lower an option for the whole model, and simulate it; leave it out if it does not fit after all."""
+        self.clock.say(f"simulating {option.name}")
+        try:
+            real[option.name] = self._real(option, explains=explains)
+        except _Refusal as error:
+            self.refused.append(f"{option.name}: {error.problem}")
+            played[option.name] = math.inf
+            return
+        foretold = real[option.name][1]
+        self._played.append(msgspec.structs.replace(option, memory=foretold.peak))
+        fits = foretold.peak.peak_bytes <= self.limit
+        played[option.name] = foretold.played.step_s if fits else math.inf
+
+    def _unlike(self, fastest: list[Option]) -> Iterator[Option]:
+        """Options whose stages differ in dp and tp, of the fastest layouts with stages."""
+        for option in fastest:
+            layout = option.layout
+            if layout.pp == 1 or layout.chunks > 1 or layout.zero or not _is_plain(layout) or self.clock.over:
+                continue
+            ranks = layout.dp * layout.tp
+            sizes = [
+                shape for shape in shapes(self.batch, self.world_size, self.axes, self.most_tp)
+                if shape.pp == layout.pp and not shape.mixed and self.batch % (shape.dp * layout.microbatches) == 0
+            ]  # fmt: skip
+            works = {}
+            for shape in sizes:
+                try:
+                    own = msgspec.structs.replace(layout, dp=shape.dp, tp=ranks // shape.dp, recompute="none")
+                    works[own.dp, own.tp] = self.prices.of(own)
+                except _Refusal:
+                    continue
+            plain = msgspec.structs.replace(layout, recompute="none")
+            mixed = self.pipelines.mixed(plain, works) if len(works) > 1 else None
+            if mixed is not None and mixed.step_s < option.step_s and mixed.peak_bytes <= self.limit:
+                yield mixed
+
+
+def _is_plain(layout: Layout) -> bool:
+    return layout.cp == layout.ep == 1 and not layout.sequence_parallel and not layout.mixed
 
 
 def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
@@ -274,7 +422,7 @@ def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
     )
 
 
-def _alternative(option: _Option, best: _Option, step_s: dict[str, float]) -> Alternative:
+def _alternative(option: Option, best: Option, step_s: dict[str, float]) -> Alternative:
     """The ``Alternative`` for a layout that was not taken. Its reason names the part of the step that takes the most
     extra time."""
     loser, winner = option.predicted, best.predicted
@@ -284,7 +432,7 @@ def _alternative(option: _Option, best: _Option, step_s: dict[str, float]) -> Al
         "waiting for other stages": loser.waiting_s - winner.waiting_s,
     }
     what, more = max(parts.items(), key=lambda item: item[1])
-    seconds = step_s.get(option.name, loser.step_s)
+    seconds = step_s[option.name]
     slower = seconds / step_s[best.name] - 1
     if slower <= ALIKE:
         why = f"{slower:+.1%}, which is within what can be foretold, and less simple"
@@ -295,13 +443,13 @@ def _alternative(option: _Option, best: _Option, step_s: dict[str, float]) -> Al
     return Alternative(layout=option.name, step_s=seconds, peak_memory_bytes=option.peak_bytes, why=why)
 
 
-def _too_large(option: _Option, limit: float) -> Alternative:
+def _too_large(option: Option, limit: float) -> Alternative:
     why = f"needs {_gib(option.peak_bytes)} GiB at {option.memory.action or 'its peak'}, of {_gib(limit)}"
-    return Alternative(layout=option.name, step_s=option.predicted.step_s, peak_memory_bytes=option.peak_bytes, why=why)
+    return Alternative(layout=option.name, step_s=option.step_s, peak_memory_bytes=option.peak_bytes, why=why)
 
 
 def _nothing_fits(
-    graph: Graph, too_large: list[_Option], refused: list[str], world_size: int, limit: float
+    graph: Graph, too_large: list[Option], refused: list[str], world_size: int, limit: float
 ) -> LayoutError:
     if not too_large:
         return LayoutError(
@@ -324,7 +472,7 @@ def _nothing_fits(
     )
 
 
-def _smaller_batch(batch_size: int, option: _Option, limit: float) -> int:
+def _smaller_batch(batch_size: int, option: Option, limit: float) -> int:
     """The largest smaller batch with which the option's layout would fit in ``limit`` bytes; 0 if there is none. The
     memory of a micro-batch is assumed to be proportional to its number of samples."""
     parts = option.layout.dp * option.layout.microbatches

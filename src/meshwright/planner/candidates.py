@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.planner.factors import Factors
 
 MOST_MICROBATCHES = 32
+"""Largest number of micro-batches of a step, for up to 4 stages. With p stages, it is 8 p if that is more."""
 MOST_CHUNKS = 3
 
 
@@ -40,27 +43,23 @@ def axes_of(graph: Graph) -> Axes:
 
 
 def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """Yield all candidate layouts for ``world_size`` ranks, simple layouts first.
+    """Yield all candidate layouts for ``world_size`` ranks, simple layouts first."""
+    for shape in (*shapes(batch_size, world_size, axes), *variations(batch_size, world_size, axes)):
+        yield from runs(shape, batch_size)
 
-    ``cp``, ``ep`` and sequence parallelism are not combined with pipeline stages, because stages already save the same
-    memory. For models with convolutions, layouts with one mixed axis are also yielded. A mixed axis may split any
-    factor of an operator. If the batch has fewer samples than there are ranks, layouts with two mixed axes are yielded
-    too, because two axes can cut images in two dims.
+
+def shapes(batch_size: int, world_size: int, axes: Axes, most_tp: float = math.inf) -> Iterator[Layout]:
+    """Yield all divisions of ranks over pp, dp and tp, with one micro-batch. ``most_tp`` is the largest tp.
+
+    For models with convolutions, layouts with one mixed axis are also yielded. A mixed axis may split any factor of an
+    operator. If the batch has fewer samples than there are ranks, layouts with two mixed axes are yielded too, because
+    two axes can cut images in two dims.
     """
     for pp in divisors(world_size):
         for tp in divisors(world_size // pp):
             dp = world_size // pp // tp
-            if batch_size < dp:
-                continue
-            for m in divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
-                if m > MOST_MICROBATCHES:
-                    break
-                yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m)
-                if pp > 1 and m >= pp:
-                    yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="zb-h1")
-                    for chunks in range(2, MOST_CHUNKS + 1):
-                        if m % pp == 0:
-                            yield Layout(dp=dp, tp=tp, pp=pp, microbatches=m, schedule="interleaved", chunks=chunks)
+            if dp <= batch_size and tp <= most_tp:
+                yield Layout(dp=dp, tp=tp, pp=pp)
     for size in divisors(world_size)[1:] if axes.images else ():
         dp = world_size // size
         if batch_size % dp == 0:
@@ -68,26 +67,43 @@ def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]
             smaller = max(divisor for divisor in divisors(size) if divisor * divisor <= size)
             if smaller > 1 and batch_size < world_size:
                 yield Layout(dp=dp, mixed=(size // smaller, smaller))
-    yield from _by_rule(batch_size, world_size, axes)
 
 
-def _by_rule(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """Yield layouts for which explicit rules, not the integer program, choose the factors that each axis splits."""
-    for cp in divisors(world_size) if axes.attention else (1,):
-        for tp in divisors(world_size // cp):
-            dp = world_size // cp // tp
-            if batch_size % dp:
-                continue
-            for ep in divisors(math.gcd(dp, axes.experts)):
-                sequence = (False, True) if tp > 1 and axes.sequences and ep == 1 else (False,)
-                contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
-                for m, between, context in itertools.product(divisors(batch_size // dp), sequence, contexts):
-                    if m <= MOST_MICROBATCHES and (cp > 1 or ep > 1 or between):
-                        yield Layout(
-                            dp=dp, cp=cp, ep=ep, tp=tp, microbatches=m, sequence_parallel=between, context=context
-                        )
+def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = math.inf) -> Iterator[Layout]:
+    """Yield all divisions of ranks with context, expert or sequence parallelism, with one micro-batch. Explicit rules,
+    not the integer program, choose the factors that each axis of these layouts splits."""
+    for pp in divisors(world_size):
+        for cp in divisors(world_size // pp) if axes.attention else (1,):
+            for tp in divisors(world_size // pp // cp):
+                dp = world_size // pp // cp // tp
+                if batch_size % dp or tp > most_tp:
+                    continue
+                for ep in divisors(math.gcd(dp, axes.experts)):
+                    sequence = (False, True) if tp > 1 and axes.sequences and ep == 1 else (False,)
+                    contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
+                    for between, context in itertools.product(sequence, contexts):
+                        if cp > 1 or ep > 1 or between:
+                            yield Layout(dp=dp, cp=cp, ep=ep, tp=tp, pp=pp, sequence_parallel=between, context=context)
+
+
+def runs(shape: Layout, batch_size: int) -> Iterator[Layout]:
+    """Yield ``shape`` with all numbers of micro-batches, and for each number all schedules and numbers of chunks.
+
+    The schedule ``gpipe`` is left out, because ``1f1b`` takes as long with less memory.
+    """
+    dp, pp = shape.dp, shape.pp
+    for m in divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
+        if m > max(MOST_MICROBATCHES, 8 * pp) or (m > 1 and shape.mixed):
+            break
+        run = msgspec.structs.replace(shape, microbatches=m)
+        yield run
+        if pp > 1 and m >= pp:
+            yield msgspec.structs.replace(run, schedule="zb-h1")
+            for chunks in range(2, MOST_CHUNKS + 1) if m % pp == 0 else ():
+                yield msgspec.structs.replace(run, schedule="interleaved", chunks=chunks)
 
 
 def divisors(number: int) -> list[int]:
     """All divisors of ``number``, in rising order."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]

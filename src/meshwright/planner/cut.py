@@ -4,6 +4,7 @@ The live bytes of a cut are the bytes of the tensors that are made before the cu
 """
 
 import itertools
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ INSIDE_A_BLOCK = 1.05
 time of its stage is better by this factor."""
 
 
-class _Point(NamedTuple):
+class CutPoint(NamedTuple):
     """A possible cut, before forward operator number ``position``. ``sent_s`` is the seconds to send the live tensors
     forward and their gradients back. ``between_blocks``: whether the cut is between two blocks."""
 
@@ -43,8 +44,8 @@ def choose_cut(graph: Graph, num_stages: int, cluster: Cluster | None) -> tuple[
     if num_stages == 1:
         return ()
     forward = forward_operators(graph)
-    before = [0.0, *itertools.accumulate(_times(graph, forward, cluster))]
-    points = _points(graph, forward, cluster)
+    before = [0.0, *itertools.accumulate(operator_times(graph, forward, cluster))]
+    points = cut_points(graph, forward, cluster)
     if len(points) < num_stages - 1:
         raise LayoutError(
             f"{num_stages} stages are asked for, but the model can be cut at {len(points)} "
@@ -105,7 +106,7 @@ def follow_cut(graph: Graph, firsts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[float]:
+def operator_times(graph: Graph, forward: Sequence[Operator], cluster: Cluster | None) -> list[float]:
     """Seconds of each forward operator plus its backward operators. An operator takes the larger of its compute time
     and its memory time."""
     peak, bandwidth = FLOPS_PER_S, BYTES_PER_S
@@ -122,14 +123,14 @@ def _times(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> li
     return times
 
 
-def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> list[_Point]:
+def cut_points(graph: Graph, forward: Sequence[Operator], cluster: Cluster | None) -> list[CutPoint]:
     """The possible cuts: positions with a matrix product on both sides, where neither neighbouring position has fewer
     live bytes."""
     rate = SENT_BYTES_PER_S
     if cluster is not None and cluster.levels:
         rate = 1 / cluster.levels[0].beta_s_per_byte
-    live = _live_bytes(graph, forward)
-    points: list[_Point] = []
+    live = live_bytes(graph, forward)
+    points: list[CutPoint] = []
     index = 1
     while index < len(forward):
         end = index
@@ -143,13 +144,13 @@ def _points(graph: Graph, forward: list[Operator], cluster: Cluster | None) -> l
                 (position for position in flat if _block(forward[position]) != _block(forward[position - 1])), None
             )
             # The live tensors cross once in forward, their gradients once in backward.
-            points.append(_Point(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
+            points.append(CutPoint(flat[0] if where is None else where, 2 * live[index] / rate, where is not None))
         index = end + 1
     products = [index for index, operator in enumerate(forward) if operator.flops > 0]
     return [point for point in points if products and products[0] < point.position <= products[-1]]
 
 
-def _live_bytes(graph: Graph, forward: list[Operator]) -> list[float]:
+def live_bytes(graph: Graph, forward: Sequence[Operator]) -> list[float]:
     """For each position, the bytes of tensors that are made before it and read at or after it. The bytes are infinite
     where no cut is possible."""
     place = {operator.name: index for index, operator in enumerate(forward)}
@@ -191,10 +192,10 @@ def _block(operator: Operator) -> str:
     return block_of(operator) or operator.module.partition(".")[0]
 
 
-def between_sizes(graph: Graph, layout: Layout, cluster: Cluster | None) -> frozenset[str]:
+def between_sizes(graph: Graph, layout: Layout, firsts: tuple[str, ...]) -> frozenset[str]:
     """Parameters that stages of different dp or tp sizes share. No split fits all these stages, so the parameters are
-    stored whole."""
-    divided = cut(graph, choose_cut(graph, layout.pp * layout.chunks, cluster))
+    stored whole. ``firsts`` are the first operators of all stages except the first stage."""
+    divided = cut(graph, firsts)
     sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
     shared = {name for name, held in divided.owners.items() if len({sizes[owner % layout.pp] for owner in held}) > 1}
     return frozenset(shared.intersection(graph.parameters))

@@ -51,7 +51,9 @@ class Ask:
     program must respect. ``whole``: parameters that must not be split. ``by_rule``: split ``tp`` by the explicit rule
     of Megatron-LM (``tensor_rule``) instead of by the integer program, for comparisons. ``fits_buckets``: choose bucket
     sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
-    chosen (default: the device's memory). ``known`` caches the solutions of the integer program.
+    chosen (default: the device's memory). ``known`` caches the solutions of the integer program. ``firsts``: the first
+    operators of all stages except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of
+    recomputation of each stage, if stages differ.
 
     ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
     axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
@@ -66,6 +68,8 @@ class Ask:
     room_bytes: float | None = None
     lower: Lower | None = None
     fits_buckets: bool = True
+    firsts: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] = ()
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -110,7 +114,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     rank."""
     if not layout.stage_sizes:
         return _Planner(graph, layout, cluster, base, ask).plan()
-    shared = between_sizes(graph, layout, cluster) if base is None else frozenset()
+    shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
     plans = [_Planner(graph, layout.of_stage(index), cluster, base, ask).plan() for index in range(layout.pp)]
     divided = cut(graph, plans[0].firsts)
@@ -134,6 +138,10 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         links={axis: link for plan in plans for axis, link in plan.links.items()},
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
+
+
+def _cut_of(graph: Graph, layout: Layout, cluster: Cluster | None, ask: Ask) -> tuple[str, ...]:
+    return choose_cut(graph, layout.pp * layout.chunks, cluster) if ask.firsts is None else ask.firsts
 
 
 class _Planner:
@@ -170,7 +178,7 @@ class _Planner:
             for operator in graph.operators:
                 refuse(PlanError, owned_problems(graph, operator, self.strategies, self.sizes), "layout")
         if base is None:
-            firsts = choose_cut(graph, layout.pp * layout.chunks, self.cluster)
+            firsts = _cut_of(graph, layout, self.cluster, self.ask)
         divided = cut(graph, firsts)
         settled = self.axes if self.solved is not None else ()
         asked = layout.sequence_parallel and "tp" in self.sizes
@@ -307,8 +315,13 @@ class _Planner:
             gradients={name: held[name] for name in reduced},
             released=released,
             first=first,
-            recompute=recomputed(operators, divided, self.layout.recompute),
+            recompute=base.recompute
+            if base is not None
+            else recomputed(operators, divided, self._recomputation(index)),
         )
+
+    def _recomputation(self, stage: int) -> str:
+        return self.ask.recompute[stage] if self.ask.recompute else self.layout.recompute
 
     def _interiors(self) -> tuple[str, ...]:
         if self.cluster is None or self.lower is None:

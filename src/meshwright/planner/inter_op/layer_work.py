@@ -1,0 +1,237 @@
+"""The work of single layers, from which the search assembles the work of stages.
+
+Each layer of the shortened graph becomes a stage of its own. This pipeline is planned and lowered like every other
+plan, so that a layer costs here what its operators cost in a program. The work of a stage of several layers is the sum
+of their work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
+
+from meshwright.cost.closed_form import pieces_s
+from meshwright.cost.collective import Network
+from meshwright.cost.optimizer import OptimizerCost
+from meshwright.cost.program import ZEROING, HeldBytes, stage_held, step_work
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import Layout
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import Lower, Program
+from meshwright.ir.schedule import ActionKind
+from meshwright.planner.buckets import BUCKET_BYTES
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.inter_op.chain import Chain
+
+_B, _REDUCE = ActionKind.B.value, ActionKind.REDUCE_GRAD.value
+_LATE = (_B, ActionKind.I.value, ActionKind.W.value, _REDUCE)
+"""The kinds of actions in which a stage runs its last layer first."""
+
+
+@dataclass(frozen=True)
+class LayerWorks:
+    """The work of the priced layers of a chain in one layout, for one micro-batch. ``held`` has the bytes that each
+    layer holds during a step, by kind. ``shared`` maps a parameter that several layers read to its bytes on a rank, and
+    to the layers. ``mesh`` has the axes of a stage."""
+
+    works: tuple[StageWork, ...]
+    held: tuple[HeldBytes, ...]
+    shared: dict[str, tuple[int, tuple[int, ...]]]
+    heap_factor: float
+    mesh: Mesh
+
+
+class LayerPrices:
+    """Plans, lowers and prices the layers of a chain, once for each layout."""
+
+    def __init__(self, chain: Chain, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool) -> None:
+        self.chain, self.cluster, self.lower = chain, cluster, lower
+        self.optimizer, self.clips = optimizer, clips
+        self.network = Network(cluster)
+        self.ask = Ask(explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts)
+        self._known: dict[bytes, LayerWorks] = {}
+
+    def of(self, layout: Layout) -> LayerWorks:
+        """The work of all priced layers, if each is a stage of ``layout``. The schedule of the layout does not matter.
+
+        Raises:
+            LayoutError, PlanError: the layout does not fit the model.
+        """
+        count = len(self.chain.firsts) + 1
+        apart = msgspec.structs.replace(layout, pp=count, schedule="gpipe", chunks=1)
+        key = msgspec.json.encode(apart)
+        if key not in self._known:
+            plan = plan_layout(self.chain.graph, apart, world_size=apart.num_ranks, cluster=self.cluster, ask=self.ask)
+            programs = self.lower(plan)
+            work = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+            held = tuple(
+                stage_held(programs, plan, stage, self.cluster, self.optimizer) for stage in range(len(programs))
+            )
+            self._known[key] = LayerWorks(work.stages, held, _shared(programs), work.heap_factor, plan.mesh)
+        return self._known[key]
+
+    def seconds(self, works: LayerWorks, kinds: Sequence[str]) -> list[float]:
+        """The seconds of each priced layer in actions of ``kinds``, one of each."""
+        return [
+            sum(pieces_s(work.pieces.get(kind, ()), works.mesh, self.network) for kind in kinds) for work in works.works
+        ]
+
+    def once_s(self, works: LayerWorks, *, reduces: bool = True, shards: int = 1) -> list[float]:
+        """The seconds of each priced layer once a step: gradients are reduced (unless not ``reduces``), and parameters
+        are updated, by at best ``shards`` ranks together."""
+        return [
+            (pieces_s(work.pieces.get(_REDUCE, ()), works.mesh, self.network) if reduces else 0.0)
+            + sum(piece.seconds for piece in work.after if isinstance(piece, Compute)) / shards
+            for work in works.works
+        ]
+
+
+def _shared(programs: Sequence[Program]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    holders: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for number, program in enumerate(programs):
+        for parameter in program.parameters:
+            holders.setdefault(parameter.name, []).append(number)
+            sizes[parameter.name] = parameter.bytes
+    return {name: (sizes[name], tuple(layers)) for name, layers in holders.items() if len(layers) > 1}
+
+
+def assemble(
+    variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], num_ranks: int, optimizer: OptimizerCost,
+    *, together: bool = False,
+) -> StepWork:  # fmt: skip
+    """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
+    stage, and ``num_ranks`` is the number of pipeline ranks.
+
+    ``together``: the step runs as one function (one stage and one micro-batch). The gradient of a layer then lives from
+    the layer's backward on, when values that later layers saved are free again.
+    """
+    ranks_of = {
+        name: tuple(sorted({stage % num_ranks for stage, layers in enumerate(stages) if set(layers) & set(holders)}))
+        for name, (_, holders) in variants[0].shared.items()
+    }
+    known: dict[object, StageWork] = {}
+    result = []
+    for number, (works, layers) in enumerate(zip(variants, stages, strict=True)):
+        last = number + num_ranks >= len(stages)
+        joined = tuple(name for name, ranks in ranks_of.items() if len(ranks) > 1 and number % num_ranks in ranks)
+        key = (id(works), tuple(layers), last, number < num_ranks, joined if last else ())
+        if key not in known:
+            stage = _joined(works, layers, optimizer, first_chunk=number < num_ranks, together=together)
+            after = list(stage.after)
+            if num_ranks > 1 and last:
+                after = [
+                    *(
+                        Communicate(f"gradient of {name} of all stages", "all_reduce", "pp", works.shared[name][0],
+                                    members=ranks_of[name])
+                        for name in joined
+                    ),
+                    *(p for p in works.works[-1].after if isinstance(p, Communicate) and p.collective == "broadcast"),
+                    *after,
+                ]  # fmt: skip
+            known[key] = msgspec.structs.replace(stage, after=tuple(after))
+        result.append(known[key])
+    return StepWork(tuple(result), variants[0].heap_factor)
+
+
+def _joined(
+    works: LayerWorks, layers: Sequence[int], optimizer: OptimizerCost, *, first_chunk: bool, together: bool
+) -> StageWork:
+    """The work of one stage of several layers."""
+    parts = [_renamed(works.works[layer], number) for number, layer in enumerate(layers)]
+    held = [works.held[layer] for layer in layers]
+    pieces = {kind: _in_order(parts, kind) for kind in parts[0].pieces}
+    saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
+    twice = _held_twice(works, layers)
+    owned = sum(each.parameters_bytes for each in held)
+    held_bytes = sum(each.total_bytes - each.prologue_bytes - each.inputs_bytes for each in held)
+    held_bytes += max(each.prologue_bytes for each in held) - twice * (2 + optimizer.states)
+    held_bytes += max(each.inputs_bytes for each in held) if first_chunk else 0
+    if together:
+        gradients = sum(each.gradients_bytes for each in held) - twice
+        held_bytes, later, before, most = held_bytes - gradients, 0, saved, 0
+        for part, each in zip(reversed(parts), reversed(held), strict=True):
+            later += each.gradients_bytes
+            most = max(most, later + before + part.workspace_bytes)
+            before -= part.saved_bytes
+        workspace = max(0, min(most, gradients + saved + workspace) - saved)
+        pieces[_B] = _reduced_on_the_way(parts)
+        pieces[_REDUCE] = ()
+    waits = [piece for part in reversed(parts) for piece in part.after if isinstance(piece, Wait)]
+    update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
+    return StageWork(
+        pieces=pieces,
+        before=_before(parts, together),
+        after=(*waits, Compute("update", update_s * (1 - twice / owned if owned else 1))),
+        sent_up_bytes=parts[-1].sent_up_bytes,
+        sent_down_bytes=parts[0].sent_down_bytes,
+        saved_bytes=saved,
+        held_bytes=held_bytes,
+        workspace_bytes=workspace,
+    )
+
+
+def _held_twice(works: LayerWorks, layers: Sequence[int]) -> int:
+    """The bytes of parameters that a stage holds once, although several of its layers read them."""
+    present = set(layers)
+    return sum(size * max(0, len(present.intersection(holders)) - 1) for size, holders in works.shared.values())
+
+
+def _renamed(work: StageWork, number: int) -> StageWork:
+    """The work of layer ``number`` of a stage: its collectives get names that no other layer's collectives have."""
+
+    def renamed(piece: Piece) -> Piece:
+        return piece if isinstance(piece, Compute) else msgspec.structs.replace(piece, what=f"{piece.what}, {number}")
+
+    pieces = {kind: tuple(map(renamed, each)) for kind, each in work.pieces.items()}
+    before, after = tuple(map(renamed, work.before)), tuple(map(renamed, work.after))
+    return msgspec.structs.replace(work, pieces=pieces, before=before, after=after)
+
+
+def _in_order(parts: Sequence[StageWork], kind: str) -> tuple[Piece, ...]:
+    """The pieces of all layers in the order in which a stage runs them. On a CPU, small sums of gradients share a
+    bucket, as in the program of the stage."""
+    order = reversed(parts) if kind in _LATE else parts
+    pieces: list[Piece] = []
+    for piece in chain.from_iterable(part.pieces[kind] for part in order):
+        last = pieces[-1] if pieces else None
+        if isinstance(piece, Compute) and isinstance(last, Compute):
+            pieces[-1] = _added(last, piece)
+        elif kind == _REDUCE and (joined := _in_one_bucket(last, piece)) is not None:
+            pieces[-1] = joined
+        else:
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def _added(first: Compute, second: Compute) -> Compute:
+    return Compute(first.what, first.seconds + second.seconds, first.flops + second.flops, first.bytes + second.bytes)
+
+
+def _in_one_bucket(last: Piece | None, piece: Piece) -> Communicate | None:
+    """The sum of two layers' gradients as one collective; None if it is larger than a bucket, or does not block."""
+    if not isinstance(last, Communicate) or not isinstance(piece, Communicate):
+        return None
+    alike = (last.collective, last.axis, last.members, last.blocking) == (
+        piece.collective, piece.axis, piece.members, piece.blocking
+    )  # fmt: skip
+    size = last.bytes + piece.bytes
+    return msgspec.structs.replace(last, bytes=size) if alike and piece.blocking and size <= BUCKET_BYTES else None
+
+
+def _reduced_on_the_way(parts: Sequence[StageWork]) -> tuple[Piece, ...]:
+    """The backward of a step that runs as one function: the gradients of a layer are summed while earlier layers
+    compute, where collectives do not block."""
+    return tuple(piece for part in reversed(parts) for piece in (*part.pieces[_B], *part.pieces[_REDUCE]))
+
+
+def _before(parts: Sequence[StageWork], together: bool) -> tuple[Piece, ...]:
+    """The prologue of a stage: the longest of its layers' (layers compute equal values), and the zeroing of all
+    gradients, which a step that runs as one function does not need."""
+    zeroing = [piece for part in parts for piece in part.before if isinstance(piece, Compute) and piece.what == ZEROING]
+    rest = [tuple(piece for piece in part.before if piece.what != ZEROING) for part in parts]
+    longest = max(rest, key=lambda each: sum(piece.seconds for piece in each if isinstance(piece, Compute)))
+    seconds = sum(piece.seconds for piece in zeroing)
+    return longest if together or not seconds else (*longest, Compute(ZEROING, seconds))
