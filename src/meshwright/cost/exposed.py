@@ -59,7 +59,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
     costs, network, each = NodeCosts(plan.mesh, cluster), Network(cluster), plan.microbatches
     begun: dict[str, Collective] = {}
     gathered = {(bucket.axis, bucket.label): bucket.parameters for bucket in plan.gathers}
-    reduced = {(bucket.axis, f"gradients of {bucket.label}"): bucket.parameters for bucket in plan.buckets}
+    reduced = {(bucket.axis, bucket.reduction): bucket.parameters for bucket in plan.buckets}
     labels = {label for _, label in reduced}
 
     def other(collective: Collective) -> tuple[tuple[str, float], ...]:

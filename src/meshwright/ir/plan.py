@@ -21,6 +21,10 @@ Strategy = dict[str, str]
 """Maps a mesh axis to the factor that is split over it, or to carets (``^``: inputs and outputs are partial sums)."""
 
 
+REDUCTION = "gradients of "
+"""The labels of reductions of gradients begin with these words."""
+
+
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tensors that one collective over ``axis`` (or joined axes) carries together.
 
@@ -39,6 +43,11 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The label of the collective: the names of its first and last parameter."""
         names = self.parameters
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    @property
+    def reduction(self) -> str:
+        """The label of the reduction of the bucket's gradients."""
+        return REDUCTION + self.label
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

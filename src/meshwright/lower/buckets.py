@@ -78,11 +78,6 @@ class Gathers:
         return self._found[name]
 
 
-def label_of(bucket: Bucket) -> str:
-    """The label of a bucket's reduction in error messages."""
-    return f"gradients of {bucket.label}"
-
-
 def is_cut(plan: Plan, bucket: Bucket) -> bool:
     """Whether the gradients of a bucket are reduce-scattered: each rank gets only its Flat part."""
     return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
@@ -103,7 +98,7 @@ def start_cut(
         group.name,
         group.size,
         bucket.algorithm,
-        label=label_of(bucket),
+        label=bucket.reduction,
         again=again,
     )
 
@@ -115,7 +110,7 @@ def finish(
     ``shapes``."""
     flat = emit(collectives.WAIT, started)
     for group in (groups[axis] for axis in bucket.across):
-        started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=label_of(bucket))
+        started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=bucket.reduction)
         flat = emit(collectives.WAIT, started)
     parts = emit(aten.split_with_sizes.default, flat, [prod(shape) for shape in shapes])
     return [emit(aten.view.default, emit(getitem, parts, index), list(shape)) for index, shape in enumerate(shapes)]

@@ -216,7 +216,7 @@ class Gradients:
     # --- both --------------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, flat: fx.Node, bucket: Bucket) -> fx.Node:
-        group, label = self._to.groups[bucket.axis], buckets.label_of(bucket)
+        group, label = self._to.groups[bucket.axis], bucket.reduction
         return self._to.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm, label=label)
 
     def _finish_bucket(

@@ -53,7 +53,8 @@ class Ask:
     sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
     chosen (default: the device's memory). ``known`` caches the solutions of the integer program. ``firsts``: the first
     operators of all stages except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of
-    recomputation of each stage, if stages differ.
+    recomputation of each stage, if stages differ. ``reuses``: layouts that differ only in their number of micro-batches
+    share their strategies.
 
     ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
     axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
@@ -70,6 +71,7 @@ class Ask:
     fits_buckets: bool = True
     firsts: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ()
+    reuses: bool = False
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -259,8 +261,12 @@ class _Planner:
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
-        key = (tuple(self.sizes.items()), self.mesh if self.ask.memory_bytes else self.mesh.world_size,
-               self.ask.memory_bytes, self.ask.whole, self.layout.batch_statistics)  # fmt: skip
+        rest = (self.mesh if self.ask.memory_bytes else self.mesh.world_size, self.ask.memory_bytes, self.ask.whole,
+                self.layout.batch_statistics)  # fmt: skip
+        key = (tuple(self.sizes.items()), *rest)
+        once = self.ask.known.get((tuple(self.axes.items()), *rest)) if self.ask.reuses else None
+        if once is not None and self._leaves_batch(once):
+            self.ask.known.setdefault(key, once)
         if key not in self.ask.known:
             assert self.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
             self.ask.known[key] = assign(
@@ -278,6 +284,15 @@ class _Planner:
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
+
+    def _leaves_batch(self, solved: Assigned) -> bool:
+        """Whether only data-parallel axes split the batch, so that micro-batches can split it further."""
+        batch = {name for name, factor in self.graph.factor_classes.items() if factor.role == "batch"}
+        return not any(
+            operator.classes.get(letter) in batch
+            for operator in self.graph.operators
+            for axis, letter in solved.strategies[operator.name].items() if axis not in DATA_AXES
+        )  # fmt: skip
 
     def _of_space(self) -> dict[str, Strategy]:
         """Join the pins with the splits of the spatial axes. The integer program must keep both."""

@@ -5,7 +5,7 @@ plan, so that a layer costs here what its operators cost in a program. The work 
 of their work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,8 +17,9 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import ZEROING, HeldBytes, stage_held, step_work
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import DATA_AXES, Layout
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import REDUCTION
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
@@ -50,7 +51,9 @@ class LayerPrices:
         self.chain, self.cluster, self.lower = chain, cluster, lower
         self.optimizer, self.clips = optimizer, clips
         self.network = Network(cluster)
-        self.ask = Ask(explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts)
+        self.ask = Ask(
+            explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, reuses=True
+        )
         self._known: dict[bytes, LayerWorks] = {}
 
     def of(self, layout: Layout) -> LayerWorks:
@@ -72,20 +75,24 @@ class LayerPrices:
             self._known[key] = LayerWorks(work.stages, held, _shared(programs), work.heap_factor, plan.mesh)
         return self._known[key]
 
-    def seconds(self, works: LayerWorks, kinds: Sequence[str]) -> list[float]:
-        """The seconds of each priced layer in actions of ``kinds``, one of each."""
+    def seconds(self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True) -> list[float]:
+        """The seconds of each priced layer in actions of ``kinds``, one of each. Collectives that other kernels may
+        hide count if ``hidden``."""
         return [
-            sum(pieces_s(work.pieces.get(kind, ()), works.mesh, self.network) for kind in kinds) for work in works.works
-        ]
-
-    def once_s(self, works: LayerWorks, *, reduces: bool = True, shards: int = 1) -> list[float]:
-        """The seconds of each priced layer once a step: gradients are reduced (unless not ``reduces``), and parameters
-        are updated, by at best ``shards`` ranks together."""
-        return [
-            (pieces_s(work.pieces.get(_REDUCE, ()), works.mesh, self.network) if reduces else 0.0)
-            + sum(piece.seconds for piece in work.after if isinstance(piece, Compute)) / shards
+            pieces_s(
+                (piece for kind in kinds for piece in work.pieces.get(kind, ()) if hidden or not _may_hide(piece)),
+                works.mesh, self.network,
+            )
             for work in works.works
-        ]
+        ]  # fmt: skip
+
+    def once_s(self, works: LayerWorks, *, reduces: bool = True, shards: int = 1) -> float:
+        """The seconds of all layers once a step: gradients are reduced (unless not ``reduces``), and parameters are
+        updated, by at best ``shards`` ranks together."""
+        (stage,) = assemble([works], self.chain.priced([range(len(self.chain.layers))]), 1, self.optimizer).stages
+        sums = (*stage.pieces[_REDUCE], *filter(_is_sum, stage.after))
+        update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
+        return (pieces_s(sums, works.mesh, self.network) if reduces else 0.0) + update_s / shards
 
 
 def _shared(programs: Sequence[Program]) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -142,7 +149,14 @@ def _joined(
     """The work of one stage of several layers."""
     parts = [_renamed(works.works[layer], number) for number, layer in enumerate(layers)]
     held = [works.held[layer] for layer in layers]
-    pieces = {kind: _in_order(parts, kind) for kind in parts[0].pieces}
+    buckets = _Buckets()
+    pieces = {kind: _Buckets().filled(_in_order(parts, kind)) for kind in parts[0].pieces if kind != _REDUCE}
+    if together:  # the gradients of a layer are summed while earlier layers compute, where collectives do not block
+        pieces[_B] = buckets.filled(piece for part in reversed(parts) for piece in _with_sums(part))
+        pieces[_REDUCE] = ()
+    else:
+        pieces[_REDUCE] = buckets.filled(piece for part in reversed(parts) for piece in part.pieces[_REDUCE])
+    ends = buckets.filled(piece for part in reversed(parts) for piece in part.after if _is_sum(piece))
     saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
     twice = _held_twice(works, layers)
     owned = sum(each.parameters_bytes for each in held)
@@ -150,27 +164,30 @@ def _joined(
     held_bytes += max(each.prologue_bytes for each in held) - twice * (2 + optimizer.states)
     held_bytes += max(each.inputs_bytes for each in held) if first_chunk else 0
     if together:
-        gradients = sum(each.gradients_bytes for each in held) - twice
-        held_bytes, later, before, most = held_bytes - gradients, 0, saved, 0
-        for part, each in zip(reversed(parts), reversed(held), strict=True):
-            later += each.gradients_bytes
-            most = max(most, later + before + part.workspace_bytes)
+        gradients = [_gradients_bytes(each, optimizer) for each in held]
+        # A bucket is there from its first gradient on.
+        total, later, before, most = sum(gradients) - twice, BUCKET_BYTES if ends or buckets.joins else 0, saved, 0
+        for part, size in zip(reversed(parts), reversed(gradients), strict=True):
+            later += size
+            most = max(most, min(later, total) + before + part.workspace_bytes)
             before -= part.saved_bytes
-        workspace = max(0, min(most, gradients + saved + workspace) - saved)
-        pieces[_B] = _reduced_on_the_way(parts)
-        pieces[_REDUCE] = ()
-    waits = [piece for part in reversed(parts) for piece in part.after if isinstance(piece, Wait)]
+        workspace = max(0, most - saved)
     update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
     return StageWork(
         pieces=pieces,
         before=_before(parts, together),
-        after=(*waits, Compute("update", update_s * (1 - twice / owned if owned else 1))),
+        after=(*ends, Compute("update", update_s * (1 - twice / owned if owned else 1))),
         sent_up_bytes=parts[-1].sent_up_bytes,
         sent_down_bytes=parts[0].sent_down_bytes,
         saved_bytes=saved,
         held_bytes=held_bytes,
         workspace_bytes=workspace,
     )
+
+
+def _gradients_bytes(held: HeldBytes, optimizer: OptimizerCost) -> int:
+    """The bytes of a layer's gradients. Each has as many elements as a state of the optimizer."""
+    return held.optimizer_bytes // optimizer.states if optimizer.states else held.parameters_bytes
 
 
 def _held_twice(works: LayerWorks, layers: Sequence[int]) -> int:
@@ -191,40 +208,76 @@ def _renamed(work: StageWork, number: int) -> StageWork:
 
 
 def _in_order(parts: Sequence[StageWork], kind: str) -> tuple[Piece, ...]:
-    """The pieces of all layers in the order in which a stage runs them. On a CPU, small sums of gradients share a
-    bucket, as in the program of the stage."""
+    """The pieces of all layers in the order in which a stage runs them."""
     order = reversed(parts) if kind in _LATE else parts
     pieces: list[Piece] = []
     for piece in chain.from_iterable(part.pieces[kind] for part in order):
-        last = pieces[-1] if pieces else None
-        if isinstance(piece, Compute) and isinstance(last, Compute):
-            pieces[-1] = _added(last, piece)
-        elif kind == _REDUCE and (joined := _in_one_bucket(last, piece)) is not None:
-            pieces[-1] = joined
+        if pieces and isinstance(piece, Compute) and isinstance(last := pieces[-1], Compute):
+            pieces[-1] = Compute(
+                last.what, last.seconds + piece.seconds, last.flops + piece.flops, last.bytes + piece.bytes
+            )
         else:
             pieces.append(piece)
     return tuple(pieces)
 
 
-def _added(first: Compute, second: Compute) -> Compute:
-    return Compute(first.what, first.seconds + second.seconds, first.flops + second.flops, first.bytes + second.bytes)
+def _with_sums(part: StageWork) -> tuple[Piece, ...]:
+    return (*part.pieces[_B], *part.pieces[_REDUCE])
 
 
-def _in_one_bucket(last: Piece | None, piece: Piece) -> Communicate | None:
-    """The sum of two layers' gradients as one collective; None if it is larger than a bucket, or does not block."""
-    if not isinstance(last, Communicate) or not isinstance(piece, Communicate):
-        return None
-    alike = (last.collective, last.axis, last.members, last.blocking) == (
-        piece.collective, piece.axis, piece.members, piece.blocking
-    )  # fmt: skip
-    size = last.bytes + piece.bytes
-    return msgspec.structs.replace(last, bytes=size) if alike and piece.blocking and size <= BUCKET_BYTES else None
+def _is_sum(piece: Piece) -> bool:
+    """Whether a piece after the schedule is a sum of gradients within a stage, or waits for such a sum."""
+    return isinstance(piece, Wait) or (isinstance(piece, Communicate) and piece.axis != "pp")
 
 
-def _reduced_on_the_way(parts: Sequence[StageWork]) -> tuple[Piece, ...]:
-    """The backward of a step that runs as one function: the gradients of a layer are summed while earlier layers
-    compute, where collectives do not block."""
-    return tuple(piece for part in reversed(parts) for piece in (*part.pieces[_B], *part.pieces[_REDUCE]))
+def _may_hide(piece: Piece) -> bool:
+    return isinstance(piece, Communicate) and not piece.blocking
+
+
+class _Buckets:
+    """Joins the sums of gradients, and the gathers of parameters, that share a bucket in the program of a stage."""
+
+    def __init__(self) -> None:
+        self.joins = False
+        self._joined: set[str] = set()
+
+    def filled(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        """The pieces with collectives joined up to ``BUCKET_BYTES``. Joined sums run where the last gradient is there,
+        joined gathers where the first parameter is read; waits for the others are left out."""
+        result: list[Piece | None] = []
+        opened: dict[object, int] = {}
+        for piece in pieces:
+            if isinstance(piece, Wait):
+                if piece.what not in self._joined:
+                    result.append(piece)
+                    opened = {key: at for key, at in opened.items() if _name_of(result[at]) != piece.what}
+                continue
+            sums = isinstance(piece, Communicate) and piece.what.startswith(REDUCTION)
+            if not isinstance(piece, Communicate) or not (sums or _gathers_parameters(piece)):
+                result.append(piece)
+                continue
+            key, self.joins = (piece.collective, piece.axis, piece.blocking), True
+            last = result[opened[key]] if key in opened else None
+            if not isinstance(last, Communicate) or last.bytes + piece.bytes > BUCKET_BYTES:
+                opened[key] = len(result)
+                result.append(piece)
+            else:
+                first, other = (piece, last) if sums else (last, piece)
+                self._joined.add(other.what)
+                joined = msgspec.structs.replace(first, bytes=last.bytes + piece.bytes)
+                result[opened[key]] = None if sums else joined
+                if sums:
+                    opened[key] = len(result)
+                    result.append(joined)
+        return tuple(piece for piece in result if piece is not None)
+
+
+def _name_of(piece: Piece | None) -> str:
+    return piece.what if piece is not None else ""
+
+
+def _gathers_parameters(piece: Communicate) -> bool:
+    return piece.collective == "all_gather" and piece.axis in (*DATA_AXES, "ep")
 
 
 def _before(parts: Sequence[StageWork], together: bool) -> tuple[Piece, ...]:

@@ -27,6 +27,10 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recomputation, in the order of falling memory and rising time."""
 
 
+MANY = 10**6
+"""A number of micro-batches with which filling a pipeline takes no time."""
+
+
 class Option(msgspec.Struct, frozen=True, kw_only=True):
     """A layout with its stages, its costs, and the memory of the rank that needs the most memory.
 
@@ -72,18 +76,25 @@ class Pipelines:
     def __init__(self, prices: LayerPrices, limit_bytes: float) -> None:
         self.prices, self.limit_bytes = prices, limit_bytes
         self.chain, self.cluster = prices.chain, prices.cluster
+        self._slowest: dict[object, float] = {}
 
     def bound_s(self, layout: Layout) -> float:
         """A lower bound on the seconds of a step of ``layout``, whatever its recomputation and ZeRO stage.
 
         It follows from the layers' work with one micro-batch: smaller micro-batches are not more efficient.
+
+        Raises:
+            LayoutError: the model has too few layers, or the layout does not fit the model.
+            PlanError: the layout cannot be lowered.
         """
+        self._check(layout)
         works = self.prices.of(msgspec.structs.replace(layout, microbatches=1))
-        each = np.array(self.prices.seconds(works, self._passes(layout)))[self._numbers]
-        once = np.array(self.prices.once_s(works, reduces=not self._overlaps(layout), shards=layout.dp))[self._numbers]
-        steady = max(each.sum() / layout.pp, each.max() if layout.pp > 1 else 0.0)
-        filling = fill_of(layout) * (layout.pp - 1) / layout.microbatches * each.sum() / layout.pp
-        return float(steady + filling + once.sum() / layout.pp)
+        hides = layout.pp == 1 and self.cluster.device.kind != "cpu"
+        each = np.array(self.prices.seconds(works, self._passes(layout), hidden=not hides))[self._numbers]
+        once_s = self.prices.once_s(works, reduces=not (hides and layout.microbatches == 1), shards=layout.dp)
+        steady = max(each.sum() / layout.pp, self._slowest_s(layout, works))
+        filling = min(fill_of(layout) / layout.microbatches, 1.0)
+        return float((1 - filling) * steady + filling * each.sum() + once_s / layout.pp)
 
     def option(self, layout: Layout, kinds: Sequence[Recompute]) -> Option:
         """The option of ``layout`` with the fastest stages that fit in memory; every stage has the kind of
@@ -94,6 +105,7 @@ class Pipelines:
             PlanError: the layout cannot be lowered.
             ScheduleError: the schedule is not defined for the number of micro-batches.
         """
+        self._check(layout)
         variants = {kind: self.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in kinds}
         num_stages = layout.pp * layout.chunks
         if num_stages == 1:
@@ -101,12 +113,6 @@ class Pipelines:
             options = [self._made(layout, stages, [(kind, variants[kind])]) for kind in kinds]
             fitting = [option for option in options if option.peak_bytes <= self.limit_bytes]
             return min(fitting, key=lambda option: option.step_s) if fitting else options[-1]
-        if num_stages > len(self.chain.layers):
-            raise LayoutError(
-                f"{num_stages} stages are asked for, but the model has {len(self.chain.layers)} layers",
-                where="layout: pp",
-                remedy=f"use pp x chunks of at most {len(self.chain.layers)}",
-            )
         assigned = self._assigned(layout, list(variants.values()), self.limit_bytes)
         if assigned is None:
             last = kinds[-1]
@@ -127,13 +133,29 @@ class Pipelines:
         own = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in chosen))
         return self._made(own, _ranges(assigned), [("none", others[each]) for each in chosen])
 
+    def _check(self, layout: Layout) -> None:
+        num_stages, most = layout.pp * layout.chunks, len(self.chain.layers)
+        if num_stages > most:
+            raise LayoutError(
+                f"{num_stages} stages are asked for, but the model has {most} layers",
+                where="layout: pp",
+                remedy=f"use pp x chunks of at most {most}",
+            )
+
+    def _slowest_s(self, layout: Layout, works: LayerWorks) -> float:
+        """The least seconds of the slowest stage for one micro-batch, if memory does not matter."""
+        if layout.pp == 1:
+            return 0.0
+        key = (id(works), layout.pp, layout.chunks, self._passes(layout))
+        if key not in self._slowest:
+            steady = msgspec.structs.replace(layout, microbatches=MANY)
+            stages = self._assigned(steady, [works], inf)
+            self._slowest[key] = max(stage.seconds for stage in stages) if stages else 0.0
+        return self._slowest[key]
+
     @property
     def _numbers(self) -> list[int]:
         return [layer.priced for layer in self.chain.layers]
-
-    def _overlaps(self, layout: Layout) -> bool:
-        """Whether gradients are summed while backward computes."""
-        return layout.pp == 1 and layout.microbatches == 1 and self.cluster.device.kind != "cpu"
 
     def _passes(self, layout: Layout) -> tuple[str, ...]:
         split = layout.schedule == "zb-h1"

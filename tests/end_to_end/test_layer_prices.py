@@ -1,0 +1,184 @@
+"""Layers that are priced once: the shortened graph, the chain of layers, and stages that are assembled from layers."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.optimizer import ADAMW
+from meshwright.cost.program import step_work
+from meshwright.errors import LayoutError
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import layout_text
+from meshwright.ir.stages import cut
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.candidates import Axes, runs, shapes
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices, assemble
+from meshwright.planner.inter_op.pipelines import Pipelines
+from meshwright.planner.inter_op.shorten import shorten
+from meshwright.schedules.pipeline import schedule_of
+from tests.distributed import hugging_face
+
+CPU, GPU = mw.Cluster.load("cpu-local", 8), mw.Cluster.load("h100-dgx-ndr400x8", 64)
+BATCH = 16
+
+
+@cache
+def gpt(layers: int, tied: bool = True) -> Graph:
+    config = GPTConfig(layers=layers, width=128, heads=4, vocabulary=512, sequence_length=32, tied_head=tied)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(BATCH, config.sequence_length, dtype=torch.int64)
+    return mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+
+
+def described(graph: Graph, names: dict[str, str]) -> list[object]:
+    """All that makes a graph, with the modules in ``names`` renamed."""
+
+    def renamed(name: str) -> str:
+        for old, new in names.items():
+            name = name.replace(old, new)
+        return name
+
+    operators = [
+        (renamed(op.name), op.target, tuple(map(renamed, op.inputs)), tuple(map(renamed, op.outputs)), op.flops,
+         op.bytes, op.backward, op.prologue, op.rule.pattern if op.rule else None)
+        for op in graph.operators
+    ]  # fmt: skip
+    tensors = {
+        renamed(name): (one.shape, one.dtype, one.kind, renamed(one.storage)) for name, one in graph.tensors.items()
+    }
+    gradients = {(renamed(one.parameter), renamed(one.gradient or "")) for one in graph.gradients}
+    return [operators, tensors, gradients, list(map(renamed, graph.parameters))]
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_a_shortened_model_is_the_model_with_three_layers(layers: int, tied: bool) -> None:
+    short = shorten(gpt(layers, tied))
+    assert described(short.graph, {f"blocks.{layers - 1}": "blocks.2"}) == described(gpt(3, tied), {})
+    (run,) = short.copies
+    assert len(run) == layers - 3
+    for number, copy in enumerate(run, start=2):
+        for kept, removed in copy.items():
+            assert removed == kept.replace("blocks.1", f"blocks.{number}")
+
+
+def test_models_without_equal_blocks_in_a_row_stay_as_they_are() -> None:
+    assert shorten(gpt(3)).graph is gpt(3)
+
+
+class Skips(nn.Module):
+    """A model in which all blocks are read at the end: none can stand for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for block in self.blocks:
+            x = block(x)
+            total = total + x
+        return total
+
+
+def test_blocks_that_are_read_later_are_kept() -> None:
+    graph = mw.capture(Skips(), lambda model, batch: model(batch).square().mean(), torch.zeros(4, 8))
+    assert shorten(graph).graph is graph
+
+
+def test_an_encoder_and_a_decoder_have_a_run_each() -> None:
+    """T5: the bias of the first block, and the result of the encoder, are read by all blocks."""
+    subject = hugging_face.subject("T5", 1)
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    chain = chain_of(graph, CPU)
+    firsts = tuple(layer.first for layer in chain.layers[1:])
+    assert cut(graph, firsts).num_stages == len(chain.layers)
+
+
+@pytest.mark.parametrize("layers", [3, 4, 9])
+def test_the_chain_has_all_layers_of_the_model(layers: int) -> None:
+    graph = gpt(layers)
+    chain = chain_of(graph, CPU)
+    firsts = tuple(layer.first for layer in chain.layers[1:])
+    divided = cut(graph, firsts)
+    assert divided.num_stages == len(chain.layers)
+    short = cut(chain.graph, chain.firsts)
+    flops, priced = [0.0] * len(chain.layers), [0.0] * short.num_stages
+    for operator in graph.operators:
+        if operator.name in divided.stage_of:
+            flops[divided.stage_of[operator.name]] += operator.flops
+    for operator in chain.graph.operators:
+        if operator.name in short.stage_of:
+            priced[short.stage_of[operator.name]] += operator.flops
+    assert flops == [priced[layer.priced] for layer in chain.layers]
+
+
+LAYOUTS = (
+    mw.Layout(dp=8),
+    mw.Layout(tp=4, dp=2),
+    mw.Layout(dp=4, tp=2, microbatches=2),
+    mw.Layout(dp=2, pp=4, microbatches=4),
+    mw.Layout(tp=2, pp=2, dp=2, microbatches=4, schedule="zb-h1"),
+    mw.Layout(dp=2, tp=2, pp=2, microbatches=4, zero=1, recompute="full"),
+    mw.Layout(dp=4, pp=2, microbatches=2, recompute="selective"),
+    mw.Layout(dp=4, pp=2, microbatches=2, schedule="interleaved", chunks=2),
+    mw.Layout(dp=2, cp=2, pp=2, microbatches=4),
+    mw.Layout(dp=4, tp=2, sequence_parallel=True),
+    mw.Layout(dp=8, zero=2),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_text)
+@pytest.mark.parametrize("cluster", [CPU, GPU], ids=lambda cluster: cluster.name)
+def test_assembled_stages_cost_what_the_program_of_the_model_costs(layout: mw.Layout, cluster: mw.Cluster) -> None:
+    """What is left are views between layers, and under ZeRO whole gradients before they are reduced."""
+    graph = gpt(9, tied=False)
+    chain = chain_of(graph, cluster)
+    prices = LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False)
+    works, stages = prices.of(layout), layout.pp * layout.chunks
+    count = len(chain.layers)
+    ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
+    together = layout.pp == layout.microbatches == 1
+    assembled = assemble([works] * stages, chain.priced(ranges), layout.pp, ADAMW, together=together)
+
+    lower = PlanLowering(graph)
+    ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=chain.firsts_of(ranges))
+    plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
+    real = step_work(lower(plan), plan, cluster, optimizer=ADAMW)
+    schedule = schedule_of(plan)
+    expected, found = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+    assert found.compute_s == pytest.approx(expected.compute_s, rel=0.03)
+    played = [foretell(lower, plan, cluster, work=work).played.step_s for work in (real, assembled)]
+    assert played[1] == pytest.approx(played[0], rel=0.06)
+    peaks = [max(one.peak_bytes for one in peak_memory(work, schedule)) for work in (real, assembled)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1 if layout.zero else 0.05)
+
+
+@pytest.mark.parametrize("cluster", [CPU, GPU], ids=lambda cluster: cluster.name)
+def test_bounds_are_below_estimates(cluster: mw.Cluster) -> None:
+    graph = gpt(4)
+    chain = chain_of(graph, cluster)
+    pipelines = Pipelines(LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False), float("inf"))
+    seen = 0
+    for layout in itertools.chain.from_iterable(runs(shape, BATCH) for shape in shapes(BATCH, 4, Axes())):
+        try:
+            bound_s = pipelines.bound_s(layout)
+        except LayoutError:
+            continue
+        assert bound_s <= pipelines.option(layout, ("none",)).step_s * (1 + 1e-9), layout_text(layout)
+        seen += 1
+    assert seen > 40
