@@ -111,7 +111,7 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
             zero: next(one for one in every if one.layout.zero == zero and one.peak_bytes <= limit)
             for zero in {one.layout.zero for one in every if one.peak_bytes <= limit}
         }
-        assert found.step_s <= min(one.step_s for one in least_again.values())
+        assert found.step_s <= (1 + auto.ALIKE) * min(one.step_s for one in least_again.values())
     assert shared
 
 

@@ -193,48 +193,82 @@ class _Search:
                 continue
             if not self.found and layout == shape:
                 self._weigh(layout)
+                if not self.found and self.clock.seconds is not None:
+                    self._lighten_first()
                 continue
-            heapq.heappush(self._heap, (bound_s, _complexity(layout), next(self._numbers), layout))
+            self._put(bound_s, layout)
 
     def _climb(self, every: list[Layout]) -> None:
         """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken."""
         taken = akin = 0
         while self._heap and taken < PLAYED:
-            step_s, _, _, entry = heapq.heappop(self._heap)
-            if isinstance(entry, Option):
+            _, _, _, entry = heapq.heappop(self._heap)
+            if isinstance(entry, Layout):
+                self.clock.check()
+                self._weigh(entry)
+            elif entry.peak_bytes > self.limit:
+                self.clock.check()
+                self._lighten(entry)
+            else:
                 taken += 1
                 if akin < AKIN and every and _is_plain(entry.layout):
                     akin += 1
                     self._push_akin(entry.layout, every)
-                continue
-            self.clock.check()
-            self._weigh(entry)
         self.weighed = self.count
 
     def _push_akin(self, layout: Layout, every: list[Layout]) -> None:
-        """Add the variations of a plain layout: those with as many stages and as large tp."""
+        """Add the variations of a plain layout: those with as many stages and as large tp. With tp and without cp, the
+        integer program already splits the sequence where that is faster."""
         near = [
             shape for shape in every
-            if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp <= 2 or shape.ep > 1)
+            if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp == 2 or shape.ep > 1)
         ]  # fmt: skip
         self.count += sum(1 for shape in near for _ in runs(shape, self.batch) if layout_text(shape) not in self._seen)
         for shape in near:
             self._push(shape)
 
     def _weigh(self, layout: Layout) -> None:
-        """Estimate a layout, or the variant of it that fits in memory."""
+        """Estimate a layout. If it does not fit, its variants with less memory come later: they are slower, but for the
+        update of parameters, which ZeRO divides."""
         self.weighed += 1
         self.clock.say(f"{layout_text(layout)}, layout {self.weighed} of {self.count}")
         try:
-            option = self.lightest_that_fits(layout)
+            option = self.pipelines.option(layout, RECOMPUTE[:1])
         except _Refusal as error:
             self.refused.append(f"{layout_text(layout)}: {error.problem}")
             return
-        if option.peak_bytes > self.limit:
-            self.too_large.append(option)
+        if option.peak_bytes <= self.limit:
+            self._keep(option)
+        else:
+            self._put(self.pipelines.lighter_bound_s(option), option)
+
+    def _lighten(self, plain: Option) -> None:
+        """Estimate the variants of a layout that does not fit, and keep the best variant that fits."""
+        try:
+            option = self._lighter(plain)
+        except _Refusal as error:
+            self.refused.append(f"{plain.name}: {error.problem}")
             return
+        if option.peak_bytes <= self.limit:
+            self._keep(option)
+        else:
+            self.too_large.append(option)
+
+    def _lighten_first(self) -> None:
+        for place, (_, _, _, entry) in enumerate(self._heap):
+            if isinstance(entry, Option):
+                del self._heap[place]
+                heapq.heapify(self._heap)
+                self._lighten(entry)
+                return
+
+    def _keep(self, option: Option) -> None:
         self.found.append(option)
-        heapq.heappush(self._heap, (option.step_s, _complexity(option.layout), next(self._numbers), option))
+        self._put(option.step_s, option)
+
+    def _put(self, seconds: float, entry: Layout | Option) -> None:
+        layout = entry.layout if isinstance(entry, Option) else entry
+        heapq.heappush(self._heap, (seconds, _complexity(layout), next(self._numbers), entry))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -242,31 +276,44 @@ class _Search:
         """The layout itself if it fits in the limit; else its fastest variant with ZeRO, recomputation or offload that
         fits; else the variant that needs the least memory."""
         plain = self.pipelines.option(layout, RECOMPUTE[:1])
-        if plain.peak_bytes <= self.limit:
-            return plain
-        options = [*self._with_recomputation(layout, plain)]
-        levels = () if layout.dp == 1 else (1, 2, 3)
-        for zero in levels:
-            options += self._with_recomputation(msgspec.structs.replace(layout, zero=zero))
+        return plain if plain.peak_bytes <= self.limit else self._lighter(plain)
+
+    def _lighter(self, plain: Option) -> Option:
+        """The fastest variant of a layout that does not fit. If ZeRO stage 1 or 2 fits, it is taken at once, because it
+        moves no more bytes than the sums of gradients. Otherwise, all ZeRO stages are compared, each with the least
+        recomputation that fits."""
+        layout = plain.layout
+        levels: list[Layout] = [layout]
+        if layout.dp > 1:
+            levels += [msgspec.structs.replace(layout, zero=zero) for zero in (1, 2, 3)]
+        options = [plain]
+        for level in levels[1:]:
+            options.append(self.pipelines.option(level, RECOMPUTE[:1]))
+            if options[-1].peak_bytes <= self.limit:
+                break
+        if options[-1].peak_bytes <= self.limit and options[-1].layout.zero < 3:
+            return options[-1]
+        for option in tuple(options):
+            if option.peak_bytes > self.limit:
+                options += self._with_recomputation(option)
         if self.offload and all(option.peak_bytes > self.limit for option in options):
-            for zero in (0, *levels):
-                options += self._with_recomputation(msgspec.structs.replace(layout, zero=zero, offload="optimizer"))
+            for level in levels:
+                option = self.pipelines.option(msgspec.structs.replace(level, offload="optimizer"), RECOMPUTE[:1])
+                options.append(option)
+                if option.peak_bytes > self.limit:
+                    options += self._with_recomputation(option)
         fitting = [option for option in options if option.peak_bytes <= self.limit]
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
         return min(fitting, key=lambda option: (option.step_s, _complexity(option.layout)))
 
-    def _with_recomputation(self, layout: Layout, plain: Option | None = None) -> Iterator[Option]:
-        """The option with the least recomputation that fits, after the option without recomputation. If recomputation
-        is needed, also the option whose strategies need less memory (see ``_careful``)."""
-        option = plain or self.pipelines.option(layout, RECOMPUTE[:1])
-        yield option
-        if option.peak_bytes <= self.limit:
-            return
-        if (careful := self._careful(layout, option)) is not None:
+    def _with_recomputation(self, option: Option) -> Iterator[Option]:
+        """An option that does not fit, with more and more recomputation until it fits; and the option whose strategies
+        need less memory (see ``_careful``)."""
+        if (careful := self._careful(option.layout, option)) is not None:
             yield careful
         for number in range(2, len(RECOMPUTE) + 1):
-            again = self.pipelines.option(layout, RECOMPUTE[:number])
+            again = self.pipelines.option(option.layout, RECOMPUTE[:number])
             yield again
             if again.peak_bytes <= self.limit:
                 return

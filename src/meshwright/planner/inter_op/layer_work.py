@@ -55,6 +55,7 @@ class LayerPrices:
             explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, reuses=True
         )
         self._known: dict[bytes, LayerWorks] = {}
+        self._once: dict[int, tuple[float, float]] = {}
 
     def of(self, layout: Layout) -> LayerWorks:
         """The work of all priced layers, if each is a stage of ``layout``. The schedule of the layout does not matter.
@@ -86,13 +87,14 @@ class LayerPrices:
             for work in works.works
         ]  # fmt: skip
 
-    def once_s(self, works: LayerWorks, *, reduces: bool = True, shards: int = 1) -> float:
-        """The seconds of all layers once a step: gradients are reduced (unless not ``reduces``), and parameters are
-        updated, by at best ``shards`` ranks together."""
-        (stage,) = assemble([works], self.chain.priced([range(len(self.chain.layers))]), 1, self.optimizer).stages
-        sums = (*stage.pieces[_REDUCE], *filter(_is_sum, stage.after))
-        update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
-        return (pieces_s(sums, works.mesh, self.network) if reduces else 0.0) + update_s / shards
+    def once_s(self, works: LayerWorks) -> tuple[float, float]:
+        """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
+        if id(works) not in self._once:
+            (stage,) = assemble([works], self.chain.priced([range(len(self.chain.layers))]), 1, self.optimizer).stages
+            sums = (*stage.pieces[_REDUCE], *filter(_is_sum, stage.after))
+            update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
+            self._once[id(works)] = pieces_s(sums, works.mesh, self.network), update_s
+        return self._once[id(works)]
 
 
 def _shared(programs: Sequence[Program]) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -91,10 +91,18 @@ class Pipelines:
         works = self.prices.of(msgspec.structs.replace(layout, microbatches=1))
         hides = layout.pp == 1 and self.cluster.device.kind != "cpu"
         each = np.array(self.prices.seconds(works, self._passes(layout), hidden=not hides))[self._numbers]
-        once_s = self.prices.once_s(works, reduces=not (hides and layout.microbatches == 1), shards=layout.dp)
+        sums_s, update_s = self.prices.once_s(works)
+        once_s = update_s / layout.dp + (0.0 if hides and layout.microbatches == 1 else sums_s)
         steady = max(each.sum() / layout.pp, self._slowest_s(layout, works))
         filling = min(fill_of(layout) / layout.microbatches, 1.0)
         return float((1 - filling) * steady + filling * each.sum() + once_s / layout.pp)
+
+    def lighter_bound_s(self, option: Option) -> float:
+        """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
+        update, and instead of summing all gradients on every rank, each rank sums a part."""
+        layout = msgspec.structs.replace(option.layout, recompute="none")
+        sums_s, update_s = self.prices.once_s(self.prices.of(layout))
+        return option.step_s - (update_s * (1 - 1 / layout.dp) + sums_s / 2) / layout.pp
 
     def option(self, layout: Layout, kinds: Sequence[Recompute]) -> Option:
         """The option of ``layout`` with the fastest stages that fit in memory; every stage has the kind of
