@@ -21,9 +21,10 @@ from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
-from meshwright.planner.auto import ALIKE, plan_auto
+from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.reasons import ALIKE
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from meshwright.planner import auto, candidates
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.pipelines import RECOMPUTE
+from meshwright.planner.reasons import ALIKE
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
 from tests.distributed import hugging_face, oracle
@@ -83,7 +84,7 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
     assert plan.prediction == one_step.prediction
     assert one_step.peak.peak_bytes <= limit
     fastest = min(seconds for seconds, needed in every.values() if needed <= limit)
-    assert one_step.played.step_s <= (1 + auto.ALIKE) * fastest
+    assert one_step.played.step_s <= (1 + ALIKE) * fastest
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -111,7 +112,7 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
             zero: next(one for one in every if one.layout.zero == zero and one.peak_bytes <= limit)
             for zero in {one.layout.zero for one in every if one.peak_bytes <= limit}
         }
-        assert found.step_s <= (1 + auto.ALIKE) * min(one.step_s for one in least_again.values())
+        assert found.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
     assert shared
 
 
@@ -241,7 +242,7 @@ def test_no_layout_by_hand_is_faster(tied: bool) -> None:
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
     for cluster in (FOUR, mw.Cluster.load("v100-16gb-p3-eth25", 4)):
         found = quality.compared("GPT", graph, cluster, 4)
-        assert found.notes["slower"] <= auto.ALIKE, found.measured
+        assert found.notes["slower"] <= ALIKE, found.measured
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,69 @@ def test_plan_prints_what_a_rank_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--program: llama3-8b is not captured, but weighed by its sizes" in capsys.readouterr().err
 
 
+def test_plan_diff_lists_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, words in (("a.json", ["--dp", "2"]), ("b.json", ["--tp", "2"]), ("c.json", ["--dp", "2"])):
+        assert cli(["plan", "gpt", *words, *SMALL, "--output", name]) == 0
+    capsys.readouterr()
+    assert cli(["plan", "diff", "a.json", "c.json"]) == 0
+    assert capsys.readouterr().out == "the plans are the same\n"
+    assert cli(["plan", "diff", "a.json", "b.json"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"layout +dp2 -> tp2\n", text)
+    assert re.search(r"predicted step +[\d.]+ ms -> [\d.]+ ms \([+-][\d.]+%\)", text)
+    assert re.search(r"stored blocks\.0\.mlp\.up\.weight +whole -> dim 0@tp", text), text
+    assert re.search(r"blocks\.\*\.mlp +b@dp -> f@tp", text), text
+    assert cli(["plan", "diff", "a.json", "b.json", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["differences"]
+    assert {"what": "layout", "old": "dp2", "new": "tp2"} in rows
+    assert cli(["plan", "diff", "a.json"]) == 2
+    assert "1 plans are given" in capsys.readouterr().err
+    assert cli(["plan", "diff", "a.json", "none.json"]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("dp=1,tp=2", r"why not tp2: [\d.]+ ms a step, .* GiB a rank, [\d.]+% slower: .* ms more of"),
+        ("dp=3", r"why not dp3: not possible: dp=3 x tp=1 needs 3 ranks, there are 2"),
+    ],
+)
+def test_plan_says_why_another_layout_was_not_chosen(
+    asked: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli(["plan", "gpt", "--dp", "2", *SMALL, "--why-not", asked]) == 0
+    text = capsys.readouterr().out
+    assert re.search(answer, text), text
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [("dp:2", "'dp:2' is not a size"), ("pd=2", "'pd=2' is not a size or option"), ("zero=7", "zero")],
+)
+def test_plan_refuses_a_layout_that_is_none(asked: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", "gpt", "--dp", "2", *SMALL, "--why-not", asked]) == 2
+    assert problem in capsys.readouterr().err.lower()
+
+
+def test_plan_names_the_changes_that_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every change that is named fits, if it is made."""
+    words = ["plan", "gpt", "--dp", "2", *SMALL]
+    assert cli([*words, "--json"]) == 0
+    plan = files.decode(capsys.readouterr().out.encode(), Plan, where="output")
+    assert plan.prediction is not None
+    limit = f"{int(plan.prediction.peak_memory_bytes * 0.8 / 1024)}KiB"
+    assert cli([*words, "--memory", limit]) == 0
+    changes = re.findall(
+        r"it fits with (\w+) = \"?(\w+)\"?: [\d.]+ ms a step, [\d.e-]+ GiB a rank", capsys.readouterr().out
+    )
+    assert changes
+    for name, value in changes:
+        if name in ("microbatches", "zero", "recompute"):
+            assert cli([*words, "--memory", limit, f"--layout.{name}", value]) == 0
+            assert "memory: does not fit" not in capsys.readouterr().out, (name, value)
+
+
 def test_plan_is_for_the_cluster_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "mlp", "--ranks", "8", "--cluster", "a100-80gb-dgx-hdr200x8", "--json"]) == 0
     plan = files.decode(capsys.readouterr().out.encode(), Plan, where="output")

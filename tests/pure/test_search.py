@@ -75,6 +75,7 @@ def test_the_smallest_change_makes_it_fit() -> None:
     assert verdict(estimate_memory(setup, cluster), cluster) == "does not fit"
     change = smallest_change(setup, cluster)
     assert change is not None
+    assert change.setup is not None
     assert verdict(estimate_memory(change.setup, cluster), cluster) != "does not fit"
     times = [
         estimate_step(one, cluster).step_s

@@ -23,13 +23,15 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
+from meshwright.planner import compare
 from meshwright.planner.checks import check_strict
 from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.remedy import Change
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
@@ -48,13 +50,17 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``). ``constants``: the source of
-    the cluster's constants. ``programs`` are the programs of one rank, if a rank was asked for."""
+    the cluster's constants. ``programs`` are the programs of one rank, if a rank was asked for. ``changes`` are the
+    changes of one thing that would make a layout fit that does not, the fastest first. ``lost`` says why another layout
+    was not chosen, if it was asked for."""
 
     plan: Plan
     constants: str
     memory_bytes: float
     verdict: Occupancy
     programs: RankPrograms | None = None
+    changes: tuple[Change, ...] = ()
+    lost: Alternative | None = None
 
 
 def plan_run(
@@ -63,10 +69,13 @@ def plan_run(
     memory_bytes: float | None = None,
     progress: Callable[[str], None] = lambda what: None,
     program_of: int | None = None,
+    why_not: Layout | None = None,
 ) -> Planned:
-    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has), and the
-    programs of rank ``program_of`` if it is given. Each rank has ``memory_bytes`` (default: those of a device of the
-    cluster). ``progress`` is called with each layout that the search considers.
+    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has).
+
+    ``program_of``: also the programs of this rank. ``why_not``: also the reason why this layout was not chosen. Each
+    rank has ``memory_bytes`` (default: those of a device of the cluster). ``progress`` is called with each layout that
+    the search considers.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
@@ -76,11 +85,23 @@ def plan_run(
     limit = memory_bytes or known.device.memory_bytes
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
     clips = run.train.max_grad_norm > 0
-    prediction = foretell(PlanLowering(graph), chosen, known, optimizer=optimizer, clips=clips).prediction
+    lower = PlanLowering(graph)
+    prediction = foretell(lower, chosen, known, optimizer=optimizer, clips=clips).prediction
     chosen = msgspec.structs.replace(chosen, prediction=prediction)
+    verdict = memory_verdict(prediction.peak_memory_bytes, limit)
+    changes: tuple[Change, ...] = ()
+    lost = None
+    if verdict == "does not fit":
+        changes = compare.changes_that_fit(
+            graph, chosen.layout, known, PlanLowering, memory_bytes=limit, optimizer=optimizer, clips=clips
+        )
+    if why_not is not None:
+        lost = compare.why_not(
+            graph, why_not, chosen, known, lower, memory_bytes=limit, optimizer=optimizer, clips=clips
+        )
     return Planned(
-        plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs,
-        verdict=memory_verdict(prediction.peak_memory_bytes, limit),
+        plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
+        changes=changes, lost=lost,
     )  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from meshwright.cli.overrides import overridden
 from meshwright.cli.pages import write_report
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
+from meshwright.report.plan_difference import difference, difference_text
 from meshwright.report.program_text import program_text
 
 EPILOG = display.examples(
@@ -27,19 +30,23 @@ EPILOG = display.examples(
     "meshwright plan llama3-8b --cluster h100-dgx-ndr400x8 --ranks 32 "
     "--vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8",
     "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html",
+    "meshwright plan RUN.toml --ranks 8 --layout.plan auto --why-not dp=8,zero=1",
+    "meshwright plan diff OLD.json NEW.json",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
     note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
     "its sizes.",
 )
 TARGET: Any = typer.Argument(
-    ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
+    ...,
+    metavar="RUN.toml|MODEL",
+    help=f"A run file, or a model: {', '.join(config.REFERENCES)}. With `diff OLD NEW`: two plans to compare.",
 )
 DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
 STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits.")
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank")
+OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank", "why_not")
 """Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
 """Options that do not apply to a model that is captured."""
@@ -60,6 +67,7 @@ def plan(
     seconds: float | None = typer.Option(
         None, help="Time for the search of layout.plan = auto: then the best so far is taken."
     ),
+    why_not: str = typer.Option("", "--why-not", help="Say why a layout was not chosen, as in dp=8,tp=2."),
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
@@ -73,6 +81,8 @@ def plan(
     """Show how a model is divided over ranks, module by module, with the reason."""
     from meshwright import prediction
 
+    if target == "diff":
+        return show_difference(context.args, as_json)
     network = target in prediction.network_names()
     by_name = network or target in prediction.model_names() or target.endswith(".json")
     if target not in config.REFERENCES and by_name:
@@ -111,7 +121,10 @@ def plan(
 
     with display.progress("capturing and planning") as bars:
         limit = display.num_bytes(memory, "--memory") if memory else None
-        planned = api.plan_run(run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None)
+        planned = api.plan_run(
+            run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
+            layout_of(why_not) if why_not else None,
+        )  # fmt: skip
     chosen = planned.plan
     if output is not None:
         display.write(output, files.encode_json(chosen))
@@ -123,7 +136,53 @@ def plan(
         display.console().print(chosen.explain())
         display.console().print(f"  constants of the cluster: {planned.constants}")
         display.console().print(f"  memory: {planned.verdict} in {planned.memory_bytes / 2**30:.3g} GiB a rank")
+        for change in planned.changes:
+            costs = f"{change.step_s * 1e3:.4g} ms a step, {change.peak_bytes / 2**30:.3g} GiB a rank"
+            display.console().print(f"    it fits with {change.text}: {costs}")
+        if planned.verdict == "does not fit" and not planned.changes:
+            display.console().print("    no single change makes it fit: --layout.plan auto looks for another layout")
+        if planned.lost is not None:
+            lost = planned.lost
+            costs = f"{lost.step_s * 1e3:.4g} ms a step, {lost.peak_memory_bytes / 2**30:.3g} GiB a rank, "
+            display.console().print(f"  why not {lost.layout}: {costs if lost.step_s else ''}{lost.why}")
     return 0
+
+
+def show_difference(paths: list[str], as_json: bool) -> int:
+    """Print the decisions in which two plan files differ.
+
+    Raises:
+        LayoutError: there are not two files.
+        FileFormatError: a file is not a plan.
+    """
+    if len(paths) != 2:
+        raise LayoutError(
+            f"{len(paths)} plans are given", where="meshwright plan diff", remedy="give two: OLD.json NEW.json"
+        )
+    old, new = (files.load(Path(path), Plan) for path in paths)
+    found = difference(old, new)
+    if as_json:
+        typer.echo(files.encode_json(found).decode(), nl=False)
+    else:
+        display.console().print(difference_text(found))
+    return 0
+
+
+def layout_of(text: str) -> Layout:
+    """The layout that ``dp=8,tp=2`` means.
+
+    Raises:
+        LayoutError: a word is not ``name=value``, there is no field of that name, or it cannot have that value.
+    """
+    fields: dict[str, Any] = {}
+    known = Layout.__struct_fields__
+    for word in text.split(","):
+        name, has_value, value = word.strip().partition("=")
+        if not has_value or name not in known:
+            hint = files.did_you_mean(name, known, "write it as in dp=8,tp=2")
+            raise LayoutError(f"{word.strip()!r} is not a size or option of a layout", where="--why-not", remedy=hint)
+        fields[name] = int(value) if value.lstrip("-").isdigit() else {"true": True, "false": False}.get(value, value)
+    return Layout(**fields)
 
 
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
@@ -135,7 +194,7 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            option = "--seq" if name == "sequence" else f"--{name}"
+            option = "--seq" if name == "sequence" else f"--{name.replace('_', '-')}"
             raise LayoutError(reason, where=option, remedy=f"leave out {option}")
 
 

@@ -9,31 +9,28 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, PlanError, ScheduleError
+from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
-from meshwright.ir.plan import Alternative, Note, Plan
+from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.checks import check_precision
-from meshwright.planner.explicit import Ask, plan_layout
-from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
+from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 
 PLAYED = 6
 """Number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
-ALIKE = 0.02
-"""Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
-the planner takes the simplest."""
 SHOWN = 8
 """Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
 memory."""
@@ -42,8 +39,6 @@ EVERY_VARIATION = 24
 schedules), all are considered; otherwise only those that are akin to the fastest plain layouts."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
-
-_Refusal = (LayoutError, PlanError, ScheduleError)
 
 
 def plan_auto(
@@ -97,8 +92,6 @@ def plan_auto(
             where="seconds",
             remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
         )
-    if not search.found:
-        search.look_closely()
     return search.best()
 
 
@@ -131,17 +124,16 @@ class _Search:
     def __post_init__(self) -> None:
         graph, chain = self.graph, chain_of(self.graph, self.cluster)
         self.whole = chain.graph is graph
-        self.lower = self.lowering(graph)
-        lower = self.lower if self.whole else self.lowering(chain.graph)
-        self.prices = LayerPrices(chain, self.cluster, lower, self.optimizer, self.clips)
+        lower = self.lowering(graph)
+        self.model = WholeModel(graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit)
+        of_chain = lower if self.whole else self.lowering(chain.graph)
+        self.prices = LayerPrices(chain, self.cluster, of_chain, self.optimizer, self.clips)
         self.pipelines = Pipelines(self.prices, self.limit)
         self.axes = axes_of(graph)
-        self.ask = Ask(explains=False, optimizer=self.optimizer, lower=self.lower, fits_buckets=False)
         # Entries: seconds, complexity, a number that orders equal entries, and a layout or its option.
         self._heap: list[tuple[float, tuple[int, ...], int, Layout | Option]] = []
         self._numbers = itertools.count()
         self._seen: set[str] = set()
-        self._played: list[Option] = []
 
     # --- the order of the search -------------------------------------------------------------------------------------
 
@@ -187,7 +179,7 @@ class _Search:
         for layout in runs(shape, self.batch):
             try:
                 bound_s = self.pipelines.bound_s(layout)
-            except _Refusal as error:
+            except REFUSALS as error:
                 self.refused.append(f"{layout_text(layout)}: {error.problem}")
                 self.weighed += 1
                 continue
@@ -234,7 +226,7 @@ class _Search:
         self.clock.say(f"{layout_text(layout)}, layout {self.weighed} of {self.count}")
         try:
             option = self.pipelines.option(layout, RECOMPUTE[:1])
-        except _Refusal as error:
+        except REFUSALS as error:
             self.refused.append(f"{layout_text(layout)}: {error.problem}")
             return
         if option.peak_bytes <= self.limit:
@@ -246,7 +238,7 @@ class _Search:
         """Estimate the variants of a layout that does not fit, and keep the best variant that fits."""
         try:
             option = self._lighter(plain)
-        except _Refusal as error:
+        except REFUSALS as error:
             self.refused.append(f"{plain.name}: {error.problem}")
             return
         if option.peak_bytes <= self.limit:
@@ -268,7 +260,7 @@ class _Search:
 
     def _put(self, seconds: float, entry: Layout | Option) -> None:
         layout = entry.layout if isinstance(entry, Option) else entry
-        heapq.heappush(self._heap, (seconds, _complexity(layout), next(self._numbers), entry))
+        heapq.heappush(self._heap, (seconds, complexity(layout), next(self._numbers), entry))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -305,7 +297,7 @@ class _Search:
         fitting = [option for option in options if option.peak_bytes <= self.limit]
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
-        return min(fitting, key=lambda option: (option.step_s, _complexity(option.layout)))
+        return min(fitting, key=lambda option: (option.step_s, complexity(option.layout)))
 
     def _with_recomputation(self, option: Option) -> Iterator[Option]:
         """An option that does not fit, with more and more recomputation until it fits; and the option whose strategies
@@ -328,105 +320,40 @@ class _Search:
             return None  # explicit rules choose the strategies of these layouts
         if not self.whole:
             return None
+        light = msgspec.structs.replace(
+            option, layout=layout, recompute=("none",) * len(option.recompute), memory_bytes=self.limit
+        )
         try:
-            light = self._real(msgspec.structs.replace(option, layout=layout, memory_bytes=self.limit), explains=False)
+            _, foretold = self.model.planned(light, explains=False)
         except (LayoutError, PlanError):
             return None
-        foretold = light[1]
         if foretold.peak.peak_bytes > self.limit:
             return None
-        return msgspec.structs.replace(
-            option, layout=layout, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s,
-            recompute=("none",) * len(option.recompute), memory_bytes=self.limit,
-        )  # fmt: skip
+        return msgspec.structs.replace(light, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s)
 
     # --- the result --------------------------------------------------------------------------------------------------
 
-    def _real(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
-        """The plan of an option for the whole model, and its simulated step. With ``explains``, the plan has the best
-        bucket sizes, and notes on the costs of other strategies."""
-        ask = replace(
-            self.ask, explains=explains, fits_buckets=explains, room_bytes=self.limit, firsts=option.firsts,
-            recompute=option.recompute, memory_bytes=option.memory_bytes,
-        )  # fmt: skip
-        plan = plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
-        if len(set(option.recompute)) > 1:
-            kinds = ", ".join(option.recompute)
-            note = Note(module="(stages)", split=f"recompute {kinds}", reason="each stage as much as its memory needs")
-            plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
-        return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
-
     def best(self) -> Plan:
         """The plan of the best layout, with the next-best layouts."""
-        fitting = sorted(self.found, key=lambda option: (option.step_s, _complexity(option.layout)))
-        fitting = [*self._unlike(fitting[:AKIN]), *fitting]
-        fitting.sort(key=lambda option: option.step_s)
-        played = {option.name: option.step_s for option in fitting}
-        real: dict[str, tuple[Plan, Foretold]] = {}
-        finalists = fitting[:PLAYED]
-        if self.whole:
-            for option in finalists:
-                if real and self.clock.over:
-                    break
-                self._play(option, real, played, explains=False)
-        while True:
-            finalists = [option for option in finalists if played[option.name] < math.inf]
-            if not finalists:
-                raise _nothing_fits(self.graph, self._played, self.refused, self.world_size, self.limit)
-            near = (1 + ALIKE) * min(played[option.name] for option in finalists)
-            best = min(
-                (option for option in finalists if played[option.name] <= near),
-                key=lambda option: (_complexity(option.layout), played[option.name]),
-            )
-            if best.name in real:
-                break
-            self._play(best, real, played, explains=not self.whole)
-        plan, foretold = self._real(best, explains=True) if self.whole else real[best.name]
-        others = [option for option in fitting if option is not best and played[option.name] < math.inf]
-        others.sort(key=lambda option: played[option.name])
-        lost = [_alternative(option, best, played) for option in others[:SHOWN]]
+        if not self.found:
+            smallest = sorted(self.too_large, key=lambda option: option.peak_bytes)[:PLAYED]
+            self.found = self.model.smallest(smallest, self.refused)
+        fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
+        fitting = sorted([*self._unlike(fitting[:AKIN]), *fitting], key=lambda option: option.step_s)
+        finalists = Finalists(self.model, fitting[:PLAYED], self.whole, self.clock, self.refused)
+        best, plan, foretold = finalists.best()
+        step_s = {option.name: option.step_s for option in fitting} | finalists.step_s
+        others = [option for option in fitting if option is not best and step_s[option.name] < math.inf]
+        others.sort(key=lambda option: step_s[option.name])
+        lost = [alternative(option, best, step_s) for option in others[:SHOWN]]
         lost += [
-            _too_large(option, self.limit)
+            needs_memory(option, self.limit)
             for option in sorted(self.too_large, key=lambda option: option.step_s)[: SHOWN // 2]
         ]
         if self.stopped:
-            note = self.clock.stopped(self.weighed, self.count, len(real))
+            note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
-
-    def look_closely(self) -> None:
-        """Find layouts that fit although their estimates do not: lower the smallest for the whole model.
-
-        Raises:
-            LayoutError: none fits; the message names the smallest layout.
-        """
-        real = []
-        for option in sorted(self.too_large, key=lambda option: option.peak_bytes)[:PLAYED]:
-            try:
-                _, foretold = self._real(option, explains=False)
-            except _Refusal as error:
-                self.refused.append(f"{option.name}: {error.problem}")
-                continue
-            real.append(msgspec.structs.replace(option, memory=foretold.peak, step_s=foretold.played.step_s))
-        self.found = [option for option in real if option.peak_bytes <= self.limit]
-        if not self.found:
-            raise _nothing_fits(self.graph, real, self.refused, self.world_size, self.limit)
-
-    def _play(
-        self, option: Option, real: dict[str, tuple[Plan, Foretold]], played: dict[str, float], *, explains: bool
-    ) -> None:
-        """Plan and lower an option for the whole model, and simulate it; leave it out if it does not fit after all."""
-        self.clock.say(f"simulating {option.name}")
-        try:
-            real[option.name] = self._real(option, explains=explains)
-        except _Refusal as error:
-            self.refused.append(f"{option.name}: {error.problem}")
-            played[option.name] = math.inf
-            return
-        foretold = real[option.name][1]
-        self._played.append(msgspec.structs.replace(option, memory=foretold.peak))
-        fits = foretold.peak.peak_bytes <= self.limit
-        played[option.name] = foretold.played.step_s if fits else math.inf
 
     def _unlike(self, fastest: list[Option]) -> Iterator[Option]:
         """Options whose stages differ in dp and tp, of the fastest layouts with stages."""
@@ -444,7 +371,7 @@ class _Search:
                 try:
                     own = msgspec.structs.replace(layout, dp=shape.dp, tp=ranks // shape.dp, recompute="none")
                     works[own.dp, own.tp] = self.prices.of(own)
-                except _Refusal:
+                except REFUSALS:
                     continue
             plain = msgspec.structs.replace(layout, recompute="none")
             mixed = self.pipelines.mixed(plain, works) if len(works) > 1 else None
@@ -454,80 +381,3 @@ class _Search:
 
 def _is_plain(layout: Layout) -> bool:
     return layout.cp == layout.ep == 1 and not layout.sequence_parallel and not layout.mixed
-
-
-def _complexity(layout: Layout) -> tuple[int, bool, int, int, int, int]:
-    sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
-    axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
-    return (
-        axes,
-        bool(layout.mixed),
-        layout.chunks,
-        layout.microbatches,
-        layout.zero + (layout.offload != "none"),
-        RECOMPUTE.index(layout.recompute),
-    )
-
-
-def _alternative(option: Option, best: Option, step_s: dict[str, float]) -> Alternative:
-    """The ``Alternative`` for a layout that was not taken. Its reason names the part of the step that takes the most
-    extra time."""
-    loser, winner = option.predicted, best.predicted
-    parts = {
-        "computing": loser.compute_s - winner.compute_s,
-        "communication": loser.communication_s - winner.communication_s,
-        "waiting for other stages": loser.waiting_s - winner.waiting_s,
-    }
-    what, more = max(parts.items(), key=lambda item: item[1])
-    seconds = step_s[option.name]
-    slower = seconds / step_s[best.name] - 1
-    if slower <= ALIKE:
-        why = f"{slower:+.1%}, which is within what can be foretold, and less simple"
-    else:
-        why = f"{slower:.1%} slower"
-        if more > 0:
-            why += f": {more * 1e3:.3g} ms more of {what}"
-    return Alternative(layout=option.name, step_s=seconds, peak_memory_bytes=option.peak_bytes, why=why)
-
-
-def _too_large(option: Option, limit: float) -> Alternative:
-    why = f"needs {_gib(option.peak_bytes)} GiB at {option.memory.action or 'its peak'}, of {_gib(limit)}"
-    return Alternative(layout=option.name, step_s=option.step_s, peak_memory_bytes=option.peak_bytes, why=why)
-
-
-def _nothing_fits(
-    graph: Graph, too_large: list[Option], refused: list[str], world_size: int, limit: float
-) -> LayoutError:
-    if not too_large:
-        return LayoutError(
-            f"no layout of {world_size} ranks divides the model and its batch of {graph.batch_size}: {refused[0]}"
-            if refused
-            else f"no layout of {world_size} ranks divides a global batch of {graph.batch_size}",
-            where="plan",
-            remedy=f"use a global batch that {world_size} divides, or other numbers of ranks",
-        )
-    least = min(too_large, key=lambda option: option.peak_bytes)
-    changes = [f"give every rank {_gib(least.peak_bytes)} GiB"]
-    if fewer := _smaller_batch(graph.batch_size, least, limit):
-        changes.append(f"use a global batch of {fewer}")
-    else:
-        changes.append(f"use more ranks: {_gib(least.memory.held_bytes)} GiB are held the whole step")
-    return LayoutError(
-        f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(least.peak_bytes)} GiB a rank",
-        where="memory",
-        remedy=", or ".join(changes),
-    )
-
-
-def _smaller_batch(batch_size: int, option: Option, limit: float) -> int:
-    """The largest smaller batch with which the option's layout would fit in ``limit`` bytes; 0 if there is none. The
-    memory of a micro-batch is assumed to be proportional to its number of samples."""
-    parts = option.layout.dp * option.layout.microbatches
-    samples, memory = batch_size // parts, option.memory
-    shrinking = memory.saved_bytes + memory.workspace_bytes
-    fewer = math.floor((limit - memory.held_bytes) * samples / shrinking) if shrinking else 0
-    return fewer * parts if 1 <= fewer < samples else 0
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g}"

@@ -12,12 +12,13 @@ from meshwright.ir.cluster import Cluster
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One change, as a user would write it (``recompute = "full"``), with the step time and peak memory that result."""
+    """One change, as a user would write it (``recompute = "full"``), with the step time and peak memory that result.
+    ``setup`` is the changed setup of a model that is planned by its sizes."""
 
     text: str
-    setup: Setup
     step_s: float
     peak_bytes: float
+    setup: Setup | None = None
 
 
 def smallest_change(setup: Setup, cluster: Cluster, memory_bytes: float | None = None) -> Change | None:

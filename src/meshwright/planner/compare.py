@@ -1,0 +1,139 @@
+"""Answer questions about one layout of a captured model: why it was not chosen, and what would make it fit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import msgspec
+
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.errors import ClusterError, LayoutError, PlanError, ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.plan import Alternative, Plan
+from meshwright.ir.program import Lower
+from meshwright.planner.candidates import divisors
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
+from meshwright.planner.reasons import alternative, needs_memory
+from meshwright.planner.remedy import Change
+from meshwright.schedules.pipeline import schedule_of
+
+MOST_CHANGES = 5
+"""Largest number of changes that are named for a layout that does not fit."""
+_IMPOSSIBLE = (LayoutError, PlanError, ScheduleError, ClusterError)
+"""Errors of a layout that the model, the schedule or the number of devices does not allow."""
+
+
+def why_not(
+    graph: Graph,
+    layout: Layout,
+    best: Plan,
+    cluster: Cluster,
+    lower: Lower,
+    *,
+    memory_bytes: float | None = None,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
+) -> Alternative:
+    """Why ``layout`` was not chosen instead of the plan ``best``: it is not possible, needs too much memory, or is
+    slower. Both are planned, lowered and simulated for the whole model, with the same number of ranks."""
+    limit = memory_bytes or cluster.device.memory_bytes
+    try:
+        resolved = layout.resolved(best.mesh.world_size)
+        ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
+        plan = plan_layout(graph, resolved, world_size=best.mesh.world_size, cluster=cluster, ask=ask)
+        asked = _option_of(plan, cluster, lower, optimizer, clips)
+    except _IMPOSSIBLE as error:
+        why = f"not possible: {error.problem}; {error.remedy}"
+        return Alternative(layout=layout_text(layout), step_s=0.0, peak_memory_bytes=0, why=why)
+    if asked.peak_bytes > limit:
+        return needs_memory(asked, limit)
+    chosen = _option_of(best, cluster, lower, optimizer, clips)
+    return alternative(asked, chosen, {asked.name: asked.step_s, chosen.name: chosen.step_s})
+
+
+def _option_of(plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool) -> Option:
+    foretold = foretell(lower, plan, cluster, optimizer=optimizer, clips=clips)
+    return Option(
+        layout=plan.layout,
+        firsts=plan.firsts,
+        recompute=(),
+        work=foretold.work,
+        predicted=predict_step(foretold.work, schedule_of(plan), plan.mesh, cluster),
+        step_s=foretold.played.step_s,
+        memory=foretold.peak,
+    )
+
+
+def changes_that_fit(
+    graph: Graph,
+    layout: Layout,
+    cluster: Cluster,
+    lowering: Callable[[Graph], Lower],
+    *,
+    memory_bytes: float | None = None,
+    optimizer: OptimizerCost = ADAMW,
+    clips: bool = False,
+) -> tuple[Change, ...]:
+    """Up to ``MOST_CHANGES`` changes of one thing that make ``layout`` fit in memory, the fastest first; empty if no
+    single change is enough. Prices of layers choose among the changes (decision 0040); those that are returned were
+    lowered and simulated for the whole model."""
+    limit = memory_bytes or cluster.device.memory_bytes
+    chain, lower = chain_of(graph, cluster), lowering(graph)
+    pipelines = Pipelines(LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips), limit)
+    estimates: list[tuple[float, str, Layout]] = []
+    for text, changed in _single_changes(layout, graph.batch_size, cluster):
+        with suppress(*_IMPOSSIBLE):
+            option = _estimated(pipelines, changed)
+            if option.peak_bytes <= limit:
+                estimates.append((option.step_s, text, changed))
+    found: list[Change] = []
+    ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
+    for _, text, changed in sorted(estimates, key=lambda estimate: estimate[0]):
+        with suppress(*_IMPOSSIBLE):
+            plan = plan_layout(graph, changed, world_size=changed.num_ranks, cluster=cluster, ask=ask)
+            real = _option_of(plan, cluster, lower, optimizer, clips)
+            if real.peak_bytes <= limit:
+                found.append(Change(text=text, step_s=real.step_s, peak_bytes=real.peak_bytes))
+        if len(found) == MOST_CHANGES:
+            break
+    return tuple(sorted(found, key=lambda change: change.step_s))
+
+
+def _estimated(pipelines: Pipelines, layout: Layout) -> Option:
+    return pipelines.option(msgspec.structs.replace(layout, recompute="none"), (layout.recompute,))
+
+
+def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
+    """Yield all changes of one thing that may save memory, as a user would write them, with the layout that results."""
+    wanted: list[dict[str, object]] = [
+        {"microbatches": m}
+        for m in (divisors(batch_size // layout.dp) if batch_size % layout.dp == 0 else ())
+        if m > layout.microbatches
+    ]
+    wanted += [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
+    if layout.dp > 1 and not layout.stage_sizes:
+        wanted += [{"zero": level} for level in range(layout.zero + 1, 4)]
+    if layout.offload == "none" and cluster.device.kind != "cpu":
+        wanted.append({"offload": "optimizer"})
+    if layout.pp > 1 and layout.schedule == "gpipe":
+        wanted.append({"schedule": "1f1b"})
+    for factor in (2, 4, 8):
+        wanted += [
+            {axis: getattr(layout, axis) * factor, "dp": layout.dp // factor}
+            for axis in ("tp", "pp", "cp")
+            if layout.dp % factor == 0 and not layout.stage_sizes
+        ]
+    for factor in (2, 4):
+        if batch_size % (layout.dp * factor * layout.microbatches) == 0 and not layout.stage_sizes:
+            wanted.append({"dp": layout.dp * factor})
+    for fields in wanted:
+        text = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items())
+        if set(fields) == {"dp"}:
+            text += f" ({layout.num_ranks * (int(str(fields['dp'])) // layout.dp)} ranks)"
+        yield text, msgspec.structs.replace(layout, **fields)

@@ -1,0 +1,132 @@
+"""Compare the best options of a search by the programs of the whole model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from meshwright.cost.optimizer import OptimizerCost
+from meshwright.errors import LayoutError, PlanError, ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import Note, Plan
+from meshwright.ir.program import Lower
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.inter_op.pipelines import Option
+from meshwright.planner.reasons import ALIKE, complexity, nothing_fits
+from meshwright.planner.time_limit import TimeLimit
+
+REFUSALS = (LayoutError, PlanError, ScheduleError)
+"""Errors that say that a layout is not possible for a model."""
+
+
+@dataclass
+class WholeModel:
+    """Plans options for the whole model, lowers the plans, and simulates them."""
+
+    graph: Graph
+    world_size: int
+    cluster: Cluster
+    lower: Lower
+    optimizer: OptimizerCost
+    clips: bool
+    limit_bytes: float
+
+    def __post_init__(self) -> None:
+        self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
+
+    def planned(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
+        """The plan of an option, and its simulated step. With ``explains``, the plan has the best bucket sizes, and
+        notes on the costs of other strategies."""
+        ask = replace(
+            self._ask, explains=explains, fits_buckets=explains, firsts=option.firsts, recompute=option.recompute,
+            memory_bytes=option.memory_bytes,
+        )  # fmt: skip
+        plan = plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+        if len(set(option.recompute)) > 1:
+            kinds = ", ".join(option.recompute)
+            note = Note(module="(stages)", split=f"recompute {kinds}", reason="each stage as much as its memory needs")
+            plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+        return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+
+    def smallest(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
+        """The options that fit although their estimates do not.
+
+        Raises:
+            LayoutError: none fits; the message names the smallest option.
+        """
+        real = []
+        for option in options:
+            try:
+                _, foretold = self.planned(option, explains=False)
+            except REFUSALS as error:
+                refused.append(f"{option.name}: {error.problem}")
+                continue
+            real.append(msgspec.structs.replace(option, memory=foretold.peak, step_s=foretold.played.step_s))
+        fitting = [option for option in real if option.peak_bytes <= self.limit_bytes]
+        if not fitting:
+            raise nothing_fits(self.graph, real, refused, self.world_size, self.limit_bytes)
+        return fitting
+
+
+@dataclass
+class Finalists:
+    """The ``options`` with the shortest estimates. ``step_s`` maps the name of an option to its estimate, and once it
+    is simulated, to the simulated seconds (infinite if it does not fit after all). ``every``: all are simulated;
+    otherwise only the best, and others only if the best is slower than estimated."""
+
+    model: WholeModel
+    options: Sequence[Option]
+    every: bool
+    clock: TimeLimit
+    refused: list[str]
+    step_s: dict[str, float] = field(default_factory=dict)
+    real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
+
+    def best(self) -> tuple[Option, Plan, Foretold]:
+        """The simplest of the options within ``ALIKE`` of the fastest, with its plan and simulated step.
+
+        Raises:
+            LayoutError: no option fits.
+        """
+        self.step_s |= {option.name: option.step_s for option in self.options}
+        for option in self.options if self.every else ():
+            if self.real and self.clock.over:
+                break
+            self._simulate(option)
+        while True:
+            left = [option for option in self.options if self.step_s[option.name] < math.inf]
+            if not left:
+                raise self._error()
+            near = (1 + ALIKE) * min(self.step_s[option.name] for option in left)
+            best = min(
+                (option for option in left if self.step_s[option.name] <= near),
+                key=lambda option: (complexity(option.layout), self.step_s[option.name]),
+            )
+            if best.name in self.real:
+                break
+            self._simulate(best)
+        plan, foretold = self.model.planned(best, explains=True) if self.every else self.real[best.name]
+        return best, plan, foretold
+
+    def _simulate(self, option: Option) -> None:
+        self.clock.say(f"simulating {option.name}")
+        try:
+            self.real[option.name] = self.model.planned(option, explains=not self.every)
+        except REFUSALS as error:
+            self.refused.append(f"{option.name}: {error.problem}")
+            self.step_s[option.name] = math.inf
+            return
+        foretold = self.real[option.name][1]
+        fits = foretold.peak.peak_bytes <= self.model.limit_bytes
+        self.step_s[option.name] = foretold.played.step_s if fits else math.inf
+
+    def _error(self) -> LayoutError:
+        model = self.model
+        real = [
+            msgspec.structs.replace(option, memory=self.real[option.name][1].peak)
+            for option in self.options if option.name in self.real
+        ]  # fmt: skip
+        return nothing_fits(model.graph, real, self.refused, model.world_size, model.limit_bytes)

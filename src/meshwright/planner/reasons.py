@@ -1,0 +1,96 @@
+"""Say why a layout was not chosen: it is slower, needs too much memory, or is less simple; or why no layout fits."""
+
+import math
+
+from meshwright.errors import LayoutError
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Alternative
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option
+
+ALIKE = 0.02
+"""Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
+the planner takes the simplest."""
+
+
+def complexity(layout: Layout) -> tuple[int, ...]:
+    """Sort key: of equally fast layouts, the simpler come first."""
+    sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
+    axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
+    return (
+        axes,
+        bool(layout.mixed),
+        layout.chunks,
+        layout.microbatches,
+        layout.zero + (layout.offload != "none"),
+        RECOMPUTE.index(layout.recompute),
+    )
+
+
+def alternative(option: Option, best: Option, step_s: dict[str, float]) -> Alternative:
+    """The ``Alternative`` for a layout that was not taken. Its reason names the part of the step that takes the most
+    extra time."""
+    loser, winner = option.predicted, best.predicted
+    parts = {
+        "computing": loser.compute_s - winner.compute_s,
+        "communication": loser.communication_s - winner.communication_s,
+        "waiting for other stages": loser.waiting_s - winner.waiting_s,
+    }
+    what, more = max(parts.items(), key=lambda item: item[1])
+    seconds = step_s[option.name]
+    slower = seconds / step_s[best.name] - 1
+    if slower < -ALIKE:
+        why = f"{-slower:.1%} faster: the plan was not searched for (--layout.plan auto)"
+    elif slower <= ALIKE:
+        why = f"{slower:+.1%}, which is within what can be foretold, and less simple"
+    else:
+        why = f"{slower:.1%} slower"
+        if more > 0:
+            why += f": {more * 1e3:.3g} ms more of {what}"
+    return Alternative(layout=option.name, step_s=seconds, peak_memory_bytes=option.peak_bytes, why=why)
+
+
+def needs_memory(option: Option, limit: float) -> Alternative:
+    """The ``Alternative`` for a layout that does not fit in ``limit`` bytes."""
+    why = f"needs {_gib(option.peak_bytes)} GiB at {option.memory.action or 'its peak'}, of {_gib(limit)}"
+    return Alternative(layout=option.name, step_s=option.step_s, peak_memory_bytes=option.peak_bytes, why=why)
+
+
+def nothing_fits(
+    graph: Graph, too_large: list[Option], refused: list[str], world_size: int, limit: float
+) -> LayoutError:
+    """The error that no layout fits. It names the smallest layout and what would help; or, if none divides the model,
+    why."""
+    if not too_large:
+        return LayoutError(
+            f"no layout of {world_size} ranks divides the model and its batch of {graph.batch_size}: {refused[0]}"
+            if refused
+            else f"no layout of {world_size} ranks divides a global batch of {graph.batch_size}",
+            where="plan",
+            remedy=f"use a global batch that {world_size} divides, or other numbers of ranks",
+        )
+    least = min(too_large, key=lambda option: option.peak_bytes)
+    changes = [f"give every rank {_gib(least.peak_bytes)} GiB"]
+    if fewer := _smaller_batch(graph.batch_size, least, limit):
+        changes.append(f"use a global batch of {fewer}")
+    else:
+        changes.append(f"use more ranks: {_gib(least.memory.held_bytes)} GiB are held the whole step")
+    return LayoutError(
+        f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(least.peak_bytes)} GiB a rank",
+        where="memory",
+        remedy=", or ".join(changes),
+    )
+
+
+def _smaller_batch(batch_size: int, option: Option, limit: float) -> int:
+    """The largest smaller batch with which the option's layout would fit in ``limit`` bytes; 0 if there is none. The
+    memory of a micro-batch is assumed to be proportional to its number of samples."""
+    parts = option.layout.dp * option.layout.microbatches
+    samples, memory = batch_size // parts, option.memory
+    shrinking = memory.saved_bytes + memory.workspace_bytes
+    fewer = math.floor((limit - memory.held_bytes) * samples / shrinking) if shrinking else 0
+    return fewer * parts if 1 <= fewer < samples else 0
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g}"
