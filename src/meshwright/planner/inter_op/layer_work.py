@@ -35,12 +35,11 @@ _LATE = (_B, ActionKind.I.value, ActionKind.W.value, _REDUCE)
 class LayerWorks:
     """The work of the priced layers of a chain in one layout, for one micro-batch. ``held`` has the bytes that each
     layer holds during a step, by kind. ``shared`` maps a parameter that several layers read to its bytes on a rank, and
-    to the layers. ``shares`` is the number of ranks that divide state by ZeRO. ``mesh`` has the axes of a stage."""
+    to the layers. ``mesh`` has the axes of a stage."""
 
     works: tuple[StageWork, ...]
     held: tuple[HeldBytes, ...]
     shared: dict[str, tuple[int, tuple[int, ...]]]
-    shares: int
     heap_factor: float
     mesh: Mesh
 
@@ -74,9 +73,7 @@ class LayerPrices:
             held = tuple(
                 stage_held(programs, plan, stage, self.cluster, self.optimizer) for stage in range(len(programs))
             )
-            self._known[key] = LayerWorks(
-                work.stages, held, _shared(programs), _shares(apart), work.heap_factor, plan.mesh
-            )
+            self._known[key] = LayerWorks(work.stages, held, _shared(programs), work.heap_factor, plan.mesh)
         return self._known[key]
 
     def seconds(self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True) -> list[float]:
@@ -98,10 +95,6 @@ class LayerPrices:
             update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
             self._once[id(works)] = pieces_s(sums, works.mesh, self.network), update_s
         return self._once[id(works)]
-
-
-def _shares(layout: Layout) -> int:
-    return layout.mesh().size(layout.zero_axis) if layout.zero_axis else 1
 
 
 def _shared(programs: Sequence[Program]) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -180,8 +173,7 @@ def _joined(
             later += size
             most = max(most, min(later, total) + before + part.workspace_bytes)
             before -= part.saved_bytes
-        whole = min(BUCKET_BYTES, total * works.shares) if works.shares > 1 else 0  # before it is reduce-scattered
-        workspace = max(0, most - saved) + whole
+        workspace = max(0, most - saved)
     update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
     return StageWork(
         pieces=pieces,
