@@ -93,7 +93,7 @@ def hand_steps(graph: Graph, cluster: Cluster, num_ranks: int) -> dict[str, floa
 
 def compared(name: str, graph: Graph, cluster: Cluster, num_ranks: int) -> Check:
     """One model in one place."""
-    plan = plan_auto(graph, num_ranks, cluster, PlanLowering, pipelines=False)
+    plan = plan_auto(graph, num_ranks, cluster, PlanLowering, only="intra")
     assert plan.prediction is not None
     hand = hand_steps(graph, cluster, num_ranks)
     best = min(hand, key=hand.__getitem__)

@@ -94,7 +94,7 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
 
     def search(limit: float) -> auto._Search:
         clock = TimeLimit(None, lambda what: None)
-        return auto._Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, True, False, clock)
+        return auto._Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, "both", False, clock)
 
     open_end = search(math.inf)
     every = [
@@ -280,12 +280,12 @@ def test_optimizers_are_counted_as_what_they_are(factory: OptimizerFactory | Non
 def test_a_costly_optimizer_is_not_run_whole_on_every_rank() -> None:
     graph = gpt(64)
     whole, chosen = (
-        mw.plan(graph, FOUR, devices=2, layout=layout, optimizer=HEAVY, pipelines=False)
+        mw.plan(graph, FOUR, devices=2, layout=layout, optimizer=HEAVY, only="intra")
         for layout in (mw.Layout(dp=2), None)
     )
     times = [foretell(PlanLowering(graph), one, FOUR, optimizer=HEAVY).played.step_s for one in (whole, chosen)]
     assert times[1] < 0.6 * times[0]
-    assert mw.plan(graph, FOUR, devices=2, optimizer=cost.SGD, pipelines=False).layout.dp == 2
+    assert mw.plan(graph, FOUR, devices=2, optimizer=cost.SGD, only="intra").layout.dp == 2
 
 
 def test_parallelize_tells_the_planner_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

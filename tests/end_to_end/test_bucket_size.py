@@ -135,7 +135,7 @@ def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
 
 
 def test_what_is_foretold_of_a_plan_is_of_its_buckets() -> None:
-    plan = mw.plan(mlp(), GPU, pipelines=False)
+    plan = mw.plan(mlp(), GPU, only="intra")
     assert plan.prediction == foretell(PlanLowering(mlp()), plan, GPU).prediction
 
 

@@ -172,6 +172,22 @@ def test_plan_refuses_a_layout_that_is_none(asked: str, problem: str, capsys: py
     assert problem in capsys.readouterr().err.lower()
 
 
+def test_searches_of_each_kind_stand_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt", "--ranks", "2", "--cluster", "cpu-local", *SMALL]
+    assert cli([*words, "--only", "each", "--json"]) == 0
+    rows = {row["only"]: row for row in json.loads(capsys.readouterr().out)["searches"]}
+    assert set(rows) == {"both", "intra", "inter"}
+    assert "pp2" in rows["inter"]["layout"]
+    assert "pp" not in rows["intra"]["layout"]
+    assert rows["both"]["step_s"] <= 1.02 * min(rows["intra"]["step_s"], rows["inter"]["step_s"])
+    assert rows["inter"]["communicated_bytes"] < rows["intra"]["communicated_bytes"], "stages communicate less"
+    assert rows["inter"]["waiting_s"] > rows["intra"]["waiting_s"], "and wait more"
+    assert cli([*words, "--only", "intra"]) == 0
+    assert "pp2" not in capsys.readouterr().out
+    assert cli([*words, "--only", "all"]) == 2
+    assert "'all' is no kind of search" in capsys.readouterr().err
+
+
 def test_plan_names_the_changes_that_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """Every change that is named fits, if it is made."""
     words = ["plan", "gpt", "--dp", "2", *SMALL]

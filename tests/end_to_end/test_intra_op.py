@@ -230,6 +230,6 @@ def test_the_plan_tells_what_other_ways_would_cost() -> None:
 
 def test_without_pipelines_operators_alone_are_divided() -> None:
     graph, cluster = gpt(), BOX.resized(4)
-    plan = mw.plan(graph, cluster, devices=4, memory_bytes=1e15, pipelines=False)
+    plan = mw.plan(graph, cluster, devices=4, memory_bytes=1e15, only="intra")
     assert plan.layout.pp == 1
     assert not [one for one in plan.alternatives if "pp" in one.layout]

@@ -2,7 +2,7 @@
 
 from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
 from meshwright.api.plans import capture, plan, simulate
-from meshwright.api.runs import Trained, plan_run, simulate_run, train, trainer_of, verify_run
+from meshwright.api.runs import Trained, plan_run, searches_of, simulate_run, train, trainer_of, verify_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
@@ -36,6 +36,7 @@ __all__ = [
     "plan_run",
     "recalibrate",
     "run_ranks",
+    "searches_of",
     "simulate",
     "simulate_run",
     "train",

@@ -27,7 +27,7 @@ from meshwright.ir.precision import Precision
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.ops.base import OperatorRule, Target
-from meshwright.planner.auto import plan_auto
+from meshwright.planner.auto import Only, plan_auto
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
@@ -66,7 +66,7 @@ def plan(
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
-    pipelines: bool = True,
+    only: Only = "both",
     offload: bool = False,
     strict: bool = False,
     rules: Rules | None = None,
@@ -79,12 +79,12 @@ def plan(
     ``memory_bytes`` is the memory of each rank (default: that of a device of the cluster). Without ``layout``, the
     planner searches for the fastest layout that fits in this memory (``planner.auto``). With ``layout``, the memory
     limits the size of buckets. ``optimizer`` gives the state that the optimizer keeps and the memory that it moves
-    (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``pipelines=False`` only divides
-    operators, and makes no stages; ``offload=True`` may put optimizer state on the host if no layout fits otherwise. An
-    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
-    ``rules`` are the rules that ``capture`` was given. A search calls ``progress`` with each layout that it considers.
-    After about ``seconds`` the search ends with the best layout so far, and a note in the plan says so (None: the
-    search considers all layouts).
+    (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``only="intra"`` divides operators and
+    makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer state on the
+    host if no layout fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
+    costs; ``strict`` refuses it. ``rules`` are the rules that ``capture`` was given. A search calls ``progress`` with
+    each layout that it considers. After about ``seconds`` the search ends with the best layout so far, and a note in
+    the plan says so (None: the search ends by itself).
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or none was
@@ -99,7 +99,7 @@ def plan(
         world_size = devices or known.num_devices
         return plan_auto(
             graph, world_size, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
-            optimizer=optimizer, clips=clips, pipelines=pipelines, offload=offload, seconds=seconds, progress=progress,
+            optimizer=optimizer, clips=clips, only=only, offload=offload, seconds=seconds, progress=progress,
         )  # fmt: skip
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(

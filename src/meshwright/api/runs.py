@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost.occupancy import Occupancy, memory_verdict
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.errors import MeshwrightError
+from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -29,7 +29,9 @@ from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner import compare
+from meshwright.planner.auto import Only
 from meshwright.planner.checks import check_strict
+from meshwright.planner.compare import Searched, Searches
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.remedy import Change
 from meshwright.runtime import launch, manifest
@@ -105,6 +107,31 @@ def plan_run(
     )  # fmt: skip
 
 
+def searches_of(
+    run: Run,
+    ranks: int = 0,
+    memory_bytes: float | None = None,
+    kind: str = "each",
+    progress: Callable[[str], None] = lambda what: None,
+) -> Searches:
+    """The plans that searches find which may divide only operators, only make stages, or do both; or the plan of one
+    ``kind`` of search."""
+    graph, optimizer, world_size = _captured(run, ranks)
+    known, clips = _cluster(run, CPU, world_size), run.train.max_grad_norm > 0
+    found = []
+    for only in get_args(Only) if kind == "each" else (kind,):
+        try:
+            chosen = plan(
+                graph, known, devices=world_size, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
+                only=only, offload=run.layout.offload != "none", seconds=run.layout.seconds, progress=progress,
+            )  # fmt: skip
+        except LayoutError as error:
+            found.append(Searched(only=only, problem=error.problem))
+            continue
+        found.append(compare.searched(only, chosen, known, PlanLowering(graph), optimizer, clips))
+    return Searches(tuple(found))
+
+
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
     """The programs of the stages that a rank holds."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
@@ -138,20 +165,11 @@ def simulate_run(
 def _planned(
     run: Run, ranks: int, memory_bytes: float | None, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[Graph, Plan, OptimizerCost]:
-    asked = run.layout.chosen()
-    graph = capture(
-        build.model(run),
-        build.loss_function(run),
-        build.example_batch(run),
-        precision=precision_of(asked, run.layout.precision),
-    )
-    if run.layout.strict:
-        check_strict(graph)
-    world_size = ranks or run.num_ranks(_cluster(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
-    cluster = run.layout.cluster or None
-    optimizer, clips = cost_of(build.optimizer(run), graph), run.train.max_grad_norm > 0
+    graph, optimizer, world_size = _captured(run, ranks)
+    cluster, clips = run.layout.cluster or None, run.train.max_grad_norm > 0
     if not run.layout.searched:
-        return graph, choose(asked, graph, world_size, cluster, CPU, optimizer, clips=clips), optimizer
+        chosen = choose(run.layout.chosen(), graph, world_size, cluster, CPU, optimizer, clips=clips)
+        return graph, chosen, optimizer
     chosen = plan(
         graph,
         cluster,
@@ -164,6 +182,20 @@ def _planned(
         progress=progress,
     )
     return graph, chosen, optimizer
+
+
+def _captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
+    """The graph of a run, the cost of its optimizer, and the number of ranks."""
+    graph = capture(
+        build.model(run),
+        build.loss_function(run),
+        build.example_batch(run),
+        precision=precision_of(run.layout.chosen(), run.layout.precision),
+    )
+    if run.layout.strict:
+        check_strict(graph)
+    world_size = ranks or run.num_ranks(_cluster(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
+    return graph, cost_of(build.optimizer(run), graph), world_size
 
 
 def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:

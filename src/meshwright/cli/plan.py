@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.table import Table
 
 from meshwright import config
 from meshwright.cli import display
@@ -46,7 +47,7 @@ STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an opera
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank", "why_not")
+OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank", "why_not", "only")
 """Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
 """Options that do not apply to a model that is captured."""
@@ -68,6 +69,11 @@ def plan(
         None, help="Time for the search of layout.plan = auto: then the best so far is taken."
     ),
     why_not: str = typer.Option("", "--why-not", help="Say why a layout was not chosen, as in dp=8,tp=2."),
+    only: str = typer.Option(
+        "",
+        "--only",
+        help="Search divided operators only (intra), stages only (inter), or show each beside both.",
+    ),
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
@@ -119,8 +125,10 @@ def plan(
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api
 
+    limit = display.num_bytes(memory, "--memory") if memory else None
+    if only:
+        return show_searches(run, ranks, limit, only, as_json)
     with display.progress("capturing and planning") as bars:
-        limit = display.num_bytes(memory, "--memory") if memory else None
         planned = api.plan_run(
             run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
             layout_of(why_not) if why_not else None,
@@ -145,6 +153,30 @@ def plan(
             lost = planned.lost
             costs = f"{lost.step_s * 1e3:.4g} ms a step, {lost.peak_memory_bytes / 2**30:.3g} GiB a rank, "
             display.console().print(f"  why not {lost.layout}: {costs if lost.step_s else ''}{lost.why}")
+    return 0
+
+
+def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, as_json: bool) -> int:
+    """Print what searches find that divide only operators, only make stages, or do both.
+
+    Raises:
+        LayoutError: ``only`` is none of these.
+    """
+    from meshwright import api
+
+    if only not in ("intra", "inter", "each"):
+        raise LayoutError(f"{only!r} is no kind of search", where="--only", remedy="write intra, inter or each")
+    with display.progress("capturing and planning") as bars:
+        found = api.searches_of(run, ranks, memory_bytes, only, lambda what: bars.say(f"planning: {what}"))
+    if as_json:
+        typer.echo(files.encode_json(found).decode(), nl=False)
+        return 0
+    table = Table("search", "layout", "ms a step", "communicates MiB", "ms waiting", "GiB a rank", box=None)
+    for row in found.searches:
+        mib, gib = row.communicated_bytes / 2**20, row.peak_memory_bytes / 2**30
+        numbers = (row.step_s * 1e3, mib, row.waiting_s * 1e3, gib) if row.layout else ()
+        table.add_row(row.only, row.problem or row.layout, *(f"{number:.4g}" for number in numbers))
+    display.console().print(table)
     return 0
 
 

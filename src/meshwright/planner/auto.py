@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -34,6 +35,8 @@ PLAYED = 6
 SHOWN = 8
 """Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
 memory."""
+Only = Literal["both", "intra", "inter"]
+"""What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
 EVERY_VARIATION = 24
 """If there are at most so many layouts with context, expert or sequence parallelism (apart from micro-batches and
 schedules), all are considered; otherwise only those that are akin to the fastest plain layouts."""
@@ -50,7 +53,7 @@ def plan_auto(
     memory_bytes: float | None = None,
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
-    pipelines: bool = True,
+    only: Only = "both",
     offload: bool = False,
     seconds: float | None = None,
     progress: Progress = lambda what: None,
@@ -66,7 +69,8 @@ def plan_auto(
     takes the simplest. It is planned and lowered for the whole model, and simulated, so that its prediction is that of
     the program that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less
     memory. It keeps ``batch_statistics`` global, because other values would change the results of training. The plan
-    lists the next-best layouts, and why each was not taken (see ``Plan.explain``).
+    lists the next-best layouts, and why each was not taken (see ``Plan.explain``). ``only`` restricts the search to
+    divided operators (``intra``) or to stages of one rank each (``inter``).
 
     ``lowering`` makes the lowering of a graph, from whose programs costs are computed. The other arguments are the same
     as in ``mw.plan``. When ``seconds`` have passed, the planner estimates no further layouts and makes the plan of the
@@ -81,7 +85,7 @@ def plan_auto(
     clock = TimeLimit(seconds, progress)
     limit = memory_bytes or cluster.device.memory_bytes
     search = _Search(
-        graph, world_size, cluster, lowering, optimizer, clips, limit, pipelines,
+        graph, world_size, cluster, lowering, optimizer, clips, limit, only,
         offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
         clock=clock,
     )  # fmt: skip
@@ -111,7 +115,7 @@ class _Search:
     optimizer: OptimizerCost
     clips: bool
     limit: float
-    pipelined: bool
+    only: Only
     offload: bool
     clock: TimeLimit
     found: list[Option] = field(default_factory=list)
@@ -162,7 +166,9 @@ class _Search:
         return self.cluster.levels[0].fan_out if boxed else math.inf
 
     def _asked(self, shape: Layout) -> bool:
-        return self.pipelined or shape.pp == 1
+        if self.only == "inter":
+            return shape.pp == self.world_size
+        return self.only == "both" or shape.pp == 1
 
     def _needs_cp(self, shape: Layout) -> bool:
         """Whether cp divides ranks over which the batch cannot be divided."""

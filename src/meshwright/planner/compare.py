@@ -1,18 +1,21 @@
 """Answer questions about one layout of a captured model: why it was not chosen, and what would make it fit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 import msgspec
 
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
+from meshwright.cost.work import Communicate, Piece, StepWork
 from meshwright.errors import ClusterError, LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
+from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.planner.auto import Only
 from meshwright.planner.candidates import divisors
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
@@ -68,6 +71,66 @@ def _option_of(plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerC
         step_s=foretold.played.step_s,
         memory=foretold.peak,
     )
+
+
+class Searched(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of a search that may divide only operators (``intra``), only make stages (``inter``), or do both.
+
+    Seconds and bytes are those of the busiest rank in a step. ``waiting_s`` is the time in which it neither computes
+    nor communicates. ``problem`` says why there is no plan; the other fields are then 0."""
+
+    only: Only
+    layout: str = ""
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    waiting_s: float = 0.0
+    communicated_bytes: int = 0
+    peak_memory_bytes: int = 0
+    problem: str = ""
+
+
+class Searches(msgspec.Struct, frozen=True):
+    """The plans of several searches of one model."""
+
+    searches: tuple[Searched, ...]
+
+
+def searched(only: Only, plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool) -> Searched:
+    """The costs of a plan that a search with ``only`` found."""
+    option = _option_of(plan, cluster, lower, optimizer, clips)
+    predicted = option.predicted
+    return Searched(
+        only=only,
+        layout=option.name,
+        step_s=option.step_s,
+        compute_s=predicted.compute_s,
+        communication_s=predicted.communication_s,
+        waiting_s=predicted.waiting_s,
+        communicated_bytes=_communicated_bytes(option.work, schedule_of(plan)),
+        peak_memory_bytes=option.peak_bytes,
+    )
+
+
+def _communicated_bytes(work: StepWork, schedule: Schedule) -> int:
+    """The bytes of the collectives and messages of the rank that has the most."""
+    every = []
+    for actions in schedule.ranks:
+        total = 0
+        for action in actions:
+            stage = work.stages[action.stage]
+            total += {ActionKind.SEND_F: stage.sent_up_bytes, ActionKind.SEND_B: stage.sent_down_bytes}.get(
+                action.kind, 0
+            )
+            total += _bytes_of(stage.pieces.get(action.kind.value, ()))
+        for number in {action.stage for action in actions}:
+            total += _bytes_of((*work.stages[number].before, *work.stages[number].after))
+        every.append(total)
+    return max(every)
+
+
+def _bytes_of(pieces: Iterable[Piece]) -> int:
+    return sum(piece.bytes for piece in pieces if isinstance(piece, Communicate))
 
 
 def changes_that_fit(
