@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, PlanError
+from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
@@ -175,26 +175,42 @@ class _Search:
         return self.batch % (shape.dp * shape.cp) != 0 and shape.ep == 1 and not shape.sequence_parallel
 
     def _push(self, shape: Layout) -> None:
-        """Add all runs of a shape to the heap, with their lower bounds. As long as nothing was found that fits, the
-        first run is estimated at once, so that there is a result when the time is over."""
+        """Add the runs of a shape to the heap, with their lower bounds. Without stages, several micro-batches only save
+        memory: the next larger number comes if a number does not fit. As long as nothing was found that fits, the first
+        run is estimated at once, so that there is a result when the time is over."""
         text = layout_text(shape)
         if text in self._seen:
             return
         self._seen.add(text)
         self.clock.check()
-        for layout in runs(shape, self.batch):
-            try:
-                bound_s = self.pipelines.bound_s(layout)
-            except REFUSALS as error:
-                self.refused.append(f"{layout_text(layout)}: {error.problem}")
-                self.weighed += 1
-                continue
+        every = list(runs(shape, self.batch))
+        for layout in every if shape.pp > 1 else every[:1]:
             if not self.found and layout == shape:
                 self._weigh(layout)
                 if not self.found and self.clock.seconds is not None:
                     self._lighten_first()
-                continue
-            self._put(bound_s, layout)
+            else:
+                self._bound(layout)
+
+    def _bound(self, layout: Layout) -> None:
+        """Add a run to the heap with its lower bound."""
+        try:
+            self._put(self.pipelines.bound_s(layout), layout)
+        except REFUSALS as error:
+            self._refuse(layout, error)
+
+    def _refuse(self, layout: Layout, error: MeshwrightError) -> None:
+        self.weighed += 1
+        self.refused.append(f"{layout_text(layout)}: {error.problem}")
+        self._push_next(layout)
+
+    def _push_next(self, layout: Layout) -> None:
+        """Add the run with more micro-batches than a run without stages that does not fit."""
+        if layout.pp == 1:
+            shape = msgspec.structs.replace(layout, microbatches=1)
+            more = (run for run in runs(shape, self.batch) if run.microbatches > layout.microbatches)
+            if (larger := next(more, None)) is not None:
+                self._bound(larger)
 
     def _climb(self, every: list[Layout]) -> None:
         """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken."""
@@ -228,17 +244,18 @@ class _Search:
     def _weigh(self, layout: Layout) -> None:
         """Estimate a layout. If it does not fit, its variants with less memory come later: they are slower, but for the
         update of parameters, which ZeRO divides."""
-        self.weighed += 1
-        self.clock.say(f"{layout_text(layout)}, layout {self.weighed} of {self.count}")
+        self.clock.say(f"{layout_text(layout)}, layout {self.weighed + 1} of {self.count}")
         try:
             option = self.pipelines.option(layout, RECOMPUTE[:1])
         except REFUSALS as error:
-            self.refused.append(f"{layout_text(layout)}: {error.problem}")
+            self._refuse(layout, error)
             return
+        self.weighed += 1
         if option.peak_bytes <= self.limit:
             self._keep(option)
         else:
             self._put(self.pipelines.lighter_bound_s(option), option)
+            self._push_next(layout)
 
     def _lighten(self, plain: Option) -> None:
         """Estimate the variants of a layout that does not fit, and keep the best variant that fits."""

@@ -14,7 +14,7 @@ from meshwright.planner.inter_op.shorten import shorten
 
 FEWEST_LAYERS = 8
 """A model with fewer blocks is cut inside its blocks, too."""
-MOST_PRICED = 24
+MOST_PRICED = 12
 """Largest number of layers that are priced one by one. Equal layers are priced once."""
 
 
@@ -48,7 +48,7 @@ class Chain:
 def chain_of(graph: Graph, cluster: Cluster | None) -> Chain:
     """Cut a model into layers where few bytes cross: between blocks, or also inside blocks if there are few.
 
-    A model without runs of equal blocks is grouped into at most ``MOST_PRICED`` layers.
+    If more than ``MOST_PRICED`` layers would have to be priced, layers are grouped into about as many larger layers.
     """
     short = shorten(graph)
     forward = forward_operators(short.graph)

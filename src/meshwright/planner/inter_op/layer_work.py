@@ -6,7 +6,7 @@ of their work.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import msgspec
@@ -55,26 +55,38 @@ class LayerPrices:
             explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, reuses=True
         )
         self._known: dict[bytes, LayerWorks] = {}
+        self._families: dict[bytes, tuple[Layout, LayerWorks]] = {}
         self._once: dict[int, tuple[float, float]] = {}
 
     def of(self, layout: Layout) -> LayerWorks:
         """The work of all priced layers, if each is a stage of ``layout``. The schedule of the layout does not matter.
 
+        Layouts in which a rank computes on equally large micro-batches share their price: dp2 with four micro-batches
+        costs per micro-batch what dp4 costs with two.
+
         Raises:
             LayoutError, PlanError: the layout does not fit the model.
         """
-        count = len(self.chain.firsts) + 1
-        apart = msgspec.structs.replace(layout, pp=count, schedule="gpipe", chunks=1)
+        apart = msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
         key = msgspec.json.encode(apart)
         if key not in self._known:
-            plan = plan_layout(self.chain.graph, apart, world_size=apart.num_ranks, cluster=self.cluster, ask=self.ask)
-            programs = self.lower(plan)
-            work = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
-            held = tuple(
-                stage_held(programs, plan, stage, self.cluster, self.optimizer) for stage in range(len(programs))
+            family = msgspec.json.encode(
+                msgspec.structs.replace(apart, dp=1, microbatches=apart.dp * apart.microbatches)
             )
-            self._known[key] = LayerWorks(work.stages, held, _shared(programs), work.heap_factor, plan.mesh)
+            base = self._families.get(family) if _shares_price(apart) else None
+            if base is not None and (base[0].dp > 1 or apart.dp == 1):
+                self._known[key] = _derived(base[1], base[0].dp, apart)
+            else:
+                self._known[key] = self._priced(apart)
+                self._families[family] = apart, self._known[key]
         return self._known[key]
+
+    def _priced(self, apart: Layout) -> LayerWorks:
+        plan = plan_layout(self.chain.graph, apart, world_size=apart.num_ranks, cluster=self.cluster, ask=self.ask)
+        programs = self.lower(plan)
+        work = step_work(programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+        held = tuple(stage_held(programs, plan, stage, self.cluster, self.optimizer) for stage in range(len(programs)))
+        return LayerWorks(work.stages, held, _shared(programs), work.heap_factor, plan.mesh)
 
     def seconds(self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True) -> list[float]:
         """The seconds of each priced layer in actions of ``kinds``, one of each. Collectives that other kernels may
@@ -95,6 +107,37 @@ class LayerPrices:
             update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
             self._once[id(works)] = pieces_s(sums, works.mesh, self.network), update_s
         return self._once[id(works)]
+
+
+def _shares_price(layout: Layout) -> bool:
+    """Whether only the size of a rank's micro-batch matters, not how many ranks and micro-batches divide the batch. If
+    the step has one micro-batch, gradients are not accumulated."""
+    return layout.microbatches > 1 and not layout.zero and layout.ep == 1 and not layout.mixed
+
+
+def _derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:
+    """The works of a layout whose ranks have micro-batches as large as those of ``base``, which has another dp."""
+    share = base_dp / layout.dp
+    held = tuple(
+        msgspec.structs.replace(
+            each, prologue_bytes=round(each.prologue_bytes * share), inputs_bytes=round(each.inputs_bytes * share)
+        )
+        for each in base.held
+    )
+    works = base.works if layout.dp > 1 else tuple(map(_without_dp, base.works))
+    return replace(base, works=works, held=held, mesh=layout.mesh())
+
+
+def _without_dp(work: StageWork) -> StageWork:
+    """The work of a layer if there is one data-parallel rank: nothing is summed over dp."""
+    every = (*work.before, *work.after, *(piece for pieces in work.pieces.values() for piece in pieces))
+    gone = {piece.what for piece in every if isinstance(piece, Communicate) and piece.axis == "dp"}
+
+    def left(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        return tuple(piece for piece in pieces if isinstance(piece, Compute) or piece.what not in gone)
+
+    pieces = {kind: left(each) for kind, each in work.pieces.items()}
+    return msgspec.structs.replace(work, pieces=pieces, before=left(work.before), after=left(work.after))
 
 
 def _shared(programs: Sequence[Program]) -> dict[str, tuple[int, tuple[int, ...]]]:

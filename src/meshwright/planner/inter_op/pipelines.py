@@ -27,6 +27,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recomputation, in the order of falling memory and rising time."""
 
 
+LEAST = 0.7
+"""Smallest fraction of its time that a micro-batch takes if gradients are not accumulated."""
 MANY = 10**6
 """A number of micro-batches with which filling a pipeline takes no time."""
 
@@ -81,21 +83,27 @@ class Pipelines:
     def bound_s(self, layout: Layout) -> float:
         """A lower bound on the seconds of a step of ``layout``, whatever its recomputation and ZeRO stage.
 
-        It follows from the layers' work with one micro-batch: smaller micro-batches are not more efficient.
+        It follows from the work of layers: the time of the pipeline with the best cut, or the mean work of a rank. For
+        stages with one micro-batch, which are rarely worth while, it follows from ``LEAST`` x the work with several
+        micro-batches of equal size.
 
         Raises:
             LayoutError: the model has too few layers, or the layout does not fit the model.
             PlanError: the layout cannot be lowered.
         """
         self._check(layout)
-        works = self.prices.of(msgspec.structs.replace(layout, microbatches=1))
+        priced, factor = layout, 1.0
+        if layout.microbatches == 1 and layout.pp > 1 and layout.dp % 2 == 0:
+            priced, factor = msgspec.structs.replace(layout, dp=layout.dp // 2, microbatches=2), LEAST
+        works = self.prices.of(priced)
         hides = layout.pp == 1 and self.cluster.device.kind != "cpu"
-        each = np.array(self.prices.seconds(works, self._passes(layout), hidden=not hides))[self._numbers]
+        each = np.array(self.prices.seconds(works, self._passes(layout), hidden=not hides))[self._numbers] * factor
         sums_s, update_s = self.prices.once_s(works)
-        once_s = update_s / layout.dp + (0.0 if hides and layout.microbatches == 1 else sums_s)
-        steady = max(each.sum() / layout.pp, self._slowest_s(layout, works))
-        filling = min(fill_of(layout) / layout.microbatches, 1.0)
-        return float((1 - filling) * steady + filling * each.sum() + once_s / layout.pp)
+        once_s = update_s / layout.dp + (0.0 if hides and layout.microbatches == 1 else sums_s * factor)
+        steady = max(each.sum() / layout.pp, self._slowest_s(layout, works) * factor)
+        fill = min(fill_of(layout), layout.microbatches)
+        pipeline_s = (layout.microbatches - fill) * steady + fill * each.sum()
+        return float(max(pipeline_s, (layout.microbatches * each.sum() + once_s) / layout.pp))
 
     def lighter_bound_s(self, option: Option) -> float:
         """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
