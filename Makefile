@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
+.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,8 +59,11 @@ bench-predictor: $(STAMP) ## judge the predictor by published measurements in va
 bench-prediction: $(STAMP) ## calibrate, predict and measure three models under several layouts; emulate; simulate
 	@rc=0; for part in prediction memory; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
-bench-models: $(STAMP) ## check Hugging Face models against one process, time them beside PyTorch, weigh "auto"; plan Llama-3-8B over 64 and 512 devices
-	@rc=0; for part in models planning; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+bench-models: $(STAMP) ## check Hugging Face models against one process, time them beside PyTorch, weigh "auto"
+	@$(BIN)/python -m benchmarks.models
+
+bench-planning: $(STAMP) ## plan large models over up to 1,024 devices: seconds from the model to the plan file, memory, growth with layers
+	@rc=0; for part in planning search; do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 bench-collectives: $(STAMP) ## measure all-reduces beside gloo, Open MPI and copy-and-add
 	@$(BIN)/python -m benchmarks.collectives

@@ -92,9 +92,9 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     """The fastest of all stages and recomputations that fit, of one division of the batch."""
     layout = mw.Layout(dp=2, microbatches=microbatches)
 
-    def search(limit: float) -> auto._Search:
+    def search(limit: float) -> auto.Search:
         clock = TimeLimit(None, lambda what: None)
-        return auto._Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, "both", False, clock)
+        return auto.Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, "both", False, clock)
 
     open_end = search(math.inf)
     every = [

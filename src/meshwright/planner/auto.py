@@ -84,7 +84,7 @@ def plan_auto(
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
     limit = memory_bytes or cluster.device.memory_bytes
-    search = _Search(
+    search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
         offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
         clock=clock,
@@ -100,7 +100,7 @@ def plan_auto(
 
 
 @dataclass
-class _Search:
+class Search:
     """The search for the fastest layout.
 
     ``found`` has the estimated layouts that fit, and ``too_large`` those that do not. ``count`` is the number of
@@ -157,6 +157,7 @@ class _Search:
 
     @property
     def batch(self) -> int:
+        """The number of samples of a step."""
         return self.graph.batch_size
 
     @property
