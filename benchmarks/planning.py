@@ -1,7 +1,7 @@
 """How long planning takes: Llama-3-8B's whole training step, captured on the meta device, over 64 and 512 devices.
 
-Run as ``python -m benchmarks.planning`` (a part of ``make bench-models``). ``capture`` is ``mw.capture``; ``solve`` is
-the program alone, from its decisions and prices to the strategies; ``all`` is both and all between, to strategies of
+Run as ``python -m benchmarks.planning`` (a part of ``make bench-planning``). ``capture`` is ``mw.capture``; ``solve``
+is the program alone, from its decisions and prices to the strategies; ``all`` is both and all between, to strategies of
 all operators and storage of all parameters. The exit code is 1 if a target is missed.
 """
 

@@ -1,8 +1,8 @@
 """How long a search takes from the model to the plan file, for large models on large clusters, and how it grows.
 
 Run as ``make bench-planning``, with the fixed layouts of ``benchmarks.planning``. Every search runs in a process of its
-own: the model on the meta device, the capture, the search, the plan of the whole model, and the file. The exit code is 1
-if a target is missed.
+own: the model on the meta device, the capture, the search, the plan of the whole model, and the file. The exit code is
+1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ def findings(rounds: int, names: Sequence[str]) -> Iterator[Finding]:
             target=f"{case.name}: from the model to the plan file within {case.limit_s:g} s",
             verdict=at_most(took, case.limit_s),
             measured=f"{took.value:.1f} s (95 %: {took.low:.1f} to {took.high:.1f}), "
-            f"{last['captured_s']:.1f} s of them capture; {last['layout']}: {last['step_s'] * 1e3:.4g} ms a step, {peaks[case.name]:.2f} GiB for planning",
+            f"{last['captured_s']:.1f} s of them capture; {last['layout']}: {last['step_s'] * 1e3:.4g} ms a step, "
+            f"{peaks[case.name]:.2f} GiB for planning",
             series=Series.of(seconds, steps=1, settings=case.name, run=new_run()),
             limit_s=case.limit_s,
         )

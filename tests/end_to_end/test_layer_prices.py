@@ -131,6 +131,7 @@ LAYOUTS = (
     mw.Layout(tp=4, dp=2),
     mw.Layout(dp=4, tp=2, microbatches=2),
     mw.Layout(dp=2, pp=4, microbatches=4),
+    mw.Layout(dp=4, pp=2),
     mw.Layout(tp=2, pp=2, dp=2, microbatches=4, schedule="zb-h1"),
     mw.Layout(dp=2, tp=2, pp=2, microbatches=4, zero=1, recompute="full"),
     mw.Layout(dp=4, pp=2, microbatches=2, recompute="selective"),

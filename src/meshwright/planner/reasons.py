@@ -17,6 +17,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     """Sort key: of equally fast layouts, the simpler come first."""
     sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
     axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
+    axes += bool(layout.stage_sizes)
     return (
         axes,
         bool(layout.mixed),

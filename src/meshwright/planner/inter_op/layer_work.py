@@ -195,7 +195,7 @@ def _joined(
     parts = [_renamed(works.works[layer], number) for number, layer in enumerate(layers)]
     held = [works.held[layer] for layer in layers]
     buckets = _Buckets()
-    pieces = {kind: _Buckets().filled(_in_order(parts, kind)) for kind in parts[0].pieces if kind != _REDUCE}
+    pieces = {kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces if kind != _REDUCE}
     if together:  # the gradients of a layer are summed while earlier layers compute, where collectives do not block
         pieces[_B] = buckets.filled(piece for part in reversed(parts) for piece in _with_sums(part))
         pieces[_REDUCE] = ()
@@ -301,7 +301,7 @@ class _Buckets:
             if not isinstance(piece, Communicate) or not (sums or _gathers_parameters(piece)):
                 result.append(piece)
                 continue
-            key, self.joins = (piece.collective, piece.axis, piece.blocking), True
+            key, self.joins = (piece.collective, piece.axis, piece.blocking), self.joins or sums
             last = result[opened[key]] if key in opened else None
             if not isinstance(last, Communicate) or last.bytes + piece.bytes > BUCKET_BYTES:
                 opened[key] = len(result)
