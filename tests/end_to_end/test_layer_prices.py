@@ -152,8 +152,8 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(layout: mw.La
     works, stages = prices.of(layout), layout.pp * layout.chunks
     count = len(chain.layers)
     ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
-    together = layout.pp == layout.microbatches == 1
-    assembled = assemble([works] * stages, chain.priced(ranges), layout.pp, ADAMW, together=together)
+    accumulates = layout.microbatches > 1
+    assembled = assemble([works] * stages, chain.priced(ranges), layout.pp, ADAMW, accumulates=accumulates)
 
     lower = PlanLowering(graph)
     ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=chain.firsts_of(ranges))

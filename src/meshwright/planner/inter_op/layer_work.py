@@ -102,7 +102,9 @@ class LayerPrices:
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
         if id(works) not in self._once:
-            (stage,) = assemble([works], self.chain.priced([range(len(self.chain.layers))]), 1, self.optimizer).stages
+            (stage,) = assemble(
+                [works], self.chain.priced([range(len(self.chain.layers))]), 1, self.optimizer, accumulates=True
+            ).stages
             sums = (*stage.pieces[_REDUCE], *filter(_is_sum, stage.after))
             update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
             self._once[id(works)] = pieces_s(sums, works.mesh, self.network), update_s
@@ -152,13 +154,13 @@ def _shared(programs: Sequence[Program]) -> dict[str, tuple[int, tuple[int, ...]
 
 def assemble(
     variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], num_ranks: int, optimizer: OptimizerCost,
-    *, together: bool = False,
+    *, accumulates: bool,
 ) -> StepWork:  # fmt: skip
     """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
     stage, and ``num_ranks`` is the number of pipeline ranks.
 
-    ``together``: the step runs as one function (one stage and one micro-batch). The gradient of a layer then lives from
-    the layer's backward on, when values that later layers saved are free again.
+    ``accumulates``: gradients are summed over several micro-batches. Otherwise the gradient of a layer lives from the
+    layer's backward on, when values that later layers saved are free again.
     """
     ranks_of = {
         name: tuple(sorted({stage % num_ranks for stage, layers in enumerate(stages) if set(layers) & set(holders)}))
@@ -171,7 +173,7 @@ def assemble(
         joined = tuple(name for name, ranks in ranks_of.items() if len(ranks) > 1 and number % num_ranks in ranks)
         key = (id(works), tuple(layers), last, number < num_ranks, joined if last else ())
         if key not in known:
-            stage = _joined(works, layers, optimizer, first_chunk=number < num_ranks, together=together)
+            stage = _joined(works, layers, optimizer, first_chunk=number < num_ranks, accumulates=accumulates)
             after = list(stage.after)
             if num_ranks > 1 and last:
                 after = [
@@ -189,18 +191,14 @@ def assemble(
 
 
 def _joined(
-    works: LayerWorks, layers: Sequence[int], optimizer: OptimizerCost, *, first_chunk: bool, together: bool
+    works: LayerWorks, layers: Sequence[int], optimizer: OptimizerCost, *, first_chunk: bool, accumulates: bool
 ) -> StageWork:
     """The work of one stage of several layers."""
     parts = [_renamed(works.works[layer], number) for number, layer in enumerate(layers)]
     held = [works.held[layer] for layer in layers]
     buckets = _Buckets()
     pieces = {kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces if kind != _REDUCE}
-    if together:  # the gradients of a layer are summed while earlier layers compute, where collectives do not block
-        pieces[_B] = buckets.filled(piece for part in reversed(parts) for piece in _with_sums(part))
-        pieces[_REDUCE] = ()
-    else:
-        pieces[_REDUCE] = buckets.filled(piece for part in reversed(parts) for piece in part.pieces[_REDUCE])
+    pieces[_REDUCE] = buckets.filled(piece for part in reversed(parts) for piece in part.pieces[_REDUCE])
     ends = buckets.filled(piece for part in reversed(parts) for piece in part.after if _is_sum(piece))
     saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
     twice = _held_twice(works, layers)
@@ -208,7 +206,7 @@ def _joined(
     held_bytes = sum(each.total_bytes - each.prologue_bytes - each.inputs_bytes for each in held)
     held_bytes += max(each.prologue_bytes for each in held) - twice * (2 + optimizer.states)
     held_bytes += max(each.inputs_bytes for each in held) if first_chunk else 0
-    if together:
+    if not accumulates:
         gradients = [_gradients_bytes(each, optimizer) for each in held]
         # A bucket is there from its first gradient on.
         total, later, before, most = sum(gradients) - twice, BUCKET_BYTES if ends or buckets.joins else 0, saved, 0
@@ -220,7 +218,7 @@ def _joined(
     update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
     return StageWork(
         pieces=pieces,
-        before=_before(parts, together),
+        before=_before(parts),
         after=(*ends, Compute("update", update_s * (1 - twice / owned if owned else 1))),
         sent_up_bytes=parts[-1].sent_up_bytes,
         sent_down_bytes=parts[0].sent_down_bytes,
@@ -264,10 +262,6 @@ def _in_order(parts: Sequence[StageWork], kind: str) -> tuple[Piece, ...]:
         else:
             pieces.append(piece)
     return tuple(pieces)
-
-
-def _with_sums(part: StageWork) -> tuple[Piece, ...]:
-    return (*part.pieces[_B], *part.pieces[_REDUCE])
 
 
 def _is_sum(piece: Piece) -> bool:
@@ -325,11 +319,11 @@ def _gathers_parameters(piece: Communicate) -> bool:
     return piece.collective == "all_gather" and piece.axis in (*DATA_AXES, "ep")
 
 
-def _before(parts: Sequence[StageWork], together: bool) -> tuple[Piece, ...]:
+def _before(parts: Sequence[StageWork]) -> tuple[Piece, ...]:
     """The prologue of a stage: the longest of its layers' (layers compute equal values), and the zeroing of all
-    gradients, which a step that runs as one function does not need."""
+    gradients."""
     zeroing = [piece for part in parts for piece in part.before if isinstance(piece, Compute) and piece.what == ZEROING]
     rest = [tuple(piece for piece in part.before if piece.what != ZEROING) for part in parts]
     longest = max(rest, key=lambda each: sum(piece.seconds for piece in each if isinstance(piece, Compute)))
     seconds = sum(piece.seconds for piece in zeroing)
-    return longest if together or not seconds else (*longest, Compute(ZEROING, seconds))
+    return (*longest, Compute(ZEROING, seconds)) if seconds else longest

@@ -233,10 +233,9 @@ class Pipelines:
     ) -> Option:
         kinds = tuple(kind for kind, _ in chosen)
         strongest = max(kinds, key=RECOMPUTE.index)
-        together = layout.pp == 1 and layout.microbatches == 1 and strongest == "none" and layout.zero < 3
         work = assemble(
             [works for _, works in chosen], self.chain.priced(stages), layout.pp, self.prices.optimizer,
-            together=together,
+            accumulates=layout.microbatches > 1,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
         schedule = schedule_for(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
