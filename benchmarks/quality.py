@@ -24,7 +24,7 @@ from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.reasons import ALIKE
+from meshwright.planner.inter_op.pipelines import ALIKE
 
 
 @dataclass(frozen=True)

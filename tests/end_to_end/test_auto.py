@@ -38,8 +38,7 @@ from meshwright.models import (
 from meshwright.planner import auto, candidates
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.inter_op.pipelines import RECOMPUTE
-from meshwright.planner.reasons import ALIKE
+from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
 from tests.distributed import hugging_face, oracle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -14,24 +15,25 @@ from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import step_work
-from meshwright.errors import LayoutError
+from meshwright.errors import MeshwrightError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.ir.stages import cut
 from meshwright.lower.plans import PlanLowering
-from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.models import GPT, GPTConfig, ResNet, classification_loss, language_model_loss
 from meshwright.planner.candidates import Axes, runs, shapes
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
-from meshwright.planner.inter_op.layer_work import LayerPrices, assemble
+from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.shorten import shorten
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face
 
 CPU, GPU = mw.Cluster.load("cpu-local", 8), mw.Cluster.load("h100-dgx-ndr400x8", 64)
-BATCH = 16
+BATCH, RANKS = 16, 8
 
 
 @cache
@@ -139,16 +141,45 @@ LAYOUTS = (
     mw.Layout(dp=2, cp=2, pp=2, microbatches=4),
     mw.Layout(dp=4, tp=2, sequence_parallel=True),
     mw.Layout(dp=8, zero=2),
+    mw.Layout(dp=8, zero=1, microbatches=2),
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_text)
+SUBJECTS: dict[str, Callable[[], Graph]] = {
+    "own head": lambda: gpt(9, tied=False),
+    "tied": lambda: gpt(9),
+    "batch norm": lambda: images(56),
+}
+TIMES = {"own head": 0.03, "tied": 0.03, "batch norm": 0.05}
+PEAKS = {"own head": 0.05, "tied": 0.08, "batch norm": 0.25}
+"""Relative errors. The images are so small that a kernel's workspace is a large part of the peak."""
+
+
+@cache
+def subject(name: str) -> Graph:
+    return SUBJECTS[name]()
+
+
+def cases() -> list[tuple[str, mw.Layout]]:
+    batch_norm = [layout for layout in LAYOUTS if layout.microbatches == 1 and layout.tp == layout.cp == 1]
+    return [
+        *(("own head", layout) for layout in LAYOUTS),
+        *(("tied", layout) for layout in LAYOUTS),
+        *(("batch norm", layout) for layout in batch_norm),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), cases(), ids=lambda value: value if isinstance(value, str) else layout_text(value)
+)
 @pytest.mark.parametrize("cluster", [CPU, GPU], ids=lambda cluster: cluster.name)
-def test_assembled_stages_cost_what_the_program_of_the_model_costs(layout: mw.Layout, cluster: mw.Cluster) -> None:
+def test_assembled_stages_cost_what_the_program_of_the_model_costs(
+    name: str, layout: mw.Layout, cluster: mw.Cluster
+) -> None:
     """What is left are views between layers, and under ZeRO whole gradients before they are reduced."""
-    graph = gpt(9, tied=False)
-    chain = chain_of(graph, cluster)
-    prices = LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False)
+    graph = subject(name)
+    chain = chain_of(graph, cluster, RANKS)
+    prices = LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False, RANKS)
     works, stages = prices.of(layout), layout.pp * layout.chunks
     count = len(chain.layers)
     ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
@@ -157,29 +188,95 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(layout: mw.La
 
     lower = PlanLowering(graph)
     ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=chain.firsts_of(ranges))
-    plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
+    plan = plan_layout(graph, layout, world_size=RANKS, cluster=cluster, ask=ask)
     real = step_work(lower(plan), plan, cluster, optimizer=ADAMW)
     schedule = schedule_of(plan)
     expected, found = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
-    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
-    assert found.compute_s == pytest.approx(expected.compute_s, rel=0.03)
+    assert found.step_s == pytest.approx(expected.step_s, rel=TIMES[name])
+    assert found.compute_s == pytest.approx(expected.compute_s, rel=TIMES[name])
     played = [foretell(lower, plan, cluster, work=work).played.step_s for work in (real, assembled)]
-    assert played[1] == pytest.approx(played[0], rel=0.06)
+    assert played[1] == pytest.approx(played[0], rel=2 * TIMES[name])
     peaks = [max(one.peak_bytes for one in peak_memory(work, schedule)) for work in (real, assembled)]
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.1 if layout.zero else 0.05)
+    assert peaks[1] == pytest.approx(peaks[0], rel=max(0.1 if layout.zero else 0.0, PEAKS[name]))
 
 
 @pytest.mark.parametrize("cluster", [CPU, GPU], ids=lambda cluster: cluster.name)
-def test_bounds_are_below_estimates(cluster: mw.Cluster) -> None:
-    graph = gpt(4)
-    chain = chain_of(graph, cluster)
-    pipelines = Pipelines(LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False), float("inf"))
+@pytest.mark.parametrize("name", ["GPT", "batch norm", "wide first", "prime batch"])
+def test_bounds_are_below_estimates(name: str, cluster: mw.Cluster) -> None:
+    graphs = {
+        "GPT": lambda: gpt(4),
+        "batch norm": lambda: images(14),
+        "wide first": lambda: of_tensor(nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 8), *map(small, range(6)))),
+        "prime batch": lambda: of_tensor(nn.Sequential(*map(small, range(8))), 7),
+    }
+    graph = graphs[name]()
+    chain = chain_of(graph, cluster, 4)
+    pipelines = Pipelines(LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False, 4), float("inf"))
     seen = 0
-    for layout in itertools.chain.from_iterable(runs(shape, BATCH) for shape in shapes(BATCH, 4, Axes())):
+    for layout in itertools.chain.from_iterable(
+        runs(shape, graph.batch_size) for shape in shapes(graph.batch_size, 4, Axes())
+    ):
         try:
-            bound_s = pipelines.bound_s(layout)
-        except LayoutError:
+            option = pipelines.option(layout, ("none",))
+        except MeshwrightError:
             continue
-        assert bound_s <= pipelines.option(layout, ("none",)).step_s * (1 + 1e-9), layout_text(layout)
-        seen += 1
-    assert seen > 40
+        bound_s = pipelines.bound_s(layout)
+        assert bound_s <= option.step_s * (1 + 1e-9), layout_text(layout)
+        seen += layout.pp > 1
+    assert seen
+
+
+def small(_: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def of_tensor(model: nn.Module, batch: int = BATCH) -> Graph:
+    return mw.capture(model, lambda net, given: net(given).square().mean(), torch.zeros(batch, 8))
+
+
+def images(depth: int) -> Graph:
+    given = {"image": torch.zeros(BATCH, 1, 8, 8), "label": torch.zeros(BATCH, dtype=torch.int64)}
+    return mw.capture(ResNet(depth=depth, width=8, image_channels=1), classification_loss, given)
+
+
+def test_blocks_with_batch_norm_are_shortened() -> None:
+    graph = images(56)
+    assert len(shorten(graph).graph.operators) < len(graph.operators) / 2
+
+
+class Twice(nn.Module):
+    """All blocks run twice, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+class Towers(nn.Module):
+    """Two towers whose blocks run by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(6)) for _ in "ab"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for left, right in zip(self.left, self.right, strict=True):
+            x, y = left(x), right(y)
+        return x + y
+
+
+@pytest.mark.parametrize("kind", [Twice, Towers])
+def test_blocks_that_do_not_run_in_a_row_are_kept(kind: type[nn.Module]) -> None:
+    graph = of_tensor(kind())
+    assert shorten(graph).graph is graph
+    plan = mw.plan(graph, CPU, devices=4, only="inter")
+    assert cut(graph, plan.firsts).num_stages == len(plan.stages) >= 4

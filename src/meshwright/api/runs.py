@@ -31,7 +31,7 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.planner import compare
 from meshwright.planner.auto import Only
 from meshwright.planner.checks import check_strict
-from meshwright.planner.compare import Searched, Searches
+from meshwright.planner.compare import SearchComparison, SearchCosts
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.remedy import Change
 from meshwright.runtime import launch, manifest
@@ -93,7 +93,7 @@ def plan_run(
     verdict = memory_verdict(prediction.peak_memory_bytes, limit)
     changes: tuple[Change, ...] = ()
     lost = None
-    if verdict == "does not fit":
+    if verdict == "does not fit" and not chosen.layout.stage_sizes:
         changes = compare.changes_that_fit(
             graph, chosen.layout, known, PlanLowering, memory_bytes=limit, optimizer=optimizer, clips=clips
         )
@@ -113,9 +113,9 @@ def searches_of(
     memory_bytes: float | None = None,
     kind: str = "each",
     progress: Callable[[str], None] = lambda what: None,
-) -> Searches:
-    """The plans that searches find which may divide only operators, only make stages, or do both; or the plan of one
-    ``kind`` of search."""
+) -> SearchComparison:
+    """The costs of the plans that three searches find: one only divides operators, one only makes stages, and one does
+    both. With another ``kind`` than ``each``, only this search is made."""
     graph, optimizer, world_size = _captured(run, ranks)
     known, clips = _cluster(run, CPU, world_size), run.train.max_grad_norm > 0
     found = []
@@ -126,10 +126,10 @@ def searches_of(
                 only=only, offload=run.layout.offload != "none", seconds=run.layout.seconds, progress=progress,
             )  # fmt: skip
         except LayoutError as error:
-            found.append(Searched(only=only, problem=error.problem))
+            found.append(SearchCosts(only=only, problem=error.problem))
             continue
-        found.append(compare.searched(only, chosen, known, PlanLowering(graph), optimizer, clips))
-    return Searches(tuple(found))
+        found.append(compare.search_costs(only, chosen, known, PlanLowering(graph), optimizer, clips))
+    return SearchComparison(tuple(found))
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:

@@ -38,9 +38,12 @@ EPILOG = display.examples(
     "its sizes.",
 )
 TARGET: Any = typer.Argument(
+    ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
+)
+PLANNED: Any = typer.Argument(
     ...,
     metavar="RUN.toml|MODEL",
-    help=f"A run file, or a model: {', '.join(config.REFERENCES)}. With `diff OLD NEW`: two plans to compare.",
+    help=f"A run file, or a model: {', '.join(config.REFERENCES)}. `diff OLD NEW` compares two plan files.",
 )
 DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
 STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits.")
@@ -55,7 +58,7 @@ OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
 
 def plan(
     context: typer.Context,
-    target: str = TARGET,
+    target: str = PLANNED,
     dp: int | None = DP,
     tp: int | None = TP,
     strict: bool = STRICT,
@@ -72,7 +75,7 @@ def plan(
     only: str = typer.Option(
         "",
         "--only",
-        help="Search divided operators only (intra), stages only (inter), or show each beside both.",
+        help="Only divide operators (intra), only make stages (inter), or all three searches side by side (each).",
     ),
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
@@ -88,6 +91,8 @@ def plan(
     from meshwright import prediction
 
     if target == "diff":
+        names = (name for name in context.params if name not in ("target", "as_json"))
+        refuse(context, names, "two plan files are compared")
         return show_difference(context.args, as_json)
     network = target in prediction.network_names()
     by_name = network or target in prediction.model_names() or target.endswith(".json")
@@ -127,6 +132,11 @@ def plan(
 
     limit = display.num_bytes(memory, "--memory") if memory else None
     if only:
+        refuse(
+            context,
+            ("dp", "tp", "output", "program", "rank", "why_not"),
+            "--only searches for plans, and shows their costs",
+        )
         return show_searches(run, ranks, limit, only, as_json)
     with display.progress("capturing and planning") as bars:
         planned = api.plan_run(
@@ -147,7 +157,7 @@ def plan(
         for change in planned.changes:
             costs = f"{change.step_s * 1e3:.4g} ms a step, {change.peak_bytes / 2**30:.3g} GiB a rank"
             display.console().print(f"    it fits with {change.text}: {costs}")
-        if planned.verdict == "does not fit" and not planned.changes:
+        if planned.verdict == "does not fit" and not planned.changes and not chosen.layout.stage_sizes:
             display.console().print("    no single change makes it fit: --layout.plan auto looks for another layout")
         if planned.lost is not None:
             lost = planned.lost

@@ -68,15 +68,16 @@ def step_work(
     optimizer: OptimizerCost = SGD,
     clips: bool = False,
     threads: int = 1,
+    num_ranks: int = 0,
 ) -> StepWork:
     """The work of one training step of ``plan``, which was lowered to ``programs``, on ``cluster``. ``threads`` is the
-    number of threads of each rank.
+    number of threads of each rank. ``num_ranks`` is the number of ranks that work at once (0: those of the plan).
 
     On a CPU every rank moves the bytes of its collectives itself. Collectives then do not overlap compute: the rank
     blocks where it waits for a collective. On other devices a collective overlaps the kernels between its start and its
     wait.
     """
-    stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads) for program in programs]
+    stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads, num_ranks) for program in programs]
     return StepWork(tuple(stage.work() for stage in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
 
 
@@ -87,11 +88,22 @@ def stage_held(
     return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
 
 
-class NodeCosts:
-    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh."""
+def of_parameters(program: Program) -> list[Node]:
+    """The nodes of the prologue that depend on parameters: gathers, casts, and what is computed from their results."""
+    values = {parameter.value for parameter in program.parameters}
+    nodes = []
+    for node in program.phase(PROLOGUE).nodes:
+        if not values.isdisjoint(node.inputs):
+            values.update(value.name for value in node.outputs)
+            nodes.append(node)
+    return nodes
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1) -> None:
-        at_once = max(1, min(mesh.world_size, cluster.num_devices))
+
+class NodeCosts:
+    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh, or on ``num_ranks`` ranks."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0) -> None:
+        at_once = max(1, min(num_ranks or mesh.world_size, cluster.num_devices))
         self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads))
         self._known = lru_cache(maxsize=None)(self.rates.cost)
 
@@ -111,10 +123,10 @@ class NodeCosts:
 class _Stage:
     def __init__(
         self, programs: Sequence[Program], program: Program, plan: Plan, cluster: Cluster, optimizer: OptimizerCost,
-        clips: bool, threads: int,
+        clips: bool, threads: int, num_ranks: int = 0,
     ) -> None:  # fmt: skip
         self.programs, self.program, self.plan = programs, program, plan
-        self.costs = NodeCosts(plan.mesh, cluster, threads)
+        self.costs = NodeCosts(plan.mesh, cluster, threads, num_ranks)
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
         self.pipeline = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
@@ -277,10 +289,7 @@ class _Stage:
     def held(self) -> HeldBytes:
         program = self.program
         once = set() if program.together else set(program.phase(PROLOGUE).outputs)
-        derived = {parameter.value for parameter in program.parameters}
-        for node in program.phase(PROLOGUE).nodes:
-            if not derived.isdisjoint(node.inputs):
-                derived.update(value.name for value in node.outputs)
+        derived = {value.name for node in of_parameters(program) for value in node.outputs}
         kept = {value.storage: value.name for node in self._nodes(PROLOGUE) for value in node.outputs
                 if value.name in once}  # fmt: skip
         whole = {storage for storage, name in kept.items() if name in derived}

@@ -1,14 +1,16 @@
 """Find the best layout of a captured model.
 
-Layers are priced once for each way to divide a stage's ranks (``inter_op.layer_work``). From these prices follow the
-best cut into stages and the time of every layout (``inter_op.pipelines``), in the order of lower bounds, so that most
-layouts are never priced. The fastest layouts are planned and lowered for the whole model, and simulated.
+Layers are priced once for each way to divide a stage's ranks and each size of micro-batch (``inter_op.layer_work``).
+From these prices follow the best cut into stages and the time of a layout (``inter_op.pipelines``). Layouts are taken
+in the order of lower bounds, so that most are never cut. The fastest are planned and lowered for the whole model, and
+simulated.
 """
 
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +23,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import axes_of, runs, shapes, variations
+from meshwright.planner.candidates import axes_of, divisors, runs, shapes, variations
 from meshwright.planner.checks import check_precision
 from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
@@ -126,12 +128,12 @@ class Search:
     stopped: bool = False
 
     def __post_init__(self) -> None:
-        graph, chain = self.graph, chain_of(self.graph, self.cluster)
+        graph, chain = self.graph, chain_of(self.graph, self.cluster, self.world_size)
         self.whole = chain.graph is graph
         lower = self.lowering(graph)
         self.model = WholeModel(graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit)
         of_chain = lower if self.whole else self.lowering(chain.graph)
-        self.prices = LayerPrices(chain, self.cluster, of_chain, self.optimizer, self.clips)
+        self.prices = LayerPrices(chain, self.cluster, of_chain, self.optimizer, self.clips, self.world_size)
         self.pipelines = Pipelines(self.prices, self.limit)
         self.axes = axes_of(graph)
         # Entries: seconds, complexity, a number that orders equal entries, and a layout or its option.
@@ -361,46 +363,40 @@ class Search:
         """The plan of the best layout, with the next-best layouts."""
         if not self.found:
             smallest = sorted(self.too_large, key=lambda option: option.peak_bytes)[:PLAYED]
-            self.found = self.model.smallest(smallest, self.refused)
+            self.found = self.model.fitting_or_error(smallest, self.refused)
         fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
-        fitting = sorted([*self._unlike(fitting[:AKIN]), *fitting], key=lambda option: option.step_s)
-        finalists = Finalists(self.model, fitting[:PLAYED], self.whole, self.clock, self.refused)
+        fitting = sorted([*self._uneven_stages(fitting[:AKIN]), *fitting], key=lambda option: option.step_s)
+        finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
         best, plan, foretold = finalists.best()
-        step_s = {option.name: option.step_s for option in fitting} | finalists.step_s
-        others = [option for option in fitting if option is not best and step_s[option.name] < math.inf]
-        others.sort(key=lambda option: step_s[option.name])
-        lost = [alternative(option, best, step_s) for option in others[:SHOWN]]
+        timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
+        winner = next(option for option in timed if option.name == best.name)
+        others = [option for option in timed if option.name != best.name and option.step_s < math.inf]
+        others.sort(key=lambda option: option.step_s)
+        lost = [alternative(option, winner) for option in others[:SHOWN]]
         lost += [
             needs_memory(option, self.limit)
             for option in sorted(self.too_large, key=lambda option: option.step_s)[: SHOWN // 2]
         ]
-        if self.stopped:
+        if self.stopped or finalists.stopped:
             note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
 
-    def _unlike(self, fastest: list[Option]) -> Iterator[Option]:
+    def _uneven_stages(self, fastest: list[Option]) -> Iterator[Option]:
         """Options whose stages differ in dp and tp, of the fastest layouts with stages."""
         for option in fastest:
             layout = option.layout
             if layout.pp == 1 or layout.chunks > 1 or layout.zero or not _is_plain(layout) or self.clock.over:
                 continue
-            ranks = layout.dp * layout.tp
-            sizes = [
-                shape for shape in shapes(self.batch, self.world_size, self.axes, self.most_tp)
-                if shape.pp == layout.pp and not shape.mixed and self.batch % (shape.dp * layout.microbatches) == 0
-            ]  # fmt: skip
-            works = {}
-            for shape in sizes:
-                try:
-                    own = msgspec.structs.replace(layout, dp=shape.dp, tp=ranks // shape.dp, recompute="none")
-                    works[own.dp, own.tp] = self.prices.of(own)
-                except REFUSALS:
-                    continue
-            plain = msgspec.structs.replace(layout, recompute="none")
-            mixed = self.pipelines.mixed(plain, works) if len(works) > 1 else None
-            if mixed is not None and mixed.step_s < option.step_s and mixed.peak_bytes <= self.limit:
-                yield mixed
+            ranks, works = layout.dp * layout.tp, {}
+            for dp in divisors(ranks):
+                own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute="none")
+                if self.batch % (dp * layout.microbatches) == 0 and own.tp <= self.most_tp:
+                    with suppress(*REFUSALS):
+                        works[own.dp, own.tp] = self.prices.of(own)
+            uneven = self.pipelines.uneven(option, works) if len(works) > 1 else None
+            if uneven is not None and uneven.peak_bytes <= self.limit:
+                yield uneven
 
 
 def _is_plain(layout: Layout) -> bool:

@@ -56,8 +56,11 @@ def why_not(
         return Alternative(layout=layout_text(layout), step_s=0.0, peak_memory_bytes=0, why=why)
     if asked.peak_bytes > limit:
         return needs_memory(asked, limit)
-    chosen = _option_of(best, cluster, lower, optimizer, clips)
-    return alternative(asked, chosen, {asked.name: asked.step_s, chosen.name: chosen.step_s})
+    if (plan.layout, plan.firsts) == (best.layout, best.firsts):
+        return Alternative(
+            layout=asked.name, step_s=asked.step_s, peak_memory_bytes=asked.peak_bytes, why="it is the plan's layout"
+        )
+    return alternative(asked, _option_of(best, cluster, lower, optimizer, clips), searched=bool(best.alternatives))
 
 
 def _option_of(plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool) -> Option:
@@ -73,7 +76,7 @@ def _option_of(plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerC
     )
 
 
-class Searched(msgspec.Struct, frozen=True, kw_only=True):
+class SearchCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a search that may divide only operators (``intra``), only make stages (``inter``), or do both.
 
     Seconds and bytes are those of the busiest rank in a step. ``waiting_s`` is the time in which it neither computes
@@ -90,17 +93,19 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Searches(msgspec.Struct, frozen=True):
+class SearchComparison(msgspec.Struct, frozen=True):
     """The plans of several searches of one model."""
 
-    searches: tuple[Searched, ...]
+    searches: tuple[SearchCosts, ...]
 
 
-def searched(only: Only, plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool) -> Searched:
+def search_costs(
+    only: Only, plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool
+) -> SearchCosts:
     """The costs of a plan that a search with ``only`` found."""
     option = _option_of(plan, cluster, lower, optimizer, clips)
     predicted = option.predicted
-    return Searched(
+    return SearchCosts(
         only=only,
         layout=option.name,
         step_s=option.step_s,
@@ -147,8 +152,9 @@ def changes_that_fit(
     single change is enough. Prices of layers choose among the changes (decision 0040); those that are returned were
     lowered and simulated for the whole model."""
     limit = memory_bytes or cluster.device.memory_bytes
-    chain, lower = chain_of(graph, cluster), lowering(graph)
-    pipelines = Pipelines(LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips), limit)
+    chain, lower = chain_of(graph, cluster, layout.num_ranks), lowering(graph)
+    prices = LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips, layout.num_ranks)
+    pipelines = Pipelines(prices, limit)
     estimates: list[tuple[float, str, Layout]] = []
     for text, changed in _single_changes(layout, graph.batch_size, cluster):
         with suppress(*_IMPOSSIBLE):

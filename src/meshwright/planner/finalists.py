@@ -14,8 +14,8 @@ from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.inter_op.pipelines import Option
-from meshwright.planner.reasons import ALIKE, complexity, nothing_fits
+from meshwright.planner.inter_op.pipelines import ALIKE, Option
+from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
 
 REFUSALS = (LayoutError, PlanError, ScheduleError)
@@ -51,7 +51,7 @@ class WholeModel:
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
 
-    def smallest(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
+    def fitting_or_error(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
         """The options that fit although their estimates do not.
 
         Raises:
@@ -73,17 +73,19 @@ class WholeModel:
 
 @dataclass
 class Finalists:
-    """The ``options`` with the shortest estimates. ``step_s`` maps the name of an option to its estimate, and once it
-    is simulated, to the simulated seconds (infinite if it does not fit after all). ``every``: all are simulated;
-    otherwise only the best, and others only if the best is slower than estimated."""
+    """The options that fit by their estimates, the fastest first. ``step_s`` maps the name of an option to its estimate
+    and, once it is simulated, to the simulated seconds (infinite if it does not fit after all). The first ``at_least``
+    options are simulated in any case, others only if those are slower than estimated."""
 
     model: WholeModel
     options: Sequence[Option]
-    every: bool
+    at_least: int
     clock: TimeLimit
     refused: list[str]
     step_s: dict[str, float] = field(default_factory=dict)
     real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
+    stopped: bool = False
+    """Whether the time was over before all were simulated that could be the best."""
 
     def best(self) -> tuple[Option, Plan, Foretold]:
         """The simplest of the options within ``ALIKE`` of the fastest, with its plan and simulated step.
@@ -92,29 +94,43 @@ class Finalists:
             LayoutError: no option fits.
         """
         self.step_s |= {option.name: option.step_s for option in self.options}
-        for option in self.options if self.every else ():
-            if self.real and self.clock.over:
+        for option in self.options[: self.at_least]:
+            if self._any_fits and self.clock.over:
+                self.stopped = True
                 break
             self._simulate(option)
         while True:
-            left = [option for option in self.options if self.step_s[option.name] < math.inf]
-            if not left:
-                raise self._error()
-            near = (1 + ALIKE) * min(self.step_s[option.name] for option in left)
-            best = min(
-                (option for option in left if self.step_s[option.name] <= near),
-                key=lambda option: (complexity(option.layout), self.step_s[option.name]),
-            )
+            best = self._simplest(self.options)
             if best.name in self.real:
                 break
+            if self._any_fits and self.clock.over:
+                self.stopped = True
+                best = self._simplest([option for option in self.options if option.name in self.real])
+                break
             self._simulate(best)
-        plan, foretold = self.model.planned(best, explains=True) if self.every else self.real[best.name]
+        plan, foretold = self.real[best.name]
+        if self.at_least:  # without explanations so far
+            plan, foretold = self.model.planned(best, explains=True)
         return best, plan, foretold
+
+    @property
+    def _any_fits(self) -> bool:
+        return any(self.step_s[name] < math.inf for name in self.real)
+
+    def _simplest(self, options: Sequence[Option]) -> Option:
+        left = [option for option in options if self.step_s[option.name] < math.inf]
+        if not left:
+            raise self._error()
+        near = (1 + ALIKE) * min(self.step_s[option.name] for option in left)
+        return min(
+            (option for option in left if self.step_s[option.name] <= near),
+            key=lambda option: (complexity(option.layout), self.step_s[option.name]),
+        )
 
     def _simulate(self, option: Option) -> None:
         self.clock.say(f"simulating {option.name}")
         try:
-            self.real[option.name] = self.model.planned(option, explains=not self.every)
+            self.real[option.name] = self.model.planned(option, explains=not self.at_least)
         except REFUSALS as error:
             self.refused.append(f"{option.name}: {error.problem}")
             self.step_s[option.name] = math.inf

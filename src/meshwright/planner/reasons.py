@@ -6,11 +6,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Alternative
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option
-
-ALIKE = 0.02
-"""Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
-the planner takes the simplest."""
+from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
@@ -28,27 +24,25 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     )
 
 
-def alternative(option: Option, best: Option, step_s: dict[str, float]) -> Alternative:
+def alternative(loser: Option, winner: Option, *, searched: bool = True) -> Alternative:
     """The ``Alternative`` for a layout that was not taken. Its reason names the part of the step that takes the most
-    extra time."""
-    loser, winner = option.predicted, best.predicted
+    extra time. ``searched``: the winner is the result of a search."""
+    lost, won = loser.predicted, winner.predicted
     parts = {
-        "computing": loser.compute_s - winner.compute_s,
-        "communication": loser.communication_s - winner.communication_s,
-        "waiting for other stages": loser.waiting_s - winner.waiting_s,
+        "computing": lost.compute_s - won.compute_s,
+        "communication": lost.communication_s - won.communication_s,
+        "waiting for other stages": lost.waiting_s - won.waiting_s,
     }
     what, more = max(parts.items(), key=lambda item: item[1])
-    seconds = step_s[option.name]
-    slower = seconds / step_s[best.name] - 1
-    if slower < -ALIKE:
-        why = f"{-slower:.1%} faster: the plan was not searched for (--layout.plan auto)"
-    elif slower <= ALIKE:
-        why = f"{slower:+.1%}, which is within what can be foretold, and less simple"
+    slower = loser.step_s / winner.step_s - 1
+    if abs(slower) <= ALIKE:
+        simpler = complexity(loser.layout) > complexity(winner.layout)
+        why = f"{slower:+.1%}, which is within what can be foretold" + (", and less simple" if simpler else "")
+    elif slower < 0:
+        why = f"{-slower:.1%} faster" + ("" if searched else ": the plan was not searched for (--layout.plan auto)")
     else:
-        why = f"{slower:.1%} slower"
-        if more > 0:
-            why += f": {more * 1e3:.3g} ms more of {what}"
-    return Alternative(layout=option.name, step_s=seconds, peak_memory_bytes=option.peak_bytes, why=why)
+        why = f"{slower:.1%} slower" + (f": {more * 1e3:.3g} ms more of {what}" if more > 0 else "")
+    return Alternative(layout=loser.name, step_s=loser.step_s, peak_memory_bytes=loser.peak_bytes, why=why)
 
 
 def needs_memory(option: Option, limit: float) -> Alternative:
@@ -63,12 +57,13 @@ def nothing_fits(
     """The error that no layout fits. It names the smallest layout and what would help; or, if none divides the model,
     why."""
     if not too_large:
+        divides = graph.batch_size % world_size == 0
         return LayoutError(
-            f"no layout of {world_size} ranks divides the model and its batch of {graph.batch_size}: {refused[0]}"
+            f"no layout of {world_size} ranks fits the model and its batch of {graph.batch_size}: {refused[0]}"
             if refused
             else f"no layout of {world_size} ranks divides a global batch of {graph.batch_size}",
             where="plan",
-            remedy=f"use a global batch that {world_size} divides, or other numbers of ranks",
+            remedy="use other numbers of ranks" + ("" if divides else f", or a global batch that {world_size} divides"),
         )
     least = min(too_large, key=lambda option: option.peak_bytes)
     changes = [f"give every rank {_gib(least.peak_bytes)} GiB"]

@@ -1,6 +1,6 @@
 """The difference of two plans as text: layout, stages, strategies, storage, buckets and prediction."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -26,8 +26,7 @@ class PlanDifference(msgspec.Struct, frozen=True):
 
 
 def difference(old: Plan, new: Plan) -> PlanDifference:
-    """All decisions in which two plans differ, the most general first. Operators and parameters of repeated blocks are
-    grouped by their starred names if all of a group changed alike."""
+    """All decisions in which two plans differ, the most general first."""
     return PlanDifference(tuple(_differences(old, new)))
 
 
@@ -46,6 +45,10 @@ def _differences(old: Plan, new: Plan) -> Iterator[Difference]:
         ("batch", f"{old.batch_size}", f"{new.batch_size}"),
         ("cluster", old.cluster, new.cluster),
         ("layout", layout_text(old.layout), layout_text(new.layout)),
+        ("mesh", f"{old.mesh}", f"{new.mesh}"),
+        ("schedule", _scheduled(old), _scheduled(new)),
+        ("precision", f"{old.precision}", f"{new.precision}"),
+        ("offload", old.offload, new.offload),
         ("predicted step", *_predicted(old, new)),
         ("predicted peak memory", _peak(old), _peak(new)),
         ("stages", f"{len(old.stages)}", f"{len(new.stages)}"),
@@ -53,25 +56,32 @@ def _differences(old: Plan, new: Plan) -> Iterator[Difference]:
     for index, (before, after) in enumerate(zip(old.stages, new.stages, strict=False)):
         pairs += [
             (f"stage {index} begins at", before.first or "the beginning", after.first or "the beginning"),
-            (
-                f"stage {index} recomputes",
-                ", ".join(before.recompute) or "nothing",
-                ", ".join(after.recompute) or "nothing",
-            ),
+            (f"stage {index} recomputes", _listed(before.recompute), _listed(after.recompute)),
             (f"stage {index} submesh", _sizes(before), _sizes(after)),
+            (f"stage {index} reduces every micro-batch", _listed(before.gradients), _listed(after.gradients)),
+            (f"stage {index} frees after each use", _listed(before.released), _listed(after.released)),
         ]
     pairs += _of_modules(_strategies(old), _strategies(new))
-    pairs += _of_names(_storage(old), _storage(new), _WHOLE, "stored ")
+    pairs += _stored(_storage(old), _storage(new))
     pairs += [
         ("buckets of gradients", _buckets(old.buckets), _buckets(new.buckets)),
         ("buckets of gathers", _buckets(old.gathers), _buckets(new.gathers)),
         ("algorithms", _words(old.algorithms), _words(new.algorithms)),
+        ("interiors first", _listed(old.interiors), _listed(new.interiors)),
         ("codec", f"{old.codec}", f"{new.codec}"),
         ("consistency", old.consistency, new.consistency),
+        ("amendments", f"{len(old.amendments)}", f"{len(new.amendments)}"),
     ]
-    for what, before_text, after_text in pairs:
-        if before_text != after_text:
-            yield Difference(what=what, old=before_text, new=after_text)
+    changed = [(what, before, after) for what, before, after in pairs if before != after]
+    if not changed and old.digest != new.digest:
+        changed = [("other decisions, such as the links that resharding is planned for", old.digest, new.digest)]
+    for what, before_text, after_text in changed:
+        yield Difference(what=what, old=before_text, new=after_text)
+
+
+def _scheduled(plan: Plan) -> str:
+    chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
+    return f"{plan.schedule}{chunks}, {plan.microbatches} micro-batches"
 
 
 def _of_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -86,19 +96,17 @@ def _of_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[st
     return [(name, " / ".join(olds), " / ".join(news)) for name, (olds, news) in modules.items()]
 
 
-def _of_names(
-    old: Mapping[str, str], new: Mapping[str, str], missing: str, prefix: str = ""
-) -> list[tuple[str, str, str]]:
-    """The names whose texts differ, grouped by starred names."""
-    changed = {
-        name: (old.get(name, missing), new.get(name, missing))
-        for name in dict.fromkeys((*old, *new))
-        if old.get(name, missing) != new.get(name, missing)
-    }
+def _stored(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """The parameters whose storage differs. Parameters of repeated blocks are grouped if they changed alike."""
     groups: dict[tuple[str, tuple[str, str]], list[str]] = {}
-    for name, texts in changed.items():
-        groups.setdefault((starred(name), texts), []).append(name)
-    return [(prefix + (names[0] if len(names) == 1 else star), *texts) for (star, texts), names in groups.items()]
+    for name in dict.fromkeys((*old, *new)):
+        texts = old.get(name, _WHOLE), new.get(name, _WHOLE)
+        if texts[0] != texts[1]:
+            groups.setdefault((starred(name), texts), []).append(name)
+    return [
+        (f"stored {names[0]}" if len(names) == 1 else f"stored {star} ({len(names)} of them)", *texts)
+        for (star, texts), names in groups.items()
+    ]
 
 
 def _strategies(plan: Plan) -> dict[str, str]:
@@ -124,8 +132,9 @@ def _placed(placement: Placement) -> str:
     return f"dim {dim}" if dim is not None else type(placement).__name__.lower()
 
 
-def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(names) or "nothing"
+def _listed(names: Iterable[str]) -> str:
+    """The starred names, each once."""
+    return ", ".join(dict.fromkeys(map(starred, names))) or "nothing"
 
 
 def _sizes(stage: Stage) -> str:

@@ -1,6 +1,7 @@
 """Builds pipeline schedules, which list the actions of every rank in one step, and the schedule of a plan."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 from meshwright.errors import Problem, ScheduleError, refuse
 from meshwright.ir import files
@@ -170,11 +171,18 @@ _FITS = {"interleaved": _fills_rounds, "zb-h1": _fills_pipeline}
 NAMES = tuple(_BUILDERS)
 
 
+@lru_cache(maxsize=512)
+def training_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule ``name`` of a training step, with its communication and the reduction of gradients. One rank has the
+    schedule ``none``."""
+    schedule = build(name if num_ranks > 1 else "none", num_ranks, num_microbatches, num_chunks)
+    return add_reduction(add_communication(schedule))
+
+
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
     """The schedule of a plan's training step; without ``backward``, the schedule of an evaluation, which has only
     forwards."""
     num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
     if not backward:
         return forwards(num_ranks, plan.microbatches, plan.chunks)
-    schedule = build(plan.schedule, num_ranks, plan.microbatches, plan.chunks)
-    return add_reduction(add_communication(schedule))
+    return training_schedule(plan.schedule, num_ranks, plan.microbatches, plan.chunks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -14,8 +15,9 @@ from meshwright.planner.inter_op.shorten import shorten
 
 FEWEST_LAYERS = 8
 """A model with fewer blocks is cut inside its blocks, too."""
-MOST_PRICED = 12
-"""Largest number of layers that are priced one by one. Equal layers are priced once."""
+PRICED, MOST_PRICED = 12, 24
+"""Numbers of layers that are priced, at least and at most, if the model can be cut so often. There are three layers for
+each rank in between, so that stages can be cut evenly."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Chain:
     firsts: tuple[str, ...]
     layers: tuple[Layer, ...]
 
+    @cached_property
+    def numbers(self) -> list[int]:
+        """For each layer, the number of the equal layer that is priced."""
+        return [layer.priced for layer in self.layers]
+
     def firsts_of(self, stages: Sequence[Sequence[int]]) -> tuple[str, ...]:
         """The first operators of ``stages``, except the first stage. A stage is given by the numbers of its layers."""
         return tuple(self.layers[stage[0]].first for stage in stages[1:])
@@ -45,10 +52,11 @@ class Chain:
         return tuple(tuple(self.layers[layer].priced for layer in stage) for stage in stages)
 
 
-def chain_of(graph: Graph, cluster: Cluster | None) -> Chain:
+def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1) -> Chain:
     """Cut a model into layers where few bytes cross: between blocks, or also inside blocks if there are few.
 
-    If more than ``MOST_PRICED`` layers would have to be priced, layers are grouped into about as many larger layers.
+    Between ``PRICED`` and ``MOST_PRICED`` layers are priced, depending on ``num_ranks``. If there are more, layers are
+    grouped.
     """
     short = shorten(graph)
     forward = forward_operators(short.graph)
@@ -61,17 +69,23 @@ def chain_of(graph: Graph, cluster: Cluster | None) -> Chain:
     if len(between | forced) + 1 + more < FEWEST_LAYERS:
         between = {point.position for point in points}
     borders = sorted(between | forced)
-    if len(borders) >= MOST_PRICED:
-        borders = _fewer(short.graph, forward, cluster, borders, sorted(forced))
+    most = min(MOST_PRICED, max(PRICED, 3 * num_ranks))
+    if len(borders) >= most:
+        borders = _fewer(short.graph, forward, cluster, borders, sorted(forced), most)
     return Chain(
         short.graph, tuple(forward[border].name for border in borders), _layers(forward, borders, spans, short.copies)
     )
 
 
 def _fewer(
-    graph: Graph, forward: Sequence[Operator], cluster: Cluster | None, borders: Sequence[int], forced: Sequence[int]
+    graph: Graph,
+    forward: Sequence[Operator],
+    cluster: Cluster | None,
+    borders: Sequence[int],
+    forced: Sequence[int],
+    most: int,
 ) -> list[int]:
-    """Group the layers between every two borders of ``forced`` into fewer layers."""
+    """Group the layers between every two borders of ``forced`` into fewer layers, about ``most`` in all."""
     times, live = operator_times(graph, forward, cluster), live_bytes(graph, forward)
     ends = [0, *forced, len(forward)]
     total, kept = sum(times), set(forced)
@@ -79,7 +93,7 @@ def _fewer(
         allowed = set(borders)
         crossing = [live[index] if index in allowed else inf for index in range(start, end)]
         share = sum(times[start:end]) / total if total else 1 / len(ends)
-        count = max(1, round(share * MOST_PRICED))
+        count = max(1, round(share * most))
         kept.update(start + first for first in group_layers(times[start:end], crossing, count))
     return sorted(kept)
 

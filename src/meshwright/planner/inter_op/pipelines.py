@@ -1,7 +1,6 @@
 """Make the stages of a layout from the work of layers: the cut, the recomputation of each stage, time and memory."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from math import inf
 from typing import Literal
 
@@ -9,17 +8,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.closed_form import Predicted, predict_step
+from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
-from meshwright.cost.work import StepWork
-from meshwright.errors import LayoutError
+from meshwright.cost.work import Compute, StepWork
+from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.schedule import ActionKind, Schedule
-from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks, assemble
+from meshwright.ir.schedule import ActionKind
+from meshwright.planner.inter_op.assemble import assemble, is_sum
+from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
-from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import build
+from meshwright.schedules.pipeline import training_schedule
 from meshwright.simulate.engine import play
 
 Recompute = Literal["none", "selective", "full"]
@@ -28,9 +27,13 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 LEAST = 0.7
-"""Smallest fraction of its time that a micro-batch takes if gradients are not accumulated."""
+"""Smallest fraction of its time that a micro-batch takes if gradients are not accumulated. It is assumed: adding up
+gradients moves three times their bytes, beside kernels that move as many bytes of weights at least twice."""
 MANY = 10**6
 """A number of micro-batches with which filling a pipeline takes no time."""
+ALIKE = 0.02
+"""Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
+the planner takes the simplest."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +69,29 @@ def fill_of(layout: Layout) -> float:
     return {"interleaved": 1 / layout.chunks, "zb-h1": 1 / 3}.get(layout.schedule, 1.0)
 
 
-@lru_cache(maxsize=512)
-def schedule_for(name: str, num_ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule of a training step with its communication."""
-    return add_reduction(add_communication(build(name if num_ranks > 1 else "none", num_ranks, microbatches, chunks)))
+def _filled_s(layout: Layout, total_s: float) -> float:
+    """A lower bound on the seconds of a pipeline whose stages take ``total_s`` for one micro-batch together.
+
+    Stage k works m x s_k, and it cannot begin and end before the first and the last micro-batch have passed the stages
+    before it: T >= m s_k + f (s_0 + ... + s_{k-1}), where f is the part of a stage's work that its neighbours must wait
+    for (``fill_of``). The stages with the smallest T fulfil all of these with equality. Then s_k falls by the factor
+    1 - f / m from stage to stage, and their sum gives T.
+    """
+    fill = min(fill_of(layout), layout.microbatches)
+    return fill * total_s / (1 - (1 - fill / layout.microbatches) ** layout.pp)
+
+
+def _passes(layout: Layout) -> tuple[str, ...]:
+    """The kinds of actions of one micro-batch on a stage."""
+    split = layout.schedule == "zb-h1"
+    return (ActionKind.F.value, *((ActionKind.I.value, ActionKind.W.value) if split else (ActionKind.B.value,)))
+
+
+def _spans(each: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[i, j]: the sum from i to j (both included); infinite where j is before i."""
+    before = np.concatenate([[0.0], np.cumsum(each)])
+    spans: NDArray[np.float64] = before[None, 1:] - before[:-1, None]
+    return np.where(np.tri(len(each), k=-1, dtype=bool), inf, spans)
 
 
 class Pipelines:
@@ -79,38 +101,60 @@ class Pipelines:
         self.prices, self.limit_bytes = prices, limit_bytes
         self.chain, self.cluster = prices.chain, prices.cluster
         self._slowest: dict[object, float] = {}
+        self._once: dict[LayerWorks, tuple[float, float]] = {}
 
     def bound_s(self, layout: Layout) -> float:
-        """A lower bound on the seconds of a step of ``layout``, whatever its recomputation and ZeRO stage.
+        """A lower bound on the seconds of a step of ``layout`` in the closed form, whatever its recomputation.
 
-        It follows from the work of layers: the time of the pipeline with the best cut, or the mean work of a rank. For
-        stages with one micro-batch, which are rarely worth while, it follows from ``LEAST`` x the work with several
-        micro-batches of equal size.
+        It is the largest of three: the mean work of a rank; the work of the slowest stage in the best cut; and the
+        time of a pipeline whose stages do not begin before the first micro-batch has come (``_filled_s``). For one
+        micro-batch on stages, which is rarely worth while, the work is ``LEAST`` x the work with several micro-batches
+        of equal size.
 
         Raises:
             LayoutError: the model has too few layers, or the layout does not fit the model.
             PlanError: the layout cannot be lowered.
         """
         self._check(layout)
-        priced, factor = layout, 1.0
-        if layout.microbatches == 1 and layout.pp > 1 and layout.dp % 2 == 0:
-            priced, factor = msgspec.structs.replace(layout, dp=layout.dp // 2, microbatches=2), LEAST
-        works = self.prices.of(priced)
-        hides = layout.pp == 1 and self.cluster.device.kind != "cpu"
-        each = np.array(self.prices.seconds(works, self._passes(layout), hidden=not hides))[self._numbers] * factor
-        sums_s, update_s = self.prices.once_s(works)
-        once_s = update_s / layout.dp + (0.0 if hides and layout.microbatches == 1 else sums_s * factor)
-        steady = max(each.sum() / layout.pp, self._slowest_s(layout, works) * factor)
-        fill = min(fill_of(layout), layout.microbatches)
-        pipeline_s = (layout.microbatches - fill) * steady + fill * each.sum()
-        return float(max(pipeline_s, (layout.microbatches * each.sum() + once_s) / layout.pp))
+        works, factor = self._bounding(layout)
+        each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))[self.chain.numbers]
+        total = float(each.sum()) * factor
+        sums_s, update_s = self.once_s(works)
+        once_s = update_s / layout.dp + (0.0 if self._overlaps else sums_s * factor)
+        busy_s = (layout.microbatches * total + once_s) / layout.pp
+        slowest_s = layout.microbatches * self._slowest_s(layout, works) * factor
+        return max(busy_s, slowest_s, _filled_s(layout, total))
+
+    def _bounding(self, layout: Layout) -> tuple[LayerWorks, float]:
+        """The works from which a bound follows, and a factor on them."""
+        half = layout.dp // 2
+        if layout.microbatches == 1 and layout.pp > 1 and half and self.chain.graph.batch_size % (2 * half) == 0:
+            try:
+                return self.prices.of(msgspec.structs.replace(layout, dp=half, microbatches=2)), LEAST
+            except (LayoutError, PlanError):  # a model that several micro-batches would change
+                pass
+        return self.prices.of(layout), 1.0
 
     def lighter_bound_s(self, option: Option) -> float:
         """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
         update, and instead of summing all gradients on every rank, each rank sums a part."""
-        layout = msgspec.structs.replace(option.layout, recompute="none")
-        sums_s, update_s = self.prices.once_s(self.prices.of(layout))
-        return option.step_s - (update_s * (1 - 1 / layout.dp) + sums_s / 2) / layout.pp
+        sums_s, update_s = self.once_s(self.prices.of(msgspec.structs.replace(option.layout, recompute="none")))
+        return option.step_s - (update_s + sums_s / 2)
+
+    def once_s(self, works: LayerWorks) -> tuple[float, float]:
+        """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
+        if works not in self._once:
+            every = self.chain.priced([range(len(self.chain.layers))])
+            (stage,) = assemble([works], every, 1, self.prices.optimizer, accumulates=True).stages
+            sums = (*stage.pieces[ActionKind.REDUCE_GRAD.value], *filter(is_sum, stage.after))
+            update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
+            self._once[works] = pieces_s(sums, works.mesh, self.prices.network), update_s
+        return self._once[works]
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether collectives run beside kernels."""
+        return self.cluster.device.kind != "cpu"
 
     def option(self, layout: Layout, kinds: Sequence[Recompute]) -> Option:
         """The option of ``layout`` with the fastest stages that fit in memory; every stage has the kind of
@@ -138,44 +182,47 @@ class Pipelines:
         chosen = [kinds[stage.variant] for stage in assigned]
         return self._made(layout, _ranges(assigned), [(kind, variants[kind]) for kind in chosen])
 
-    def mixed(self, layout: Layout, others: Mapping[tuple[int, int], LayerWorks]) -> Option | None:
+    def uneven(self, option: Option, others: Mapping[tuple[int, int], LayerWorks]) -> Option | None:
         """The option in which each stage has the sizes of dp and tp that are fastest for it. ``others`` maps sizes of
-        dp and tp to the layer works; None if the stages of ``layout`` are no slower."""
-        sizes = list(others)
+        dp and tp to the layer works. None if all stages have equal sizes, or if these stages are not faster than those
+        of ``option`` by more than ``ALIKE``, because moving values between unlike stages takes time, too."""
+        sizes, layout = list(others), msgspec.structs.replace(option.layout, recompute="none")
         assigned = self._assigned(layout, list(others.values()), self.limit_bytes)
         if assigned is None or len({stage.variant for stage in assigned}) == 1:
             return None
         chosen = [sizes[stage.variant] for stage in assigned]
         own = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in chosen))
-        return self._made(own, _ranges(assigned), [("none", others[each]) for each in chosen])
+        found = self._made(own, _ranges(assigned), [("none", others[each]) for each in chosen])
+        return found if found.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
+
+    def _simulated_s(self, layout: Layout, work: StepWork) -> float:
+        schedule = training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        submeshes = [Mesh.of(**own) for own in layout.stage_sizes]
+        played = play(schedule, work, layout.mesh(), self.cluster, submeshes=submeshes, overlap=self._overlaps)
+        return played.step_s
 
     def _check(self, layout: Layout) -> None:
         num_stages, most = layout.pp * layout.chunks, len(self.chain.layers)
         if num_stages > most:
             raise LayoutError(
-                f"{num_stages} stages are asked for, but the model has {most} layers",
+                f"{num_stages} stages are asked for, but the search cuts the model into {most} layers",
                 where="layout: pp",
                 remedy=f"use pp x chunks of at most {most}",
             )
 
     def _slowest_s(self, layout: Layout, works: LayerWorks) -> float:
-        """The least seconds of the slowest stage for one micro-batch, if memory does not matter."""
+        """The least seconds of the slowest stage for one micro-batch, if memory does not matter and messages take no
+        time."""
         if layout.pp == 1:
             return 0.0
-        key = (id(works), layout.pp, layout.chunks, self._passes(layout))
+        key = (works, layout.pp, layout.chunks, _passes(layout))
         if key not in self._slowest:
-            steady = msgspec.structs.replace(layout, microbatches=MANY)
-            stages = self._assigned(steady, [works], inf)
-            self._slowest[key] = max(stage.seconds for stage in stages) if stages else 0.0
+            each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))
+            seconds = _spans(each[self.chain.numbers])[:, :, None, None]
+            prices = StagePrices((Submesh(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
+            found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
+            self._slowest[key] = max(stage.seconds for stage in found.stages) if found else 0.0
         return self._slowest[key]
-
-    @property
-    def _numbers(self) -> list[int]:
-        return [layer.priced for layer in self.chain.layers]
-
-    def _passes(self, layout: Layout) -> tuple[str, ...]:
-        split = layout.schedule == "zb-h1"
-        return (ActionKind.F.value, *((ActionKind.I.value, ActionKind.W.value) if split else (ActionKind.B.value,)))
 
     def _assigned(
         self, layout: Layout, variants: Sequence[LayerWorks], limit_bytes: float
@@ -194,32 +241,34 @@ class Pipelines:
 
     def _stage_seconds(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
-        numbers, network = self._numbers, self.prices.network
-        each = np.array(self.prices.seconds(works, self._passes(layout)))[numbers]
-        before = np.concatenate([[0.0], np.cumsum(each)])
+        numbers, network = self.chain.numbers, self.prices.network
         ranks = layout.num_ranks // layout.pp
-        up = [network.send_s(works.works[number].sent_up_bytes, ranks) for number in numbers]
-        down = [network.send_s(works.works[number].sent_down_bytes, ranks) for number in numbers]
+        up = np.array([network.send_s(works.works[number].sent_up_bytes, ranks) for number in numbers])
+        down = np.array([network.send_s(works.works[number].sent_down_bytes, ranks) for number in numbers])
         up[-1] = down[0] = 0.0
-        seconds = before[None, 1:] - before[:-1, None] + np.array(up)[None, :] + np.array(down)[:, None]
-        triangle: NDArray[np.float64] = np.where(np.tri(len(numbers), k=-1, dtype=bool), inf, seconds)
-        return triangle
+        each = np.array(self.prices.seconds(works, _passes(layout)))[numbers]
+        seconds: NDArray[np.float64] = _spans(each) + up[None, :] + down[:, None]
+        return seconds
 
     def _most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
         """[i, j]: the largest number of stages that may follow a stage of layers i to j within the limit; -1: the stage
         does not fit."""
-        numbers, num_stages = self._numbers, layout.pp * layout.chunks
-        count = len(numbers)
+        num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         if limit_bytes == inf or layout.chunks > 1:  # ``peak_memory`` checks the memory of several chunks
             return np.full((count, count), num_stages, dtype=np.int64)
-        heap = works.heap_factor
-        once = [each.prologue_bytes + each.inputs_bytes for each in works.held]
-        held = np.array([works.held[number].total_bytes - once[number] for number in numbers], dtype=float)
-        saved = np.array([works.works[number].saved_bytes for number in numbers], dtype=float) * heap
-        workspace = np.array([works.works[number].workspace_bytes for number in numbers], dtype=float) * heap
+        facts = [works.facts[number] for number in self.chain.numbers]
+        stages = [works.works[number] for number in self.chain.numbers]
+        step_bytes = max(fact.held.prologue_bytes + fact.held.inputs_bytes for fact in works.facts)
+        held = np.array([
+            fact.held.total_bytes - fact.held.prologue_bytes - fact.held.inputs_bytes
+            + (fact.trained_bytes if layout.microbatches == 1 else 0)  # otherwise they are among the held bytes
+            for fact in facts
+        ], dtype=float)  # fmt: skip
+        saved = np.array([stage.saved_bytes for stage in stages], dtype=float) * works.heap_factor
+        workspace = np.array([stage.workspace_bytes for stage in stages], dtype=float) * works.heap_factor
         most = np.zeros((count, count), dtype=np.int64)
         for first in range(count):
-            room = limit_bytes - max(once) - np.cumsum(held[first:]) - np.maximum.accumulate(workspace[first:])
+            room = limit_bytes - step_bytes - np.cumsum(held[first:]) - np.maximum.accumulate(workspace[first:])
             alive = np.floor(room / np.maximum(np.cumsum(saved[first:]), 1.0))
             if layout.schedule == "zb-h1":  # all ranks keep as many micro-batches as there are stages
                 after = np.where(alive >= min(num_stages, layout.microbatches), num_stages, -1)
@@ -238,15 +287,11 @@ class Pipelines:
             accumulates=layout.microbatches > 1,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
-        schedule = schedule_for(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        schedule = training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
         predicted = predict_step(work, schedule, layout.mesh(), self.cluster)
-        step_s = predicted.step_s
-        if layout.pp == 1 or layout.stage_sizes:  # few actions
-            submeshes = [Mesh.of(**own) for own in layout.stage_sizes]
-            overlap = self.cluster.device.kind != "cpu"
-            step_s = play(
-                schedule, work, layout.mesh(), self.cluster, submeshes=submeshes, overlap=overlap
-            ).step_s  # fmt: skip
+        # One stage has few actions; unlike stages have meshes of their own, which the closed form does not know.
+        simulates = layout.pp == 1 or bool(layout.stage_sizes)
+        step_s = self._simulated_s(layout, work) if simulates else predicted.step_s
         return Option(
             layout=named,
             firsts=self.chain.firsts_of(stages),

@@ -105,6 +105,7 @@ class _Index:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.producers = graph.producers()
+        self.forward = {operator.name: place for place, operator in enumerate(forward_operators(graph))}
         self.block: dict[str, tuple[str, int]] = {}
         self.families: dict[str, list[_Block]] = {}
         self._collect()
@@ -175,13 +176,17 @@ class _Index:
     # --- runs --------------------------------------------------------------------------------------------------------
 
     def collapses(self, run: Sequence[_Block]) -> bool:
-        """Whether the blocks of a run read and are read only by their neighbours, so that the first block can stand for
-        all blocks."""
+        """Whether the blocks of a run run one directly after the other, and read and are read only by their neighbours,
+        so that the first block can stand for all blocks."""
+        places = [self.forward[op.name] for block in run for op in block.operators if op.name in self.forward]
+        if sorted(places) != list(range(min(places), min(places) + len(places))) or places != sorted(places):
+            return False
         removed = {operator.name: number for number, block in enumerate(run) for operator in block.operators if number}
         first, last = run[0], len(run) - 1
         kept = {operator.name for operator in first.operators}
         outside = {
-            self.graph.loss, *self.graph.metrics.values(), *self.graph.buffer_updates.values(),
+            self.graph.loss, *self.graph.metrics.values(),
+            *(update for buffer, update in self.graph.buffer_updates.items() if not self._owned(run, buffer)),
             *(entry.gradient for entry in self.graph.gradients if not self._owned(run, entry.parameter)),
         }  # fmt: skip
         made = {
@@ -200,8 +205,9 @@ class _Index:
                 return False
         return True
 
-    def _owned(self, run: Sequence[_Block], parameter: str) -> bool:
-        return any(parameter.startswith(block.name + ".") for block in run[1:])
+    def _owned(self, run: Sequence[_Block], name: str) -> bool:
+        """Whether a parameter or buffer belongs to a block that is removed."""
+        return any(name.startswith(block.name + ".") for block in run[1:])
 
     def replaced(self, run: Sequence[_Block]) -> dict[tuple[str, str], str]:
         """Maps (operator, input) to the tensor that the operator reads in the shortened graph instead."""

@@ -1,0 +1,274 @@
+"""Assemble the work of stages from the work of layers."""
+
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain
+
+import msgspec
+
+from meshwright.cost.optimizer import OptimizerCost
+from meshwright.cost.program import CHUNK_BYTES, ZEROING
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
+from meshwright.ir.plan import REDUCTION
+from meshwright.ir.schedule import ActionKind
+from meshwright.planner.buckets import BUCKET_BYTES
+from meshwright.planner.inter_op.layer_work import GATHER, LayerFacts, LayerWorks, SharedParameter, every_piece, renamed
+
+_REDUCE = ActionKind.REDUCE_GRAD.value
+_LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
+"""The kinds of actions in which a stage runs its last layer first."""
+
+
+def assemble(
+    variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], num_ranks: int, optimizer: OptimizerCost,
+    *, accumulates: bool,
+) -> StepWork:  # fmt: skip
+    """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
+    stage, and ``num_ranks`` is the number of pipeline ranks.
+
+    ``accumulates``: gradients are summed over several micro-batches. Otherwise the gradient of a layer lives from the
+    layer's backward on, when values that later layers saved are free again.
+    """
+    shared = variants[0].shared
+    ranks_of = {
+        name: tuple(sorted({
+            stage % num_ranks for stage, layers in enumerate(stages) if not set(layers).isdisjoint(parameter.layers)
+        }))
+        for name, parameter in shared.items()
+    }  # fmt: skip
+    known: dict[object, StageWork] = {}
+    result = []
+    for number, (works, layers) in enumerate(zip(variants, stages, strict=True)):
+        first, last = number < num_ranks, number + num_ranks >= len(stages)
+        key = (works, tuple(layers), first, last, number % num_ranks if last else -1)
+        if key not in known:
+            own = {name for name, ranks in ranks_of.items() if len(ranks) < 2}
+            stage = _joined(works, layers, own, optimizer, first_chunk=first, accumulates=accumulates)
+            if num_ranks > 1 and last:
+                ends = [
+                    Communicate(
+                        f"gradient of {name} of all stages", "all_reduce", "pp", shared[name].num_bytes, members=ranks
+                    )
+                    for name, ranks in ranks_of.items()
+                    if len(ranks) > 1 and number % num_ranks in ranks and shared[name].trained
+                ]
+                told = [piece for piece in works.works[-1].after if _tells_loss(piece)]
+                stage = msgspec.structs.replace(stage, after=(*ends, *told, *stage.after))
+            known[key] = stage
+        result.append(known[key])
+    return StepWork(tuple(result), variants[0].heap_factor)
+
+
+def _tells_loss(piece: Piece) -> bool:
+    return isinstance(piece, Communicate) and piece.collective == "broadcast"
+
+
+def _joined(
+    works: LayerWorks, layers: Sequence[int], own: Container[str], optimizer: OptimizerCost, *, first_chunk: bool,
+    accumulates: bool,
+) -> StageWork:  # fmt: skip
+    """The work of one stage of several layers. ``own`` are the shared parameters that no other stage reads."""
+    facts = [works.facts[layer] for layer in layers]
+    repeated = _repeated(works, layers)
+    parts = [_named(work, number) for number, work in enumerate(_with_one_sum(works, layers, own))]
+    buckets = _Buckets()
+    pieces = {kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces}
+    ends = buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece))
+    saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
+    if not accumulates:
+        repeated_bytes = sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
+        workspace = _workspace_bytes(parts, facts, repeated_bytes, buckets.has_sums) - saved
+    trained = sum(fact.trained_bytes for fact in facts)
+    twice = sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
+    update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
+    return StageWork(
+        pieces=pieces,
+        before=_before(parts, facts, buckets),
+        after=(*ends, Compute("update", update_s * (1 - twice / trained if trained else 1))),
+        sent_up_bytes=parts[-1].sent_up_bytes,
+        sent_down_bytes=parts[0].sent_down_bytes,
+        saved_bytes=saved,
+        held_bytes=_held_bytes(works, facts, repeated, optimizer, first_chunk),
+        workspace_bytes=max(0, workspace),
+    )
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _repeated(works: LayerWorks, layers: Sequence[int]) -> list[tuple[SharedParameter, int]]:
+    """The parameters that several layers of a stage read, each with the number of these layers beyond the first."""
+    readers = [(shared, sum(layer in shared.layers for layer in layers)) for shared in works.shared.values()]
+    return [(shared, count - 1) for shared, count in readers if count > 1]
+
+
+def _held_bytes(
+    works: LayerWorks, facts: Sequence[LayerFacts], repeated: Sequence[tuple[SharedParameter, int]],
+    optimizer: OptimizerCost, first_chunk: bool,
+) -> int:  # fmt: skip
+    """The bytes that a stage holds during a step. A parameter that several of its layers read is held once, and so are
+    values of the prologue and inputs."""
+    held = [fact.held for fact in facts]
+    states = sum(each.optimizer_bytes for each in held)
+    if works.offloads:  # two chunks lie on the device
+        every = sum(fact.trained_bytes for fact in facts) * optimizer.states
+        states = min(every, 2 * max(CHUNK_BYTES, *(fact.largest_bytes for fact in facts)) * optimizer.states)
+    total = states + max(each.prologue_bytes for each in held)
+    total += max(each.inputs_bytes for each in held) if first_chunk else 0
+    total += sum(
+        each.parameters_bytes + each.gathered_bytes + each.gradients_bytes + each.buffers_bytes for each in held
+    )
+    for shared, more in repeated:
+        copies = 1
+        if shared.trained:
+            copies += (0 if works.offloads else optimizer.states) + any(each.gradients_bytes for each in held)
+        total -= shared.num_bytes * more * copies
+    return total
+
+
+def _workspace_bytes(
+    parts: Sequence[StageWork], facts: Sequence[LayerFacts], repeated_bytes: int, has_sums: bool
+) -> int:
+    """The most bytes of saved values, gradients and workspace while a stage runs backward for its only micro-batch. A
+    bucket is there from its first gradient on."""
+    total = sum(fact.trained_bytes for fact in facts) - repeated_bytes
+    saved = sum(part.saved_bytes for part in parts)
+    most, gradients = 0, BUCKET_BYTES if has_sums else 0
+    for part, fact in zip(reversed(parts), reversed(facts), strict=True):
+        gradients += fact.trained_bytes
+        most = max(most, min(gradients, total) + saved + part.workspace_bytes)
+        saved -= part.saved_bytes
+    return most
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _named(work: StageWork, number: int) -> StageWork:
+    """The work of layer ``number`` of a stage: its collectives get names that no other layer's collectives have."""
+    return every_piece(
+        work,
+        lambda piece: (
+            piece if isinstance(piece, Compute) else msgspec.structs.replace(piece, what=f"{piece.what}, {number}")
+        ),
+    )
+
+
+def _with_one_sum(works: LayerWorks, layers: Sequence[int], own: Container[str]) -> list[StageWork]:
+    """The layers of a stage. The terms of the gradient of a shared parameter that only this stage reads (``own``) are
+    first added, and then summed over ranks once, in a bucket. Terms of several stages are summed one by one."""
+    result = [works.works[layer] for layer in layers]
+    for name, parameter in works.shared.items():
+        labels = [label for label, of in works.terms.items() if of == name and name in own]
+        readers = [number for number, layer in enumerate(layers) if layer in parameter.layers and labels]
+        for number in readers[1:]:
+            result[number] = _without(result[number], labels)
+        for number in readers[:1]:  # backward reaches it last
+            result[number] = renamed(result[number], dict.fromkeys(labels, REDUCTION + name))
+    return result
+
+
+def _without(work: StageWork, labels: Container[str]) -> StageWork:
+    """The work of a layer without the collectives of these labels."""
+
+    def left(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        return tuple(piece for piece in pieces if piece.what.partition(" #")[0] not in labels)
+
+    pieces = {kind: left(each) for kind, each in work.pieces.items()}
+    return msgspec.structs.replace(work, pieces=pieces, after=left(work.after))
+
+
+def _in_order(parts: Sequence[StageWork], kind: str) -> tuple[Piece, ...]:
+    """The pieces of all layers in the order in which a stage runs them."""
+    order = reversed(parts) if kind in _LATE else parts
+    pieces: list[Piece] = []
+    for piece in chain.from_iterable(part.pieces[kind] for part in order):
+        if pieces and isinstance(piece, Compute) and isinstance(last := pieces[-1], Compute):
+            pieces[-1] = Compute(
+                last.what, last.seconds + piece.seconds, last.flops + piece.flops, last.bytes + piece.bytes
+            )
+        else:
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def is_sum(piece: Piece) -> bool:
+    """Whether a piece after the schedule is a sum of gradients within a stage, or waits for such a sum."""
+    return isinstance(piece, Wait) or (isinstance(piece, Communicate) and piece.axis != "pp")
+
+
+def _is_reduction(piece: Piece) -> bool:
+    return isinstance(piece, Communicate) and piece.what.startswith(REDUCTION)
+
+
+def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_Buckets") -> tuple[Piece, ...]:
+    """The prologue of a stage: the gathers and casts of all layers' parameters, the zeroing of all gradients, and what
+    else the layer with the longest prologue does, because layers compute equal values."""
+    gathers = buckets.filled(piece for part in parts for piece in part.before if piece.what.startswith(GATHER))
+    rest = [
+        tuple(
+            piece for piece in part.before
+            if not isinstance(piece, Compute) and not piece.what.startswith(GATHER)
+        )
+        for part in parts
+    ]  # fmt: skip
+    computing = [
+        sum(piece.seconds for piece in part.before if isinstance(piece, Compute) and piece.what != ZEROING)
+        for part in parts
+    ]
+    alike_s = max(seconds - fact.casts_s for seconds, fact in zip(computing, facts, strict=True))
+    prologue = Compute("prologue", max(0.0, alike_s) + sum(fact.casts_s for fact in facts))
+    zeroing = Compute(
+        ZEROING,
+        sum(
+            piece.seconds for part in parts for piece in part.before
+            if isinstance(piece, Compute) and piece.what == ZEROING
+        ),
+    )  # fmt: skip
+    computed = tuple(piece for piece in (prologue, zeroing) if piece.seconds)
+    return (*gathers, *max(rest, key=len), *computed)
+
+
+class _Buckets:
+    """Joins the sums of gradients, and the gathers of parameters, that share a bucket in the program of a stage.
+    ``has_sums``: there was a sum."""
+
+    def __init__(self) -> None:
+        self.has_sums = False
+        self._joined: set[str] = set()
+
+    def filled(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        """The pieces with collectives joined up to ``BUCKET_BYTES``. Joined sums run where the last gradient is there,
+        joined gathers where the first parameter is read; waits for the others are left out."""
+        result: list[Piece | None] = []
+        opened: dict[object, int] = {}
+        for piece in pieces:
+            if isinstance(piece, Wait):
+                if piece.what not in self._joined:
+                    result.append(piece)
+                    opened = {key: at for key, at in opened.items() if _name_of(result[at]) != piece.what}
+                continue
+            sums = _is_reduction(piece)
+            if not isinstance(piece, Communicate) or not (sums or piece.what.startswith(GATHER)):
+                result.append(piece)
+                continue
+            self.has_sums = self.has_sums or sums
+            key = (sums, piece.collective, piece.axis, piece.blocking)
+            last = result[opened[key]] if key in opened else None
+            if not isinstance(last, Communicate) or last.bytes + piece.bytes > BUCKET_BYTES:
+                opened[key] = len(result)
+                result.append(piece)
+                continue
+            first, other = (piece, last) if sums else (last, piece)
+            self._joined.add(other.what)
+            joined = msgspec.structs.replace(first, bytes=last.bytes + piece.bytes)
+            if sums:
+                result[opened[key]] = None
+                opened[key] = len(result)
+                result.append(joined)
+            else:
+                result[opened[key]] = joined
+        return tuple(piece for piece in result if piece is not None)
+
+
+def _name_of(piece: Piece | None) -> str:
+    return piece.what if piece is not None else ""
