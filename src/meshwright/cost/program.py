@@ -174,7 +174,10 @@ class _Stage:
             for piece in moves.pieces:
                 elements[piece.source] += _elements(piece.source_box)
             gathered = max(
-                (max(map(_elements, filter(None, each.boxes))) * (len(each.ranks) - 1) for each in moves.gathers),
+                (
+                    max(map(_elements, filter(None, each.boxes)), default=0) * (len(each.ranks) - 1)
+                    for each in moves.gathers
+                ),
                 default=0,
             )
             total += (max(elements.values(), default=0) + gathered) * ITEM_BYTES[sent.value.dtype]
