@@ -26,7 +26,7 @@ CASES = {
     "pp2, recomputed": (mw.Layout(pp=2, microbatches=2, recompute="full"), torch.float64),
 }
 TOLERANCES = {torch.float64: oracle.TOLERANCE, torch.float32: 5e-5}
-"""In float32 kernels that a compiler fused round otherwise: 5e-6 on one kind of CPU, and 2e-5 on another."""
+"""In float32, kernels that a compiler fused round otherwise: within 1e-5 on an AMD EPYC, 2.1e-5 on an Intel Xeon."""
 
 
 def subject(dtype: torch.dtype, dropout: float = 0.1) -> Subject:

@@ -222,7 +222,7 @@ class Search:
             _, _, _, entry = heapq.heappop(self._heap)
             if isinstance(entry, Layout):
                 self.clock.check()
-                self._weigh(entry)
+                self._weigh_or_price(entry)
             elif entry.peak_bytes > self.limit:
                 self.clock.check()
                 self._lighten(entry)
@@ -243,6 +243,18 @@ class Search:
         self.count += sum(1 for shape in near for _ in runs(shape, self.batch) if layout_text(shape) not in self._seen)
         for shape in near:
             self._push(shape)
+
+    def _weigh_or_price(self, layout: Layout) -> None:
+        """Estimate a layout, or if it is not priced yet, price it and put it back with its exact bound."""
+        if self.prices.knows(layout):
+            self._weigh(layout)
+            return
+        try:
+            self.prices.of(layout)
+        except REFUSALS as error:
+            self._refuse(layout, error)
+            return
+        self._bound(layout)
 
     def _weigh(self, layout: Layout) -> None:
         """Estimate a layout. If it does not fit, its variants with less memory come later: they are slower, but for the

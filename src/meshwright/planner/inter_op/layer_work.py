@@ -87,7 +87,8 @@ class LayerPrices:
             for names in of_stages.values() for term in names
         }  # fmt: skip
         self._known: dict[bytes, LayerWorks | MeshwrightError] = {}
-        self._families: dict[bytes, tuple[int, LayerWorks]] = {}
+        # For layouts that differ in dp and micro-batches only: dp x micro-batches -> (dp, works).
+        self._families: dict[bytes, dict[int, tuple[int, LayerWorks]]] = {}
 
     def of(self, layout: Layout) -> LayerWorks:
         """The work of all priced layers, if each is a stage of ``layout``. The schedule of the layout does not matter.
@@ -98,7 +99,7 @@ class LayerPrices:
         Raises:
             LayoutError, PlanError: the layout does not fit the model.
         """
-        single = msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
+        single = self._single(layout)
         key = msgspec.json.encode(single)
         if key not in self._known:
             try:
@@ -110,17 +111,40 @@ class LayerPrices:
             raise found
         return found
 
+    def knows(self, layout: Layout) -> bool:
+        """Whether ``of`` needs no lowering for this layout."""
+        single = self._single(layout)
+        dp = self._families.get(_kin(single), {}).get(single.dp * single.microbatches, (0,))[0]
+        return msgspec.json.encode(single) in self._known or (
+            _shares_price(single) and (dp > 1 or single.dp == dp == 1)
+        )
+
+    def larger(self, layout: Layout) -> tuple[LayerWorks, float]:
+        """Works that are known for larger micro-batches, and the part of such a micro-batch that a micro-batch of
+        ``layout`` is. If none are known, those of half the batch are priced."""
+        single = self._single(layout)
+        parts, known = single.dp * single.microbatches, self._families.setdefault(_kin(single), {})
+        fewer = [number for number in known if number <= parts]
+        if not fewer and parts > 1 and self.chain.graph.batch_size % 2 == 0:
+            half = msgspec.structs.replace(layout, dp=1, microbatches=2)
+            if _shares_price(half):
+                return self.of(half), 2 / parts
+        if not fewer:
+            return self.of(layout), 1.0
+        return known[max(fewer)][1], max(fewer) / parts
+
+    def _single(self, layout: Layout) -> Layout:
+        """The layout in which each priced layer is a stage."""
+        return msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
+
     def _found(self, single: Layout) -> LayerWorks:
         if not _shares_price(single):
             return self._priced(single)
-        alike = msgspec.structs.replace(single, dp=1, microbatches=single.dp * single.microbatches)
-        family = msgspec.json.encode(alike)
-        if family in self._families:
-            dp, works = self._families[family]
-            if dp > 1 or single.dp == 1:
-                return _derived(works, dp, single)
+        parts, known = single.dp * single.microbatches, self._families.setdefault(_kin(single), {})
+        if parts in known and (known[parts][0] > 1 or single.dp == 1):
+            return _derived(known[parts][1], known[parts][0], single)
         works = self._priced(single)
-        self._families[family] = single.dp, works
+        known[parts] = single.dp, works
         return works
 
     def _priced(self, single: Layout) -> LayerWorks:
@@ -158,6 +182,10 @@ class LayerPrices:
             )
             for work in works.works
         ]  # fmt: skip
+
+
+def _kin(single: Layout) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(single, dp=1, microbatches=1))
 
 
 def _shares_price(layout: Layout) -> bool:

@@ -107,9 +107,9 @@ class Pipelines:
         """A lower bound on the seconds of a step of ``layout`` in the closed form, whatever its recomputation.
 
         It is the largest of three: the mean work of a rank; the work of the slowest stage in the best cut; and the
-        time of a pipeline whose stages do not begin before the first micro-batch has come (``_filled_s``). For one
-        micro-batch on stages, which is rarely worth while, the work is ``LEAST`` x the work with several micro-batches
-        of equal size.
+        time of a pipeline whose stages do not begin before the first micro-batch has come (``_filled_s``). If the
+        layout is not priced yet, its work follows from that of larger micro-batches, as if smaller ones were as
+        efficient.
 
         Raises:
             LayoutError: the model has too few layers, or the layout does not fit the model.
@@ -120,20 +120,20 @@ class Pipelines:
         each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))[self.chain.numbers]
         total = float(each.sum()) * factor
         sums_s, update_s = self.once_s(works)
-        once_s = update_s / layout.dp + (0.0 if self._overlaps else sums_s * factor)
-        busy_s = (layout.microbatches * total + once_s) / layout.pp
+        once_s = update_s / layout.dp + (0.0 if self._overlaps or layout.dp == 1 else sums_s)
+        busy_s = (layout.microbatches * total + once_s * LEAST) / layout.pp
         slowest_s = layout.microbatches * self._slowest_s(layout, works) * factor
         return max(busy_s, slowest_s, _filled_s(layout, total))
 
     def _bounding(self, layout: Layout) -> tuple[LayerWorks, float]:
         """The works from which a bound follows, and a factor on them."""
-        half = layout.dp // 2
-        if layout.microbatches == 1 and layout.pp > 1 and half and self.chain.graph.batch_size % (2 * half) == 0:
-            try:
-                return self.prices.of(msgspec.structs.replace(layout, dp=half, microbatches=2)), LEAST
-            except (LayoutError, PlanError):  # a model that several micro-batches would change
-                pass
-        return self.prices.of(layout), 1.0
+        if self.prices.knows(layout):
+            return self.prices.of(layout), 1.0
+        try:
+            works, part = self.prices.larger(layout)
+        except (LayoutError, PlanError):  # a model that several micro-batches would change
+            return self.prices.of(layout), 1.0
+        return works, part if layout.microbatches > 1 or part == 1.0 else part * LEAST
 
     def lighter_bound_s(self, option: Option) -> float:
         """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
