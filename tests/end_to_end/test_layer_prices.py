@@ -217,11 +217,11 @@ def test_bounds_are_below_estimates(name: str, cluster: mw.Cluster) -> None:
         runs(shape, graph.batch_size) for shape in shapes(graph.batch_size, 4, Axes())
     ):
         try:
+            before_s = pipelines.bound_s(layout)  # from larger micro-batches, as long as it is not priced
             option = pipelines.option(layout, ("none",))
         except MeshwrightError:
             continue
-        bound_s = pipelines.bound_s(layout)
-        assert bound_s <= option.step_s * (1 + 1e-9), layout_text(layout)
+        assert max(before_s, pipelines.bound_s(layout)) <= option.step_s * (1 + 1e-9), layout_text(layout)
         seen += layout.pp > 1
     assert seen
 

@@ -28,7 +28,7 @@ from meshwright.planner.checks import check_precision
 from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
+from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 
@@ -216,9 +216,10 @@ class Search:
                 self._bound(larger)
 
     def _climb(self, every: list[Layout]) -> None:
-        """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken."""
+        """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken, or
+        no other layout can matter."""
         taken = akin = 0
-        while self._heap and taken < PLAYED:
+        while self._heap and taken < PLAYED and not self._decided:
             _, _, _, entry = heapq.heappop(self._heap)
             if isinstance(entry, Layout):
                 self.clock.check()
@@ -232,6 +233,14 @@ class Search:
                     akin += 1
                     self._push_akin(entry.layout, every)
         self.weighed = self.count
+
+    @property
+    def _decided(self) -> bool:
+        """Whether all other layouts are slower than the fastest by more than ``ALIKE``. For a model whose layers are
+        priced one by one, ``PLAYED`` layouts are compared in any case."""
+        if self.whole or not self.found:
+            return False
+        return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
 
     def _push_akin(self, layout: Layout, every: list[Layout]) -> None:
         """Add the variations of a plain layout: those with as many stages and as large tp. With tp and without cp, the
