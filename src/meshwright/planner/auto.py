@@ -326,6 +326,10 @@ class Search:
         if layout.dp > 1:
             levels += [msgspec.structs.replace(layout, zero=zero) for zero in (1, 2, 3)]
         options = [plain]
+        if not self.whole and not self.offload:  # the smallest variant says whether the others need to be priced
+            smallest = self.pipelines.option(levels[-1], RECOMPUTE)
+            if smallest.peak_bytes > self.limit:
+                return smallest
         for level in levels[1:]:
             options.append(self.pipelines.option(level, RECOMPUTE[:1]))
             if options[-1].peak_bytes <= self.limit:
