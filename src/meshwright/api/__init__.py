@@ -1,8 +1,9 @@
 """The public functions, which join planning and running. The command line calls only these functions."""
 
 from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
+from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
-from meshwright.api.runs import Trained, plan_run, searches_of, simulate_run, train, trainer_of, verify_run
+from meshwright.api.runs import Trained, train, trainer_of, verify_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster

@@ -1,39 +1,28 @@
-"""Plans, simulates, verifies and trains the run that a RUN.toml describes."""
+"""Verifies and trains the run that a RUN.toml describes."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from meshwright import build, config
-from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, simulate
+from meshwright.api.planned_runs import cluster_of
+from meshwright.api.plans import cost_of
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
-from meshwright.cost.occupancy import Occupancy, memory_verdict
-from meshwright.cost.optimizer import OptimizerCost
-from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.errors import MeshwrightError
 from meshwright.ir import files
-from meshwright.ir.cluster import Cluster
-from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger, make_ledger
-from meshwright.ir.plan import Alternative, Plan
-from meshwright.ir.program import RankPrograms
+from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
-from meshwright.planner import compare
-from meshwright.planner.auto import Only
-from meshwright.planner.checks import check_strict
-from meshwright.planner.compare import SearchComparison, SearchCosts
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.remedy import Change
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
@@ -41,166 +30,11 @@ from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Verification
-from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
 
-CPU = torch.device("cpu")
 LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 """Files of a run that has ended: the trace of its last step, the predicted trace, and the comparison of both."""
-
-
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with its prediction, and whether it fits in a rank's memory (``verdict``). ``constants``: the source of
-    the cluster's constants. ``programs`` are the programs of one rank, if a rank was asked for. ``changes`` are the
-    changes of one thing that would make a layout fit that does not, the fastest first. ``lost`` says why another layout
-    was not chosen, if it was asked for."""
-
-    plan: Plan
-    constants: str
-    memory_bytes: float
-    verdict: Occupancy
-    programs: RankPrograms | None = None
-    changes: tuple[Change, ...] = ()
-    lost: Alternative | None = None
-
-
-def plan_run(
-    run: Run,
-    ranks: int = 0,
-    memory_bytes: float | None = None,
-    progress: Callable[[str], None] = lambda what: None,
-    program_of: int | None = None,
-    why_not: Layout | None = None,
-) -> Planned:
-    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has).
-
-    ``program_of``: also the programs of this rank. ``why_not``: also the reason why this layout was not chosen. Each
-    rank has ``memory_bytes`` (default: those of a device of the cluster). ``progress`` is called with each layout that
-    the search considers.
-
-    Raises:
-        LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
-    """
-    graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress)
-    known = _cluster(run, CPU, chosen.mesh.world_size)
-    limit = memory_bytes or known.device.memory_bytes
-    programs = _programs(graph, chosen, program_of) if program_of is not None else None
-    clips = run.train.max_grad_norm > 0
-    lower = PlanLowering(graph)
-    prediction = foretell(lower, chosen, known, optimizer=optimizer, clips=clips).prediction
-    chosen = msgspec.structs.replace(chosen, prediction=prediction)
-    verdict = memory_verdict(prediction.peak_memory_bytes, limit)
-    changes: tuple[Change, ...] = ()
-    lost = None
-    if verdict == "does not fit" and not chosen.layout.stage_sizes:
-        changes = compare.changes_that_fit(
-            graph, chosen.layout, known, PlanLowering, memory_bytes=limit, optimizer=optimizer, clips=clips
-        )
-    if why_not is not None:
-        lost = compare.why_not(
-            graph, why_not, chosen, known, lower, memory_bytes=limit, optimizer=optimizer, clips=clips
-        )
-    return Planned(
-        plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
-        changes=changes, lost=lost,
-    )  # fmt: skip
-
-
-def searches_of(
-    run: Run,
-    ranks: int = 0,
-    memory_bytes: float | None = None,
-    kind: str = "each",
-    progress: Callable[[str], None] = lambda what: None,
-) -> SearchComparison:
-    """The costs of the plans that three searches find: one only divides operators, one only makes stages, and one does
-    both. With another ``kind`` than ``each``, only this search is made."""
-    graph, optimizer, world_size = _captured(run, ranks)
-    known, clips = _cluster(run, CPU, world_size), run.train.max_grad_norm > 0
-    found = []
-    for only in get_args(Only) if kind == "each" else (kind,):
-        try:
-            chosen = plan(
-                graph, known, devices=world_size, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
-                only=only, offload=run.layout.offload != "none", seconds=run.layout.seconds, progress=progress,
-            )  # fmt: skip
-        except LayoutError as error:
-            found.append(SearchCosts(only=only, problem=error.problem))
-            continue
-        found.append(compare.search_costs(only, chosen, known, PlanLowering(graph), optimizer, clips))
-    return SearchComparison(tuple(found))
-
-
-def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
-    """The programs of the stages that a rank holds."""
-    place = plan.mesh.coordinates(rank).get("pp", 0)
-    count = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
-    every = PlanLowering(graph)(plan, rank)
-    return RankPrograms(rank=rank, programs=every[place::count])
-
-
-def simulate_run(
-    run: Run,
-    ranks: int = 0,
-    *,
-    contention: bool = False,
-    slow: dict[int, float] | None = None,
-    jitter: float = 0.0,
-    seed: int = 0,
-) -> Trace:
-    """Simulate one step of a run file; see ``simulate``."""
-    graph, chosen, optimizer = _planned(run, ranks, None)
-    return simulate(
-        graph,
-        run.layout.cluster or None,
-        chosen,
-        optimizer=optimizer,
-        clips=run.train.max_grad_norm > 0,
-        contention=contention,
-        faults=Faults(slow=slow or {}, jitter=jitter, seed=seed),
-    )
-
-
-def _planned(
-    run: Run, ranks: int, memory_bytes: float | None, progress: Callable[[str], None] = lambda what: None
-) -> tuple[Graph, Plan, OptimizerCost]:
-    graph, optimizer, world_size = _captured(run, ranks)
-    cluster, clips = run.layout.cluster or None, run.train.max_grad_norm > 0
-    if not run.layout.searched:
-        chosen = choose(run.layout.chosen(), graph, world_size, cluster, CPU, optimizer, clips=clips)
-        return graph, chosen, optimizer
-    chosen = plan(
-        graph,
-        cluster,
-        devices=world_size,
-        memory_bytes=memory_bytes,
-        optimizer=optimizer,
-        clips=clips,
-        offload=run.layout.offload != "none",
-        seconds=run.layout.seconds,
-        progress=progress,
-    )
-    return graph, chosen, optimizer
-
-
-def _captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
-    """The graph of a run, the cost of its optimizer, and the number of ranks."""
-    graph = capture(
-        build.model(run),
-        build.loss_function(run),
-        build.example_batch(run),
-        precision=precision_of(run.layout.chosen(), run.layout.precision),
-    )
-    if run.layout.strict:
-        check_strict(graph)
-    world_size = ranks or run.num_ranks(_cluster(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
-    return graph, cost_of(build.optimizer(run), graph), world_size
-
-
-def _cluster(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:
-    """The cluster that a run names; default: this machine."""
-    return known_cluster(run.layout.cluster or None, device, num_ranks)
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Verification, ...]:
@@ -325,7 +159,7 @@ def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
         return foretell(
             PlanLowering(trainer.graph),
             trainer.plan,
-            _cluster(run, trainer.device, trainer.plan.mesh.world_size),
+            cluster_of(run, trainer.device, trainer.plan.mesh.world_size),
             optimizer=cost_of(build.optimizer(run), trainer.graph),
             clips=run.train.max_grad_norm > 0,
             threads=torch.get_num_threads() if trainer.device.type == "cpu" else 1,
@@ -362,7 +196,7 @@ def _ledger(
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
-    cluster = _cluster(run, device, plan.mesh.world_size)
+    cluster = cluster_of(run, device, plan.mesh.world_size)
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
     ledger = make_ledger(plan, predicted, measured, cluster)
     try:
@@ -405,7 +239,7 @@ def _write(run: Run, trainer: Trainer, progress: Progress) -> str:
 
 def _peak_flops_per_s(run: Run, trainer: Trainer) -> float:
     """The peak FLOP/s of all ranks together; 0 if it is not known for this device and dtype."""
-    known = _cluster(run, trainer.device).device
+    known = cluster_of(run, trainer.device).device
     peak = known.peak_flops_per_s.get(trainer.graph.precision or run.train.dtype, 0.0)
     if known.kind == "cpu":  # the device is one core, and a rank may use several
         peak *= torch.get_num_threads()
