@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, MeshwrightError, PlanError
+from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
@@ -29,6 +29,7 @@ from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
+from meshwright.planner.lighter import Lighter
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 
@@ -40,8 +41,8 @@ memory."""
 Only = Literal["both", "intra", "inter"]
 """What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
 EVERY_VARIATION = 24
-"""If there are at most so many layouts with context, expert or sequence parallelism (apart from micro-batches and
-schedules), all are considered; otherwise only those that are akin to the fastest plain layouts."""
+"""Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
+there are more, only those akin to the fastest plain layouts are considered."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
 
@@ -135,6 +136,7 @@ class Search:
         of_chain = lower if self.whole else self.lowering(chain.graph)
         self.prices = LayerPrices(chain, self.cluster, of_chain, self.optimizer, self.clips, self.world_size)
         self.pipelines = Pipelines(self.prices, self.limit)
+        self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload)
         self.axes = axes_of(graph)
         # Entries: seconds, complexity, a number that orders equal entries, and a layout or its option.
         self._heap: list[tuple[float, tuple[int, ...], int, Layout | Option]] = []
@@ -284,7 +286,7 @@ class Search:
     def _lighten(self, plain: Option) -> None:
         """Estimate the variants of a layout that does not fit, and keep the best variant that fits."""
         try:
-            option = self._lighter(plain)
+            option = self.lighter.of(plain)
         except REFUSALS as error:
             self.refused.append(f"{plain.name}: {error.problem}")
             return
@@ -294,6 +296,7 @@ class Search:
             self.too_large.append(option)
 
     def _lighten_first(self) -> None:
+        """Estimate the variants of a layout that does not fit, before its turn."""
         for place, (_, _, _, entry) in enumerate(self._heap):
             if isinstance(entry, Option):
                 del self._heap[place]
@@ -308,79 +311,6 @@ class Search:
     def _put(self, seconds: float, entry: Layout | Option) -> None:
         layout = entry.layout if isinstance(entry, Option) else entry
         heapq.heappush(self._heap, (seconds, complexity(layout), next(self._numbers), entry))
-
-    # --- memory ------------------------------------------------------------------------------------------------------
-
-    def lightest_that_fits(self, layout: Layout) -> Option:
-        """The layout itself if it fits in the limit; else its fastest variant with ZeRO, recomputation or offload that
-        fits; else the variant that needs the least memory."""
-        plain = self.pipelines.option(layout, RECOMPUTE[:1])
-        return plain if plain.peak_bytes <= self.limit else self._lighter(plain)
-
-    def _lighter(self, plain: Option) -> Option:
-        """The fastest variant of a layout that does not fit. If ZeRO stage 1 or 2 fits, it is taken at once, because it
-        moves no more bytes than the sums of gradients. Otherwise, all ZeRO stages are compared, each with the least
-        recomputation that fits."""
-        layout = plain.layout
-        levels: list[Layout] = [layout]
-        if layout.dp > 1:
-            levels += [msgspec.structs.replace(layout, zero=zero) for zero in (1, 2, 3)]
-        options = [plain]
-        if not self.whole and not self.offload:  # the smallest variant says whether the others need to be priced
-            smallest = self.pipelines.option(levels[-1], RECOMPUTE)
-            if smallest.peak_bytes > self.limit:
-                return smallest
-        for level in levels[1:]:
-            options.append(self.pipelines.option(level, RECOMPUTE[:1]))
-            if options[-1].peak_bytes <= self.limit:
-                break
-        if options[-1].peak_bytes <= self.limit and options[-1].layout.zero < 3:
-            return options[-1]
-        for option in tuple(options):
-            if option.peak_bytes > self.limit:
-                options += self._with_recomputation(option)
-        if self.offload and all(option.peak_bytes > self.limit for option in options):
-            for level in levels:
-                option = self.pipelines.option(msgspec.structs.replace(level, offload="optimizer"), RECOMPUTE[:1])
-                options.append(option)
-                if option.peak_bytes > self.limit:
-                    options += self._with_recomputation(option)
-        fitting = [option for option in options if option.peak_bytes <= self.limit]
-        if not fitting:
-            return min(options, key=lambda option: option.peak_bytes)
-        return min(fitting, key=lambda option: (option.step_s, complexity(option.layout)))
-
-    def _with_recomputation(self, option: Option) -> Iterator[Option]:
-        """An option that does not fit, with more and more recomputation until it fits; and the option whose strategies
-        need less memory (see ``_careful``)."""
-        if (careful := self._careful(option.layout, option)) is not None:
-            yield careful
-        for number in range(2, len(RECOMPUTE) + 1):
-            again = self.pipelines.option(option.layout, RECOMPUTE[:number])
-            yield again
-            if again.peak_bytes <= self.limit:
-                return
-
-    def _careful(self, layout: Layout, option: Option) -> Option | None:
-        """The layout with strategies that the integer program chooses under the memory limit.
-
-        The result is None if no strategies fit, for layouts whose strategies the integer program does not choose, and
-        for models whose equal blocks are priced once.
-        """
-        if layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel or (layout.tp == 1 and not layout.mixed):
-            return None  # explicit rules choose the strategies of these layouts
-        if not self.whole:
-            return None
-        light = msgspec.structs.replace(
-            option, layout=layout, recompute=("none",) * len(option.recompute), memory_bytes=self.limit
-        )
-        try:
-            _, foretold = self.model.planned(light, explains=False)
-        except (LayoutError, PlanError):
-            return None
-        if foretold.peak.peak_bytes > self.limit:
-            return None
-        return msgspec.structs.replace(light, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s)
 
     # --- the result --------------------------------------------------------------------------------------------------
 

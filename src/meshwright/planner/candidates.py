@@ -42,12 +42,6 @@ def axes_of(graph: Graph) -> Axes:
     return Axes(bool(sequences), attention and bool(sequences), experts, images)
 
 
-def candidates(batch_size: int, world_size: int, axes: Axes) -> Iterator[Layout]:
-    """Yield all candidate layouts for ``world_size`` ranks, simple layouts first."""
-    for shape in (*shapes(batch_size, world_size, axes), *variations(batch_size, world_size, axes)):
-        yield from runs(shape, batch_size)
-
-
 def shapes(batch_size: int, world_size: int, axes: Axes, most_tp: float = math.inf) -> Iterator[Layout]:
     """Yield all divisions of ranks over pp, dp and tp, with one micro-batch. ``most_tp`` is the largest tp.
 
