@@ -12,12 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 import meshwright as mw
 from benchmarks import report
 from benchmarks.report import at_most, new_run
+from benchmarks.search import SEQUENCE, llama
 from meshwright.cost.program import step_work
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
@@ -31,7 +29,7 @@ from meshwright.planner.intra_op.solve import solve
 COMMAND = "python -m benchmarks.planning"
 ROUNDS = 5
 LAYERS = 32
-BATCH, SEQUENCE = 64, 2048
+BATCH = 64
 CLUSTER = "h100-dgx-ndr400x8"
 MESHES = {"8x8": Mesh.of(dp=8, tp=8), "8x8x8": Mesh.of(dp=8, cp=8, tp=8)}
 CAPTURE_A_LAYER_S, SOLVE_S, ALL_S, ALL_THREE_AXES_S, LOWER_S, GROWTH = 0.2, 3.0, 10.0, 30.0, 2.0, 1.2
@@ -39,14 +37,7 @@ CAPTURE_A_LAYER_S, SOLVE_S, ALL_S, ALL_THREE_AXES_S, LOWER_S, GROWTH = 0.2, 3.0,
 
 def captured(layers: int) -> Graph:
     """A training step of Llama-3-8B with so many layers: sizes of the published configuration, random weights."""
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
-    return mw.capture(model, lambda model, batch: model(**batch).loss, {"input_ids": tokens, "labels": tokens})
+    return llama(layers, 4096, 14336, 32, BATCH)
 
 
 def timed(run: Callable[[], object], rounds: int) -> list[float]:

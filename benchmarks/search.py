@@ -47,6 +47,7 @@ from meshwright.planner.time_limit import TimeLimit
 
 COMMAND = "python -m benchmarks.search"
 ROUNDS = 3
+SEQUENCE = 2048
 MOST_GIB, GROWTH, FEW, MANY = 4.0, 1.3, 8, 1024
 H100 = "h100-80gb-dgx-ndr400x8"
 
@@ -73,7 +74,7 @@ def llama(layers: int, hidden: int, inner: int, heads: int, batch: int, vocabula
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    return of_tokens(model, batch, 2048)
+    return of_tokens(model, batch, SEQUENCE)
 
 
 def mixtral(batch: int) -> Graph:
@@ -84,7 +85,7 @@ def mixtral(batch: int) -> Graph:
     )  # fmt: skip
     with torch.device("meta"):
         model = MixtralForCausalLM(config)
-    return of_tokens(model, batch, 2048)
+    return of_tokens(model, batch, SEQUENCE)
 
 
 def t5(batch: int) -> Graph:
@@ -110,7 +111,7 @@ def gpt3(batch: int) -> Graph:
 
 
 def gpt(layers: int, width: int, heads: int, batch: int) -> Graph:
-    config = GPTConfig(layers=layers, width=width, heads=heads, vocabulary=50304, sequence_length=2048)
+    config = GPTConfig(layers=layers, width=width, heads=heads, vocabulary=50304, sequence_length=SEQUENCE)
     with torch.device("meta"):
         model = GPT(config).to(torch.bfloat16)
         tokens = torch.zeros(batch, config.sequence_length, dtype=torch.int64)
@@ -155,7 +156,8 @@ def planned(case: Case) -> dict[str, Any]:
 
 @nothing_collected()
 def searched_s(layers: int) -> float:
-    """Seconds of the search alone for a GPT with so many equal layers on 64 devices, without capture and final plan."""
+    """Seconds of a search on 64 devices, without capture and final plan. The model is a GPT with ``layers`` equal
+    layers."""
     graph, cluster = gpt(layers, 1024, 16, 64), mw.Cluster.load(H100, 64)
     start = time.perf_counter()
     search = Search(

@@ -335,7 +335,7 @@ def reference(
 
 def in_parallel(
     subject: Subject,
-    layout: mw.Layout | str,
+    layout: mw.Layout | mw.Plan | str,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     max_grad_norm: float | None = None,
     parallelize: Callable[..., mw.Trainer] = mw.parallelize,

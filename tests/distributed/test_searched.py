@@ -50,7 +50,7 @@ def trained(name: str, text: bytes) -> LargestErrors:
     with oracle.WiderCasts():
         expected = oracle.reference(serial, sgd)
         plan = decode(from_rank_0(lambda: text), mw.Plan, where="plan of rank 0")
-        found, trainer = oracle.in_parallel(subject_of(name), plan, sgd)  # type: ignore[arg-type]
+        found, trainer = oracle.in_parallel(subject_of(name), plan, sgd)
     return oracle.compared(before, expected, found, trainer)
 
 

@@ -133,7 +133,7 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.in_one_process(serial, optimizer)
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer)  # type: ignore[arg-type]
+    found, trainer = oracle.in_parallel(parallel, plan, optimizer)
     targets = [node.target for node in trainer._last.stages[0].functions["prologue"].graph.nodes]
     assert collectives.ADD_ROWS in targets
     assert collectives.HALO_RETURN in targets

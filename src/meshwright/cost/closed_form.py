@@ -35,7 +35,7 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
 
     @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
-        """The seconds of an action, and those that it computes."""
+        """The seconds of an action, and the part of them in which it computes."""
         stage = work.stages[number]
         sent = {ActionKind.SEND_F: (1, stage.sent_up_bytes), ActionKind.SEND_B: (-1, stage.sent_down_bytes)}
         if kind in sent:

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.work import Communicate, Piece, StepWork
-from meshwright.errors import ClusterError, LayoutError, PlanError, ScheduleError
+from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
@@ -18,6 +18,7 @@ from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.auto import Only
 from meshwright.planner.candidates import divisors
 from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -28,7 +29,7 @@ from meshwright.schedules.pipeline import schedule_of
 
 MOST_CHANGES = 5
 """Largest number of changes that are named for a layout that does not fit."""
-_IMPOSSIBLE = (LayoutError, PlanError, ScheduleError, ClusterError)
+_IMPOSSIBLE = (*REFUSALS, ClusterError)
 """Errors of a layout that the model, the schedule or the number of devices does not allow."""
 
 
@@ -124,9 +125,10 @@ def _communicated_bytes(work: StepWork, schedule: Schedule) -> int:
         total = 0
         for action in actions:
             stage = work.stages[action.stage]
-            total += {ActionKind.SEND_F: stage.sent_up_bytes, ActionKind.SEND_B: stage.sent_down_bytes}.get(
-                action.kind, 0
-            )
+            if action.kind is ActionKind.SEND_F:
+                total += stage.sent_up_bytes
+            elif action.kind is ActionKind.SEND_B:
+                total += stage.sent_down_bytes
             total += _bytes_of(stage.pieces.get(action.kind.value, ()))
         for number in {action.stage for action in actions}:
             total += _bytes_of((*work.stages[number].before, *work.stages[number].after))

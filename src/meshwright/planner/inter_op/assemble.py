@@ -35,13 +35,13 @@ def assemble(
         }))
         for name, parameter in shared.items()
     }  # fmt: skip
+    own = {name for name, ranks in ranks_of.items() if len(ranks) < 2}
     known: dict[object, StageWork] = {}
     result = []
     for number, (works, layers) in enumerate(zip(variants, stages, strict=True)):
         first, last = number < num_ranks, number + num_ranks >= len(stages)
         key = (works, tuple(layers), first, last, number % num_ranks if last else -1)
         if key not in known:
-            own = {name for name, ranks in ranks_of.items() if len(ranks) < 2}
             stage = _joined(works, layers, own, optimizer, first_chunk=first, accumulates=accumulates)
             if num_ranks > 1 and last:
                 ends = [
@@ -74,16 +74,15 @@ def _joined(
     pieces = {kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces}
     ends = buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece))
     saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
-    if not accumulates:
-        repeated_bytes = sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
-        workspace = _workspace_bytes(parts, facts, repeated_bytes, buckets.has_sums) - saved
     trained = sum(fact.trained_bytes for fact in facts)
-    twice = sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
+    trained_once = trained - sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
+    if not accumulates:
+        workspace = _most_bytes(parts, facts, trained_once, buckets.has_sums) - saved
     update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
     return StageWork(
         pieces=pieces,
         before=_before(parts, facts, buckets),
-        after=(*ends, Compute("update", update_s * (1 - twice / trained if trained else 1))),
+        after=(*ends, Compute("update", update_s * (trained_once / trained if trained else 1))),
         sent_up_bytes=parts[-1].sent_up_bytes,
         sent_down_bytes=parts[0].sent_down_bytes,
         saved_bytes=saved,
@@ -125,12 +124,9 @@ def _held_bytes(
     return total
 
 
-def _workspace_bytes(
-    parts: Sequence[StageWork], facts: Sequence[LayerFacts], repeated_bytes: int, has_sums: bool
-) -> int:
-    """The most bytes of saved values, gradients and workspace while a stage runs backward for its only micro-batch. A
-    bucket is there from its first gradient on."""
-    total = sum(fact.trained_bytes for fact in facts) - repeated_bytes
+def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: int, has_sums: bool) -> int:
+    """The most bytes of saved values, gradients and workspace while a stage runs backward for its only micro-batch.
+    ``total`` is the bytes of all gradients. A bucket is there from its first gradient on."""
     saved = sum(part.saved_bytes for part in parts)
     most, gradients = 0, BUCKET_BYTES if has_sums else 0
     for part, fact in zip(reversed(parts), reversed(facts), strict=True):

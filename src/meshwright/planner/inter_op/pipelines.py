@@ -65,7 +65,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fill_of(layout: Layout) -> float:
-    """The time to fill and drain a pipeline, as a fraction of that of ``1f1b``: (p - 1) x the time of a micro-batch."""
+    """The time to fill and drain a pipeline, as a fraction of the time under ``1f1b``. Under ``1f1b``, p stages take
+    p - 1 times the time of a micro-batch."""
     return {"interleaved": 1 / layout.chunks, "zb-h1": 1 / 3}.get(layout.schedule, 1.0)
 
 

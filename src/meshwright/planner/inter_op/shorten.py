@@ -155,10 +155,9 @@ class _Index:
         """What must be equal in equal blocks."""
         tensors = [self.graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
         roles = tuple(self.graph.factor_classes[name].role for name in operator.classes.values())
-        rule = (operator.rule.pattern, tuple(operator.rule.sizes.items())) if operator.rule is not None else None
         return (
             operator.target, operator.prologue, operator.backward, operator.flops, operator.bytes,
-            starred(operator.module), rule, roles,
+            starred(operator.module), msgspec.json.encode(operator.rule), roles,
             tuple((tensor.shape, tensor.dtype, tensor.kind) for tensor in tensors),
             tuple(self._source(family, number, name) for name in operator.inputs),
         )  # fmt: skip
@@ -200,7 +199,7 @@ class _Index:
         for operator in self.graph.operators:
             if operator.name in removed or operator.name in kept:
                 continue
-            # What comes after the run reads its last block; the backward of what came before reads its first block.
+            # Operators after the run read its last block. In backward, operators before the run read its first block.
             if len({made[name] for name in operator.inputs if name in made} | {0, last}) > 2:
                 return False
         return True
