@@ -20,7 +20,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.ir.stages import cut
 from meshwright.lower.plans import PlanLowering
-from meshwright.models import GPT, GPTConfig, ResNet, classification_loss, language_model_loss
+from meshwright.models import GPT, GPTConfig, ResNet, WideResNet, classification_loss, language_model_loss
 from meshwright.planner.candidates import Axes, runs, shapes
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
@@ -242,6 +242,16 @@ def images(depth: int) -> Graph:
 def test_blocks_with_batch_norm_are_shortened() -> None:
     graph = images(56)
     assert len(shorten(graph).graph.operators) < len(graph.operators) / 2
+
+
+def test_equal_blocks_inside_of_unequal_groups_are_shortened() -> None:
+    images = {"image": torch.zeros(4, 3, 32, 32), "label": torch.zeros(4, dtype=torch.int64)}
+    graph = mw.capture(WideResNet((2, 2, 6, 2), width=8), classification_loss, images)
+    (run,) = shorten(graph).copies
+    assert len(run) == 2, "of six blocks, the first two and the last read other values"
+    assert set(next(iter(run[0])).split(".")[:2]) == {"groups", "2"}
+    chain = chain_of(graph, CPU)
+    assert cut(graph, tuple(layer.first for layer in chain.layers[1:])).num_stages == len(chain.layers)
 
 
 class Twice(nn.Module):

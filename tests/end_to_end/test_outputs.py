@@ -65,6 +65,17 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_statistics_of_batch_norm_are_made_without_their_kernel(ran: Ran, dtype: torch.dtype) -> None:
+    """PyTorch has no meta kernel for them, and on fake tensors would compute on zeros of the full size: here 4 TiB."""
+    real = aten.batch_norm_update_stats.default
+    with torch.utils._python_dispatch._disable_current_modes():
+        expected = real(torch.zeros(2, 3, 4, 4, dtype=dtype), None, None, 0.0)
+    made = outputs_of(real, (torch.empty(2**20, 3, 2**10, 2**10, dtype=dtype), None, None, 0.0), {})
+    assert [(each.shape, each.dtype) for each in made] == [(each.shape, each.dtype) for each in expected]
+    assert all(type(each) is FakeTensor for each in made)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_call_makes_what_running_the_operator_would(ran: Ran, name: str) -> None:
     function, args, kwargs = CALLS[name]

@@ -63,6 +63,15 @@ _BATCH_NORMS = frozenset({
 })  # fmt: skip
 
 
+def _statistics(source: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return source.new_empty(source.shape[1]), source.new_empty(source.shape[1])
+
+
+_WITHOUT_META: dict[Any, Callable[..., Any]] = {aten.batch_norm_update_stats.default: _statistics}
+"""Maps operators without a meta kernel to functions that make their results on the meta device. On fake tensors,
+PyTorch would run the operator's own kernel, on zeros of the full size."""
+
+
 class UnlikeError(Exception):
     """The arguments or results of a call do not allow conclusions about other calls."""
 
@@ -175,7 +184,7 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_as_on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> bool:
-    if function not in _AS_ON_META or tensors[0].dtype not in _WIDE:
+    if function not in _WITHOUT_META and (function not in _AS_ON_META or tensors[0].dtype not in _WIDE):
         return False
     if "device" in kwargs:  # the result would be on that device, with memory
         return False
@@ -187,7 +196,7 @@ def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     """Return the forms of an operator's results, found with tensors on the meta device."""
     with DisableTorchFunction(), DisableTorchDispatch():
         like = {id(arg): torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META) for arg in tensors}
-        result = function(*_replaced(args, like), **_replaced(kwargs, like))
+        result = _WITHOUT_META.get(function, function)(*_replaced(args, like), **_replaced(kwargs, like))
     storages = [like[id(arg)].untyped_storage()._cdata for arg in tensors]
 
     def form(value: Tensor) -> _Form:
@@ -225,7 +234,7 @@ def _tree(make: Callable[[Any], Any], value: Any) -> Any:
 def _follows(function: Any) -> bool:
     """Whether all calls of an operator with the same ``_Call.key`` have results of the same form."""
     own = function.namespace in _NAMESPACES
-    writes = function._schema.is_mutable and function not in _AS_ON_META
+    writes = function._schema.is_mutable and function not in _AS_ON_META and function not in _WITHOUT_META
     return own and not writes and _VALUES_MATTER.isdisjoint(function.tags)
 
 

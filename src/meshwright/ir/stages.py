@@ -345,11 +345,13 @@ def _owners(
         maker = producers.get(update)
         if maker is not None and maker.name in stage_of:
             _hold(result, buffer, {stage_of[maker.name]}, where=maker.name)
-    for _ in graph.buffer_updates:  # a buffer and the buffer whose value it takes are in one stage
-        for buffer, update in graph.buffer_updates.items():
-            if update in graph.parameters:
+    parameters = set(graph.parameters)
+    copied = [(buffer, update) for buffer, update in graph.buffer_updates.items() if update in result]
+    for _ in copied:  # a buffer and the buffer whose value it takes are in one stage
+        for buffer, update in copied:
+            if update in parameters:
                 _hold(result, buffer, {min(result[buffer] or result[update] or {0})}, result[update])
-            elif update in graph.buffers:
+            else:
                 together = result[buffer] | result[update]
                 _hold(result, buffer, together, result[update] or together)
                 _hold(result, update, together)

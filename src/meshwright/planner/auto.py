@@ -181,8 +181,8 @@ class Search:
 
     def _push(self, shape: Layout) -> None:
         """Add the runs of a shape to the heap, with their lower bounds. Without stages, several micro-batches only save
-        memory: the next larger number comes if a number does not fit. As long as nothing was found that fits, the first
-        run is estimated at once, so that there is a result when the time is over."""
+        memory: the next larger number comes if a number does not fit. If the time is limited and nothing was found yet
+        that fits, the first run is estimated at once, so that there is a result when the time is over."""
         text = layout_text(shape)
         if text in self._seen:
             return
@@ -190,7 +190,7 @@ class Search:
         self.clock.check()
         every = list(runs(shape, self.batch))
         for layout in every if shape.pp > 1 else every[:1]:
-            if not self.found and layout == shape:
+            if layout == shape and not self.found and (self.clock.seconds is not None or not self._heap):
                 self._weigh(layout)
                 if not self.found and self.clock.seconds is not None:
                     self._lighten_first()

@@ -36,28 +36,30 @@ class Lighter:
         moves no more bytes than the sums of gradients. Otherwise, all ZeRO stages are compared, each with the least
         recomputation that fits. If nothing fits, the variant that needs the least memory."""
         layout = plain.layout
-        levels = [layout]
-        if layout.dp > 1:
-            levels += [msgspec.structs.replace(layout, zero=zero) for zero in (1, 2, 3)]
+        zeros = (0, 1, 2, 3) if layout.dp > 1 else (0,)
+        every = [msgspec.structs.replace(layout, zero=zero) for zero in zeros]
         if not self.whole and not self.offloads:  # the smallest variant says whether the others need to be priced
-            smallest = self.pipelines.option(levels[-1], RECOMPUTE)
+            smallest = self.pipelines.option(every[-1], RECOMPUTE)
             if not self._fits(smallest):
                 return smallest
-        options = [plain]
-        for level in levels[1:]:
-            options.append(self.pipelines.option(level, RECOMPUTE[:1]))
+        levels = [level for level in every if self.pipelines.least_held_bytes(level) <= self.pipelines.limit_bytes]
+        options = [plain] if layout in levels else []
+        for level in levels:
+            if level != layout:
+                options.append(self.pipelines.option(level, RECOMPUTE[:1]))
             if self._fits(options[-1]):
                 break
-        if self._fits(options[-1]) and options[-1].layout.zero < 3:
+        if options and self._fits(options[-1]) and options[-1].layout.zero < 3:
             return options[-1]
         for option in tuple(options):
             options += self._recomputed(option)
         if self.offloads and not any(map(self._fits, options)):
-            for level in levels:
-                options.append(
-                    self.pipelines.option(msgspec.structs.replace(level, offload="optimizer"), RECOMPUTE[:1])
-                )
+            for level in every:
+                moved = msgspec.structs.replace(level, offload="optimizer")
+                options.append(self.pipelines.option(moved, RECOMPUTE[:1]))
                 options += self._recomputed(options[-1])
+        if not options:
+            return self.pipelines.option(every[-1], RECOMPUTE)
         fitting = list(filter(self._fits, options))
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)

@@ -192,7 +192,8 @@ def is_sum(piece: Piece) -> bool:
     return isinstance(piece, Wait) or (isinstance(piece, Communicate) and piece.axis != "pp")
 
 
-def _is_reduction(piece: Piece) -> bool:
+def is_reduction(piece: Piece) -> bool:
+    """Whether a piece sums gradients of parameters over ranks."""
     return isinstance(piece, Communicate) and piece.what.startswith(REDUCTION)
 
 
@@ -243,7 +244,7 @@ class _Buckets:
                     result.append(piece)
                     opened = {key: at for key, at in opened.items() if _name_of(result[at]) != piece.what}
                 continue
-            sums = _is_reduction(piece)
+            sums = is_reduction(piece)
             if not isinstance(piece, Communicate) or not (sums or piece.what.startswith(GATHER)):
                 result.append(piece)
                 continue

@@ -15,7 +15,7 @@ from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionKind
-from meshwright.planner.inter_op.assemble import assemble, is_sum
+from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
 from meshwright.schedules.pipeline import training_schedule
@@ -138,9 +138,30 @@ class Pipelines:
 
     def lighter_bound_s(self, option: Option) -> float:
         """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
-        update, and instead of summing all gradients on every rank, each rank sums a part."""
-        sums_s, update_s = self.once_s(self.prices.of(msgspec.structs.replace(option.layout, recompute="none")))
-        return option.step_s - (update_s + sums_s / 2)
+        update, and instead of summing all gradients on every rank, each rank sums a part. No rank can save more than
+        the rank that updates and sums the most."""
+        layout, saved = option.layout, 0.0
+        for stage in option.work.stages:
+            pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value], *stage.after]
+            update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
+            sums_s = pieces_s(filter(is_reduction, pieces), layout.mesh(), self.prices.network)
+            saved = max(saved, layout.chunks * (update_s * (1 - 1 / layout.dp) + sums_s / 2))
+        return option.step_s - saved
+
+    def least_held_bytes(self, layout: Layout) -> float:
+        """A lower bound on the bytes that the fullest rank holds: the mean of all ranks' parameters, gradients and
+        optimizer state. ZeRO divides optimizer state, from stage 2 on gradients, and in stage 3 parameters."""
+        works = self.prices.of(msgspec.structs.replace(layout, zero=0, recompute="none", offload="none"))
+        facts = [works.facts[number] for number in self.chain.numbers]
+        trained = float(sum(fact.trained_bytes for fact in facts))
+        parameters = float(sum(fact.held.parameters_bytes for fact in facts))
+        for shared in works.shared.values():
+            more = sum(number in shared.layers for number in self.chain.numbers) - 1
+            parameters -= more * shared.num_bytes
+            trained -= more * shared.num_bytes * shared.trained
+        states = 0.0 if layout.offload != "none" else trained * self.prices.optimizer.states
+        parts = [layout.dp if layout.zero >= stage else 1 for stage in (1, 2, 3)]
+        return (states / parts[0] + trained / parts[1] + parameters / parts[2]) / layout.pp
 
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""

@@ -15,6 +15,8 @@ from meshwright.ir.stages import forward_operators
 from meshwright.planner.intra_op.decisions import block_of
 
 _ADD = "aten.add.Tensor"
+DEEPEST = 2
+"""Largest depth of blocks inside of blocks that are compared."""
 _Source = tuple[object, ...]
 
 
@@ -46,11 +48,15 @@ def shorten(graph: Graph) -> Shortened:
     A block is a repeated module (``layers.3``) with its backward operators, and with the additions that join its
     gradients to those of other blocks. Blocks are equal if their operators are equal and read equal values: of their
     own, of the blocks before and after, or of the same tensors outside. The first and the last block of a model read
-    other values than those between, and are therefore kept. Graphs without such runs stay as they are.
+    other values than those between, and are therefore kept. If the outermost blocks are not equal (the groups of a
+    ResNet), the blocks inside of them are compared. Graphs without such runs stay as they are.
     """
-    index = _Index(graph)
-    runs = [run for family in index.families.values() for run in _runs(family) if index.collapses(run)]
-    if not runs:
+    for depth in range(1, DEEPEST + 1):
+        index = _Index(graph, depth)
+        runs = [run for family in index.families.values() for run in _runs(family) if index.collapses(run)]
+        if runs:
+            break
+    else:
         return Shortened(graph)
     removed = {operator.name for run in runs for block in run[1:] for operator in block.operators}
     renamed = {name: kept for run in runs for name, kept in index.replaced(run).items()}
@@ -100,10 +106,11 @@ def shorten(graph: Graph) -> Shortened:
 
 
 class _Index:
-    """The blocks of a graph, by family (the starred name of a block), with the source of every value that they read."""
+    """The blocks of a graph at a depth, by family (the starred name of a block), with the source of every value that
+    they read."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, depth: int) -> None:
+        self.graph, self.depth = graph, depth
         self.producers = graph.producers()
         self.forward = {operator.name: place for place, operator in enumerate(forward_operators(graph))}
         self.block: dict[str, tuple[str, int]] = {}
@@ -127,11 +134,11 @@ class _Index:
     def _collect(self) -> None:
         numbers: dict[str, dict[str, int]] = defaultdict(dict)
         for operator in forward_operators(self.graph):
-            if name := block_of(operator):
+            if name := block_of(operator, self.depth):
                 numbers[starred(name)].setdefault(name, len(numbers[starred(name)]))
         self.families = {family: [_Block(name) for name in names] for family, names in numbers.items()}
         for operator in self.graph.operators:
-            name = block_of(operator)
+            name = block_of(operator, self.depth)
             family = starred(name)
             if name and name in numbers.get(family, ()):
                 where: tuple[str, int] | None = (family, numbers[family][name])

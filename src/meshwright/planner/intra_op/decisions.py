@@ -99,12 +99,11 @@ def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
     return list(groups.values())
 
 
-def block_of(operator: Operator) -> str:
-    """The outermost repeated block that contains an operator (``h.3`` of ``h.3.mlp``), or an empty string."""
-    if not operator.repeat:
-        return ""
-    depth = operator.repeat.split(".").index("*") + 1
-    return ".".join(operator.module.split(".")[:depth])
+def block_of(operator: Operator, depth: int = 1) -> str:
+    """The repeated block that contains an operator (``h.3`` of ``h.3.mlp``), or an empty string. Of blocks inside of
+    blocks, ``depth`` counts from the outermost."""
+    ends = [place for place, part in enumerate(operator.repeat.split("."), start=1) if part == "*"]
+    return ".".join(operator.module.split(".")[: ends[depth - 1]]) if len(ends) >= depth else ""
 
 
 def _repeated_blocks(graph: Graph) -> set[str]:
