@@ -24,6 +24,7 @@ from meshwright.models import GPT, GPTConfig, ResNet, WideResNet, classification
 from meshwright.planner.candidates import Axes, runs, shapes
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op import pipelines as pipelines_module
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -224,6 +225,23 @@ def test_bounds_are_below_estimates(name: str, cluster: mw.Cluster) -> None:
         assert max(before_s, pipelines.bound_s(layout)) <= option.step_s * (1 + 1e-9), layout_text(layout)
         seen += layout.pp > 1
     assert seen
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_long_step_is_a_short_step_with_more_rounds(
+    schedule: str, chunks: int, pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = of_tensor(nn.Sequential(*map(small, range(8))), 64)
+    chain = chain_of(graph, CPU, 4)
+    prices = LayerPrices(chain, CPU, PlanLowering(chain.graph), ADAMW, False, 4)
+    layout = mw.Layout(pp=pp, microbatches=32, schedule=schedule, chunks=chunks, tp=4 // pp)  # type: ignore[arg-type]
+    short = Pipelines(prices, float("inf")).option(layout, ("none",))
+    monkeypatch.setattr(pipelines_module, "LONG", 1000)
+    whole = Pipelines(prices, float("inf")).option(layout, ("none",))
+    assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert short.predicted.compute_s == pytest.approx(whole.predicted.compute_s, rel=1e-9)
+    assert short.memory.peak_bytes == whole.memory.peak_bytes
 
 
 def small(_: int) -> nn.Module:

@@ -14,7 +14,7 @@ from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.schedule import ActionKind
+from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
@@ -31,6 +31,8 @@ LEAST = 0.7
 gradients moves three times their bytes, beside kernels that move as many bytes of weights at least twice."""
 MANY = 10**6
 """A number of micro-batches with which filling a pipeline takes no time."""
+LONG = 4
+"""A step has many micro-batches if there are more than this number for each stage."""
 ALIKE = 0.02
 """Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
 the planner takes the simplest."""
@@ -80,6 +82,20 @@ def _filled_s(layout: Layout, total_s: float) -> float:
     """
     fill = min(fill_of(layout), layout.microbatches)
     return fill * total_s / (1 - (1 - fill / layout.microbatches) ** layout.pp)
+
+
+def _periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
+    """Schedules with few and with more micro-batches, and how often their difference is added to a step with few.
+
+    A pipeline that is full repeats itself: every further round of p micro-batches takes as long as the round before,
+    and keeps no more in memory. Of a long step, two and three rounds are therefore enough. A short step is complete:
+    nothing is added.
+    """
+    pp, m = layout.pp, layout.microbatches
+    long = pp > 1 and m > LONG * pp
+    numbers = (2 * pp, 3 * pp) if long else (m, m)
+    few, more = (training_schedule(layout.schedule, pp, number, layout.chunks) for number in numbers)
+    return few, more, (m - 2 * pp) / pp if long else 0.0
 
 
 def _passes(layout: Layout) -> tuple[str, ...]:
@@ -218,10 +234,26 @@ class Pipelines:
         return found if found.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:
-        schedule = training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        """Simulated seconds of a step."""
         submeshes = [Mesh.of(**own) for own in layout.stage_sizes]
-        played = play(schedule, work, layout.mesh(), self.cluster, submeshes=submeshes, overlap=self._overlaps)
-        return played.step_s
+
+        def played(schedule: Schedule) -> float:
+            return play(schedule, work, layout.mesh(), self.cluster, submeshes=submeshes, overlap=self._overlaps).step_s
+
+        few, more, steps = _periods(layout)
+        return played(few) + steps * (played(more) - played(few)) if steps else played(few)
+
+    def _predicted(self, layout: Layout, work: StepWork) -> Predicted:
+        """The closed form of a step."""
+        few, more, steps = _periods(layout)
+        first = predict_step(work, few, layout.mesh(), self.cluster)
+        if not steps:
+            return first
+        second = predict_step(work, more, layout.mesh(), self.cluster)
+        fields = Predicted.__struct_fields__
+        return Predicted(**{
+            name: getattr(first, name) + steps * (getattr(second, name) - getattr(first, name)) for name in fields
+        })  # fmt: skip
 
     def _check(self, layout: Layout) -> None:
         num_stages, most = layout.pp * layout.chunks, len(self.chain.layers)
@@ -309,8 +341,7 @@ class Pipelines:
             accumulates=layout.microbatches > 1,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
-        schedule = training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-        predicted = predict_step(work, schedule, layout.mesh(), self.cluster)
+        predicted, schedule = self._predicted(layout, work), _periods(layout)[0]
         # One stage has few actions; unlike stages have meshes of their own, which the closed form does not know.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         step_s = self._simulated_s(layout, work) if simulates else predicted.step_s
