@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.errors import ScheduleError
+from meshwright.ir.pipeline import SCHEDULES
 from meshwright.models import UNet, segmentation_loss
 from meshwright.models.losses import IGNORED
 from meshwright.schedules.pipeline import build
@@ -102,7 +103,7 @@ MOST_STAGES = {"ResNet": 8, "U-Net": 6}
 """Of models that cannot be cut in twelve."""
 FACTORS: tuple[tuple[str, ...], ...] = (
     tuple(MODELS),
-    ("gpipe", "1f1b", "interleaved", "zb-h1"),
+    SCHEDULES,
     ("pp2", "pp4"),
     ("v1", "v2", "v3"),
     ("m1", "m4", "m7", "m8"),
@@ -115,8 +116,8 @@ SETTINGS = tuple(itertools.product(oracle.OPTIMIZERS, oracle.CLIPPING, oracle.LA
 def possible(case: Case) -> bool:
     """Whether the schedule is defined for these counts, and the model has enough places to cut."""
     layout = case.layout
-    stages = layout.pp * layout.chunks
-    if stages > MOST_STAGES.get(case.model, stages) or (layout.chunks > 1 and layout.schedule != "interleaved"):
+    stages = layout.pipeline.num_stages
+    if stages > MOST_STAGES.get(case.model, stages):
         return False
     try:
         build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)

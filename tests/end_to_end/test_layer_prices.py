@@ -185,7 +185,7 @@ def test_assembled_stages_cost_what_the_program_of_the_model_costs(
     count = len(chain.layers)
     ranges = [range(number * count // stages, (number + 1) * count // stages) for number in range(stages)]
     accumulates = layout.microbatches > 1
-    assembled = assemble([works] * stages, chain.priced(ranges), layout.pp, ADAMW, accumulates=accumulates)
+    assembled = assemble([works] * stages, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=accumulates)
 
     lower = PlanLowering(graph)
     ask = Ask(explains=False, lower=lower, fits_buckets=False, firsts=chain.firsts_of(ranges))

@@ -30,8 +30,8 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
     """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
     compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
     network = Network(cluster)
-    count = len(schedule.ranks)
-    stride = mesh.world_size // count
+    homes = schedule.homes
+    stride = mesh.world_size // len(schedule.ranks)
 
     @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
@@ -40,7 +40,7 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
         sent = {ActionKind.SEND_F: (1, stage.sent_up_bytes), ActionKind.SEND_B: (-1, stage.sent_down_bytes)}
         if kind in sent:
             step, num_bytes = sent[kind]
-            far = abs(number % count - (number + step) % count) * stride
+            far = abs(homes[number] - homes[number + step]) * stride
             return (network.send_s(num_bytes, far) if num_bytes else 0.0), 0.0
         pieces = stage.pieces.get(kind.value, ())
         return pieces_s(pieces, mesh, network), _computing_s(pieces)

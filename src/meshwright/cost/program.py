@@ -129,7 +129,7 @@ class _Stage:
         self.costs = NodeCosts(plan.mesh, cluster, threads, num_ranks)
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
-        self.pipeline = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
+        self.pipeline = plan.pipeline
         self.trained = {name for other in programs for name in other.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
         self.labels: Counter[str] = Counter()
@@ -247,10 +247,10 @@ class _Stage:
 
     def _after(self) -> tuple[Piece, ...]:
         pieces = list(self._pieces(self._nodes(FINISH), FINISH))
-        stage, count = self.program.stage, self.pipeline
+        stage, count = self.program.stage, self.pipeline.num_ranks
         if count > 1 and stage + count >= len(self.programs):  # once per rank, not once per chunk
             for name, owners in self._owners().items():
-                if len(owners) > 1 and stage % count in owners:
+                if len(owners) > 1 and self.pipeline.rank_of(stage) in owners:
                     size = next(held.bytes for other in self.programs for held in other.parameters if held.name == name)
                     what = f"gradient of {name} of all stages"
                     pieces.append(Communicate(what, "all_reduce", "pp", size, members=owners))
@@ -264,7 +264,7 @@ class _Stage:
         for program in self.programs:
             for parameter in program.parameters:
                 if parameter.name in self.trained:
-                    owners.setdefault(parameter.name, set()).add(program.stage % self.pipeline)
+                    owners.setdefault(parameter.name, set()).add(self.pipeline.rank_of(program.stage))
         return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
     def _update(self) -> Compute:
@@ -304,7 +304,9 @@ class _Stage:
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
             # A rank holds them once, not once per chunk.
-            inputs_bytes=sum(tensor.bytes for tensor in program.inputs) if program.stage < self.pipeline else 0,
+            inputs_bytes=sum(tensor.bytes for tensor in program.inputs)
+            if program.stage < self.pipeline.num_ranks
+            else 0,
         )
 
     def _optimizer_bytes(self) -> int:

@@ -138,7 +138,7 @@ def _executor(
     stages: Sequence[EmulatedStage], schedule: Schedule, rank: int, own_stages: Sequence[int], device: _Device
 ) -> Executor:
     """The executor of one pipeline rank."""
-    homes = {action.stage: home for home, actions in enumerate(schedule.ranks) for action in actions}
+    homes = schedule.homes
     lowered = {stage: _lowered(stages[stage], stage, schedule.num_stages, device) for stage in own_stages}
     routes: dict[tuple[int, ActionKind], list[Route]] = {}
     for stage, lowered_stage in lowered.items():

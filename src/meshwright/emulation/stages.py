@@ -8,6 +8,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.pipeline import Pipeline
 from meshwright.simulate.network import Fabric
 
 
@@ -33,19 +34,20 @@ class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sent_down_s: float = 0.0
 
 
-def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster) -> tuple[EmulatedStage, ...]:
-    """The durations of one rank of every stage (stage s is on pipeline rank s % pp). The rank's peers on the other axes
-    are assumed to arrive when it does, so collectives take closed-form times, as in the simulator without stragglers.
+def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster, schedule: str = "1f1b") -> tuple[EmulatedStage, ...]:
+    """The durations of one rank of every stage; ``schedule`` places stages on pipeline ranks. The rank's peers on the
+    other axes are assumed to arrive when it does, so collectives take closed-form times, as in the simulator without
+    stragglers.
 
     Raises:
         ScheduleError: a collective along ``pp`` does not block; only blocking collectives are emulated there.
     """
     fabric = Fabric(cluster, mesh)
-    count = fabric.size("pp")
+    pipeline = Pipeline(fabric.size("pp"), schedule)
     stages = []
     for number, stage in enumerate(work.stages):
-        beside = {step: (number + step) % count for step in (1, -1)}
-        here = number % count
+        beside = {step: pipeline.rank_of((number + step) % len(work.stages)) for step in (1, -1)}
+        here = pipeline.rank_of(number)
         stages.append(
             EmulatedStage(
                 actions={kind: _doings(pieces, fabric, here) for kind, pieces in stage.pieces.items()},

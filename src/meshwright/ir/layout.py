@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline, ScheduleName
 from meshwright.ir.precision import Precision
 
 TIME = "time"
@@ -59,10 +60,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Pipeline-parallel size: divides the model into stages, one after the other."""
     microbatches: int = 1
     """The number of equal parts of the batch that run one after the other. Their gradients are accumulated."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """The order of the micro-batches in a pipeline."""
     chunks: int = 1
-    """The number of stages on every pipeline rank. More than 1 needs the schedule ``interleaved``."""
+    """The number of stages on every pipeline rank. More than 1 needs the schedule ``interleaved``; ``zb-v`` and
+    ``dualpipe-v`` need 2."""
     recompute: Literal["none", "selective", "full"] = "none"
     """The operators that backward computes again: attention (``selective``), or whole repeated blocks (``full``)."""
     batch_statistics: Literal["global", "microbatch", "rank"] = "global"
@@ -158,9 +160,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in ("microbatches", "chunks"):
             if getattr(self, name) < 1:
                 yield "layout", f"{name}={getattr(self, name)}", "give 1 or more"
-        if self.chunks > 1 and (self.schedule != "interleaved" or pp == 1):
-            problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
+        problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
+        if self.chunks > 1 and (self.schedule not in CHUNKED or pp == 1):
             yield "layout", problem, "several chunks need pp of 2 or more and schedule='interleaved'"
+        elif self.chunks != 2 and self.schedule in V_SHAPED and pp > 1:
+            yield "layout", problem, f"give chunks=2: {self.schedule} has two stages on every rank"
         yield from self._unfit_stages(sizes)
 
     def _unfit_zero(self, dp: int) -> Iterator[Problem]:
@@ -214,6 +218,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                  *self.mixed_axes.items())  # fmt: skip
         sizes = {name: size for name, size in inner if size > 1}
         return Mesh.of(**stages, dp=self.dp // self.ep // max(1, shares), **sizes, tp=self.tp)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline ranks and their stages."""
+        return Pipeline(self.pp, self.schedule, self.chunks)
 
     @property
     def zero_axis(self) -> str:

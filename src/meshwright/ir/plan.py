@@ -10,6 +10,7 @@ from meshwright.ir.amendment import NOT_RUN, Amendment
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
@@ -148,6 +149,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The first forward operator of every stage except the first stage. The graph is cut before each of them."""
         return tuple(stage.first for stage in self.stages[1:])
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline ranks and their stages."""
+        return Pipeline(self.mesh.size("pp") if self.mesh.has("pp") else 1, self.schedule, self.chunks)
+
     def submesh(self, stage: int) -> Mesh:
         """The mesh of the ranks that hold a stage."""
         axes = {name: size for name, size in self.mesh.sizes.items() if name != "pp"}
@@ -156,7 +162,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def submeshes(self) -> tuple[Mesh, ...]:
         """The submesh of each pipeline rank, if each stage has its own; else an empty tuple."""
-        return tuple(map(self.submesh, range(self.mesh.size("pp")))) if self.uneven else ()
+        return tuple(map(self.submesh, range(self.pipeline.num_ranks))) if self.uneven else ()
 
     def sizes(self, stage: int) -> dict[str, int]:
         """The size of each axis that may split a stage's factors: the axes of its submesh, and ``time``."""
@@ -206,9 +212,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             lines.append(f"  {self.microbatches} micro-batches of {each}, gradients are accumulated")
         if len(self.stages) > 1:
             lines.append(f"  {len(self.stages)} stages, schedule {self.schedule}; they begin at:")
-            pipeline = self.mesh.size("pp")
             lines += [
-                f"    stage {index} (pp rank {index % pipeline})  {stage.first or 'the first operator'}"
+                f"    stage {index} (pp rank {self.pipeline.rank_of(index)})  {stage.first or 'the first operator'}"
                 for index, stage in enumerate(self.stages)
             ]
         again = dict.fromkeys(name for stage in self.stages for name in stage.recompute)

@@ -159,6 +159,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 if action.microbatch is not None and not 0 <= action.microbatch < self.num_microbatches:
                     self._refuse(rank, position, "micro-batch", action.microbatch, self.num_microbatches)
 
+    @property
+    def homes(self) -> dict[int, int]:
+        """Maps a stage to the rank whose actions run it."""
+        return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+
     def _refuse(self, rank: int, position: int, what: str, index: int, count: int) -> None:
         raise ScheduleError(
             f"`{self.ranks[rank][position]}`: there is no {what} {index}",

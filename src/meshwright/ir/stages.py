@@ -19,6 +19,7 @@ from meshwright.errors import PlanError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import kind_of
 from meshwright.ir.layout import DATA_AXES, TIME
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Placements, Shard, output_placements
 from meshwright.ir.schedule import ActionKind
 
@@ -71,9 +72,9 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
             return PROLOGUE
         return self.phase_of(operator)
 
-    def pipeline_owners(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        """Maps a parameter or buffer to the pipeline ranks that hold it. Stage s is on rank s mod ``num_ranks``."""
-        return {name: tuple(sorted({stage % num_ranks for stage in stages})) for name, stages in self.owners.items()}
+    def pipeline_owners(self, pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+        """Maps a parameter or buffer to the pipeline ranks that hold it."""
+        return {name: tuple(sorted(set(map(pipeline.rank_of, stages)))) for name, stages in self.owners.items()}
 
     def operators(self, graph: Graph, stage: int, results: Iterable[str]) -> list[Operator]:
         """The prologue operators that a stage or the tensors ``results`` need, followed by the stage's operators."""

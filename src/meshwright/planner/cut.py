@@ -197,5 +197,9 @@ def between_sizes(graph: Graph, layout: Layout, firsts: tuple[str, ...]) -> froz
     stored whole. ``firsts`` are the first operators of all stages except the first stage."""
     divided = cut(graph, firsts)
     sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
-    shared = {name for name, held in divided.owners.items() if len({sizes[owner % layout.pp] for owner in held}) > 1}
+    shared = {
+        name
+        for name, held in divided.owners.items()
+        if len({sizes[layout.pipeline.rank_of(owner)] for owner in held}) > 1
+    }
     return frozenset(shared.intersection(graph.parameters))

@@ -122,7 +122,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     divided = cut(graph, plans[0].firsts)
     stages = []
     for index in range(divided.num_stages):
-        plan = plans[index % layout.pp]
+        plan = plans[layout.pipeline.rank_of(index)]
         axes = {axis.name: axis.size for axis in plan.mesh.axes if axis.name != "pp"}
         stages.append(msgspec.structs.replace(plan.stages[index], axes=axes))
     return msgspec.structs.replace(
@@ -134,7 +134,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
             bucket
             for index, plan in enumerate(plans)
             for bucket in plan.buckets
-            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
+            if all(layout.pipeline.rank_of(stage) == index for stage in divided.owners[bucket.parameters[0]])
         ),
         algorithms={axis: algorithm for plan in plans for axis, algorithm in plan.algorithms.items()},
         links={axis: link for plan in plans for axis, link in plan.links.items()},
@@ -143,7 +143,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
 
 
 def _cut_of(graph: Graph, layout: Layout, cluster: Cluster | None, ask: Ask) -> tuple[str, ...]:
-    return choose_cut(graph, layout.pp * layout.chunks, cluster) if ask.firsts is None else ask.firsts
+    return choose_cut(graph, layout.pipeline.num_stages, cluster) if ask.firsts is None else ask.firsts
 
 
 class _Planner:

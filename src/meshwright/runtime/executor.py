@@ -20,6 +20,8 @@ from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.stages import FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.partition import LoweredStage, PhaseFunction
+from meshwright.runtime.phase_clock import Clock
+from meshwright.schedules.timing import PARTNER
 
 Values = dict[str, Any]
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -102,30 +104,6 @@ def empty(value: Value, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
 
 
-class Clock:
-    """Records when each phase begins in a function that runs several phases: the function calls ``begin``."""
-
-    def __init__(self) -> None:
-        self._begun: list[tuple[str, float]] = []
-
-    def begin(self, phase: str) -> None:
-        """Record that a phase begins now."""
-        self._begun.append((phase, time.perf_counter()))
-        if len(self._begun) > 1 and (recorder := current()) is not None:
-            recorder.sample()  # the values kept for backward are at their peak
-
-    def note(self, recorder: SpanRecorder, begun_s: float) -> bool:
-        """Record one compute span per phase since ``begun_s``. Return True if one function ran all phases; if False,
-        only the prologue has run."""
-        done_s, phases = time.perf_counter(), self._begun or [(PROLOGUE, begun_s)]
-        starts = [begun_s, *(start_s for _, start_s in phases[1:])]
-        for (phase, _), start_s, end_s in zip(phases, starts, [*starts[1:], done_s], strict=True):
-            recorder.span(COMPUTE, phase, start_s, end_s)
-        recorder.sample()
-        alone, self._begun = bool(self._begun), []
-        return alone
-
-
 class Executor:
     """Runs the same schedule in every step. ``routes`` maps a stage and a kind of action to one route for each of its
     transfers. ``channels`` maps a peer rank to the channel for its messages. Functions of ``stages`` that the schedule
@@ -154,6 +132,7 @@ class Executor:
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[Work]]]] = {}
+        self._handed: dict[tuple[int, int, ActionKind], Values] = {}
         self._leaving: list[Work] = []
         self._keys: Callable[[int], int] = lambda microbatch: microbatch
         self._run: dict[ActionKind, Callable[[_Stage, Action], None]] = {
@@ -300,6 +279,7 @@ class Executor:
         wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
         self.live_activations = max(self.live_activations, len(self._live))
+        self._hand_over(stage, action, ActionKind.SEND_F)
 
     def _backward(self, stage: _Stage, action: Action) -> None:
         """Run the whole backward, or one of its two parts. The first part keeps the values that the second needs."""
@@ -319,6 +299,8 @@ class Executor:
         kept.update((value_name, value) for value_name, value in results.items() if value_name in wanted)
         if kept:
             self._live[key] = kept
+        if action.kind is not ActionKind.W:
+            self._hand_over(stage, action, ActionKind.SEND_B)
 
     @staticmethod
     def _collect(stage: _Stage, values: Values) -> None:
@@ -329,12 +311,30 @@ class Executor:
 
     def _send(self, stage: _Stage, action: Action) -> None:
         transfers = stage.program.crossing(action.kind)
-        key = (action.stage, _microbatch(action))
-        live = self._live.pop(key, {})
+        live = self._live.get((action.stage, _microbatch(action)), {})
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             for peer, place in route.messages:
                 self._leaving.append(self._channels[peer].send(live[transfer.value.name][place].contiguous()))
-        if action.kind is ActionKind.SEND_F:
+        self._let_go(stage, action, action.kind)
+
+    def _hand_over(self, stage: _Stage, action: Action, kind: ActionKind) -> None:
+        """Give what crosses a border to the neighbouring stage, if this rank holds it too: nothing is sent."""
+        further, receive = PARTNER[kind]
+        neighbour = self.stages.get(action.stage + further)
+        if neighbour is None:
+            return
+        pairs = zip(stage.program.crossing(kind), neighbour.program.crossing(receive), strict=True)
+        live = self._live.get((action.stage, _microbatch(action)), {})
+        self._handed[action.stage + further, _microbatch(action), receive] = {
+            arrival.value.name: live[sent.value.name].contiguous() for sent, arrival in pairs
+        }
+        self._let_go(stage, action, kind)
+
+    def _let_go(self, stage: _Stage, action: Action, kind: ActionKind) -> None:
+        """Keep only the values of a micro-batch that the stage itself needs after they have left it."""
+        key = (action.stage, _microbatch(action))
+        live = self._live.pop(key, {})
+        if kind is ActionKind.SEND_F:
             later = stage.kept
         else:
             later = set(stage.phases[WEIGHT].inputs) if self._splits else set()
@@ -354,6 +354,7 @@ class Executor:
         """Wait for the values that the micro-batch receives, and return all values that are kept for it."""
         microbatch = _microbatch(action)
         live = self._live.setdefault((action.stage, microbatch), {})
+        live.update(self._handed.pop((action.stage, microbatch, kind), {}))
         coming = self._coming.pop((action.stage, microbatch, kind), ())
         for name, whole, route, arrivals in coming:
             for arrival in arrivals:

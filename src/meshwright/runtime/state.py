@@ -41,7 +41,7 @@ class LocalParameters:
             name: {axis: placement for axis, placement in plan.storage(name).items() if axis in groups}
             for name in graph.parameters
         }
-        self._owners = cut(graph, plan.firsts).pipeline_owners(groups["pp"].size if "pp" in groups else 1)
+        self._owners = cut(graph, plan.firsts).pipeline_owners(plan.pipeline)
         self.own: dict[str, nn.Parameter] = {}
         self.given: dict[str, nn.Parameter] = {}
         self.named_buffers: dict[str, Tensor] = {}

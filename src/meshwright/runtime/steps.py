@@ -17,10 +17,12 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import batch_border, cut
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
-from meshwright.runtime.executor import Clock, Executor, Place, Route, StepResult
+from meshwright.runtime.executor import Executor, Place, Route, StepResult
 from meshwright.runtime.kernels import KERNELS
+from meshwright.runtime.phase_clock import Clock
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
+from meshwright.schedules.timing import PARTNER
 
 Keys = Callable[[int], int]
 """A function from the number of a micro-batch to its random key."""
@@ -57,7 +59,7 @@ class Step:
         self._device = device
         divided = cut(graph, plan.firsts)
         self._pipeline = groups.get("pp")
-        self._count = plan.mesh.size("pp") if self._pipeline is not None else 1
+        self._places = plan.pipeline
         index = self._pipeline.index if self._pipeline is not None else 0
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
@@ -67,7 +69,7 @@ class Step:
                 graph, plan, stage, stage_groups, device=device, rules=captured.rules, divided=divided,
                 constants=captured.traced.constants, compiler=compiler, kernels=KERNELS, note=clock.begin,
             )
-            for stage in range(index, divided.num_stages, self._count)
+            for stage in self._places.stages_of(index)
         }  # fmt: skip
         self.input_placements: dict[str, Placements] = {}
         for lowered in self.stages.values():
@@ -75,7 +77,7 @@ class Step:
         ranks = plan.mesh.group_ranks("pp", rank) if self._pipeline is not None else (rank,)
         self._shared = {
             name: owners
-            for name, owners in divided.pipeline_owners(self._count).items()
+            for name, owners in divided.pipeline_owners(self._places).items()
             if name in divided.terms and len(owners) > 1 and index in owners
         }
         self._index, self._rank, self._ranks = index, rank, ranks
@@ -83,6 +85,7 @@ class Step:
             (stage, kind): [self._route(stage, kind, payload) for payload in transfers]
             for stage, lowered in self.stages.items()
             for kind, transfers in lowered.program.transfers.items()
+            if _neighbour(stage, kind) not in self.stages
         }
         peers = {ranks[owner] for owners in self._shared.values() for owner in owners if owner != index}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
@@ -104,7 +107,7 @@ class Step:
             for place, name in zip(scalars, self._dtypes, strict=True):
                 if name in result.scalars:
                     place.copy_(result.scalars[name])
-            broadcast_along(scalars, self._pipeline, self._count - 1)
+            broadcast_along(scalars, self._pipeline, self._places.last_rank)
             result.scalars = {
                 name: scalar.to(dtype) for scalar, (name, dtype) in zip(scalars, self._dtypes.items(), strict=True)
             }
@@ -113,9 +116,9 @@ class Step:
     def _route(self, stage: int, kind: ActionKind, payload: Transfer) -> Route:
         """Return this rank's route to or from the neighbouring stage. If stages have equal submeshes, each rank
         exchanges its whole local tensor with one rank. Otherwise a transfer plan says which boxes go to which rank."""
-        near = stage + 1 if kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage - 1
-        each = self._plan.mesh.world_size // self._count
-        own_rank, first, here = self._rank % each, near % self._count * each, stage % self._count * each
+        near, places = _neighbour(stage, kind), self._places
+        each = self._plan.mesh.world_size // places.num_ranks
+        own_rank, first, here = self._rank % each, places.rank_of(near) * each, places.rank_of(stage) * each
         if not self._plan.uneven:
             whole = tuple(slice(0, size) for size in payload.value.shape)
             return Route(((first + own_rank, whole),))
@@ -153,6 +156,11 @@ class Step:
         for owner in owners[1:]:
             total = total + terms[owner]
         return total
+
+
+def _neighbour(stage: int, kind: ActionKind) -> int:
+    """The stage to or from which a kind of transfer goes."""
+    return stage + PARTNER[kind][0]
 
 
 def _axes(plan: Plan, stage: int) -> dict[str, int]:

@@ -84,7 +84,7 @@ def programs(schedule: Schedule, work: StepWork, fabric: Fabric) -> tuple[RankPr
         )
     if len(schedule.ranks) > 1 and not communicates(schedule):
         schedule = add_communication(schedule)
-    homes = {action.stage: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+    homes = schedule.homes
     return tuple(_Builder(schedule, work, fabric, homes, rank).program() for rank in range(len(schedule.ranks)))
 
 

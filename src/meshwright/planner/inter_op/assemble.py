@@ -8,6 +8,7 @@ import msgspec
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import CHUNK_BYTES, ZEROING
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.plan import REDUCTION
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
@@ -19,11 +20,11 @@ _LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
 
 
 def assemble(
-    variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], num_ranks: int, optimizer: OptimizerCost,
+    variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], pipeline: Pipeline, optimizer: OptimizerCost,
     *, accumulates: bool,
 ) -> StepWork:  # fmt: skip
     """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
-    stage, and ``num_ranks`` is the number of pipeline ranks.
+    stage.
 
     ``accumulates``: gradients are summed over several micro-batches. Otherwise the gradient of a layer lives from the
     layer's backward on, when values that later layers saved are free again.
@@ -31,7 +32,7 @@ def assemble(
     shared = variants[0].shared
     ranks_of = {
         name: tuple(sorted({
-            stage % num_ranks for stage, layers in enumerate(stages) if not set(layers).isdisjoint(parameter.layers)
+            pipeline.rank_of(stage) for stage, layers in enumerate(stages) if not set(layers).isdisjoint(parameter.layers)
         }))
         for name, parameter in shared.items()
     }  # fmt: skip
@@ -39,17 +40,18 @@ def assemble(
     known: dict[object, StageWork] = {}
     result = []
     for number, (works, layers) in enumerate(zip(variants, stages, strict=True)):
-        first, last = number < num_ranks, number + num_ranks >= len(stages)
-        key = (works, tuple(layers), first, last, number % num_ranks if last else -1)
+        rank, count = pipeline.rank_of(number), pipeline.num_ranks
+        first, last = number < count, number + count >= len(stages)
+        key = (works, tuple(layers), first, last, rank if last else -1)
         if key not in known:
             stage = _joined(works, layers, own, optimizer, first_chunk=first, accumulates=accumulates)
-            if num_ranks > 1 and last:
+            if count > 1 and last:
                 ends = [
                     Communicate(
                         f"gradient of {name} of all stages", "all_reduce", "pp", shared[name].num_bytes, members=ranks
                     )
                     for name, ranks in ranks_of.items()
-                    if len(ranks) > 1 and number % num_ranks in ranks and shared[name].trained
+                    if len(ranks) > 1 and rank in ranks and shared[name].trained
                 ]
                 told = [piece for piece in works.works[-1].after if _tells_loss(piece)]
                 stage = msgspec.structs.replace(stage, after=(*ends, *told, *stage.after))

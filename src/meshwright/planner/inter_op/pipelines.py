@@ -14,6 +14,7 @@ from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.pipeline import SPLIT, Pipeline
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
@@ -183,7 +184,7 @@ class Pipelines:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
         if works not in self._once:
             every = self.chain.priced([range(len(self.chain.layers))])
-            (stage,) = assemble([works], every, 1, self.prices.optimizer, accumulates=True).stages
+            (stage,) = assemble([works], every, Pipeline(), self.prices.optimizer, accumulates=True).stages
             sums = (*stage.pieces[ActionKind.REDUCE_GRAD.value], *filter(is_sum, stage.after))
             update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
             self._once[works] = pieces_s(sums, works.mesh, self.prices.network), update_s
@@ -337,7 +338,7 @@ class Pipelines:
         kinds = tuple(kind for kind, _ in chosen)
         strongest = max(kinds, key=RECOMPUTE.index)
         work = assemble(
-            [works for _, works in chosen], self.chain.priced(stages), layout.pp, self.prices.optimizer,
+            [works for _, works in chosen], self.chain.priced(stages), layout.pipeline, self.prices.optimizer,
             accumulates=layout.microbatches > 1,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
