@@ -49,14 +49,14 @@ def emulated(schedule: Schedule, stages: tuple[EmulatedStage, ...]) -> list[Trac
 
 @pytest.mark.parametrize(
     ("num_ranks", "name", "chunks"),
-    [(3, "gpipe", 1), (3, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h1", 1), (1, "none", 1)],
+    [(3, "gpipe", 1), (3, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h1", 1), (2, "zb-v", 2), (1, "none", 1)],
 )
 def test_the_schedule_is_run_and_nothing_ends_before_its_time(
     ranks: Ranks, num_ranks: int, name: str, chunks: int
 ) -> None:
     schedule = add_reduction(add_communication(build(name, num_ranks, 4, chunks)))
     step, mesh = work(num_ranks * chunks), Mesh.of(pp=num_ranks, dp=2)
-    first, *others = ranks(num_ranks, emulated, schedule, emulated_stages(step, mesh, CLUSTER))
+    first, *others = ranks(num_ranks, emulated, schedule, emulated_stages(step, mesh, CLUSTER, name))
     wanted = play(schedule, step, mesh, CLUSTER).trace(range(0, 2 * num_ranks, 2))
     assert [trace.ranks for trace in first] == [tuple(range(num_ranks))] * 2
     for rank, other in enumerate(others, 1):

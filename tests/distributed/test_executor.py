@@ -95,6 +95,9 @@ def work_of(layout: mw.Layout) -> tuple[Work, list[list[str]], list[int]]:
         mw.Layout(pp=2, microbatches=4, schedule="1f1b"),
         mw.Layout(pp=2, microbatches=4, schedule="interleaved", chunks=2),
         mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
+        mw.Layout(pp=2, microbatches=4, schedule="zb-h2"),
+        mw.Layout(pp=2, microbatches=4, schedule="zb-v", chunks=2),
+        mw.Layout(pp=2, microbatches=4, schedule="dualpipe-v", chunks=2),
         mw.Layout(microbatches=4),
     ],
     ids=lambda layout: f"{layout.schedule}-{layout.pp}",
@@ -153,8 +156,9 @@ def evaluate_between_steps(layout: mw.Layout) -> list[float]:
         mw.Layout(pp=2, microbatches=4, recompute="full"),
         mw.Layout(pp=2, microbatches=4, schedule="interleaved", chunks=2),
         mw.Layout(pp=2, dp=2, microbatches=2, schedule="zb-h1"),
+        mw.Layout(pp=2, microbatches=4, schedule="zb-v", chunks=2),
     ],
-    ids=["1f1b", "interleaved", "zb-h1 x dp2"],
+    ids=["1f1b", "interleaved", "zb-h1 x dp2", "zb-v"],
 )
 def test_evaluation_in_a_pipeline_equals_eval_mode(ranks: Ranks, layout: mw.Layout) -> None:
     for errors in ranks(layout.num_ranks, evaluate_between_steps, layout):

@@ -96,6 +96,16 @@ def test_more_stages_than_places_to_cut(model: str) -> None:
             "use 2 or more; `1f1b` takes any number",
         ),
         (
+            {"schedule": "zb-v", "microbatches": 4},
+            "layout: chunks=1 with schedule 'zb-v' and pp=2",
+            "give chunks=2: zb-v has two stages on every rank",
+        ),
+        (
+            {"schedule": "dualpipe-v", "chunks": 2, "microbatches": 2},
+            "schedule dualpipe-v: num_microbatches is 2, too few for 2 ranks",
+            "use 4 or more; `1f1b` takes any number",
+        ),
+        (
             {"microbatches": 3},
             "batch: a global batch of 8 does not divide over 3 micro-batches",
             "use a batch of 6 or 9, or drop the ragged last batch",
@@ -115,5 +125,8 @@ def test_micro_batches_that_do_not_fit(options: dict[str, object], problem: str,
 
 def test_a_schedule_that_does_not_exist() -> None:
     with pytest.raises(MeshwrightError) as caught:
-        mw.Layout(pp=2, schedule="zb-v")  # type: ignore[arg-type]
-    assert str(caught.value) == "layout: schedule is 'zb-v'\n  -> use 'gpipe' or '1f1b' or 'interleaved' or 'zb-h1'"
+        mw.Layout(pp=2, schedule="zb-h3")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "layout: schedule is 'zb-h3'\n"
+        "  -> use 'gpipe' or '1f1b' or 'interleaved' or 'zb-h1' or 'zb-h2' or 'zb-v' or 'dualpipe-v'"
+    )

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import schedules as peer
 
 from meshwright.cli import run as cli
 from meshwright.ir import files
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules.check import check
 from meshwright.schedules.passes import add_communication, add_reduction
@@ -39,7 +40,14 @@ def test_schedule_does_not_wait_for_torch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "chunks", "bubble", "alive"),
-    [("gpipe", 1, "0.375", "8"), ("1f1b", 1, "0.375", "4"), ("interleaved", 2, "0.1875", "5.5")],
+    [
+        ("gpipe", 1, "0.375", "8"),
+        ("1f1b", 1, "0.375", "4"),
+        ("interleaved", 2, "0.1875", "5.5"),
+        ("zb-h2", 1, "0.125", "7"),
+        ("zb-v", 2, "0.0625", "4"),
+        ("dualpipe-v", 2, "0.0625", "4.5"),
+    ],
 )
 def test_schedule_prints_picture_bubble_and_live_micro_batches(
     name: str, chunks: int, bubble: str, alive: str, capsys: pytest.CaptureFixture[str]
@@ -151,7 +159,10 @@ def test_mistakes_are_told_in_a_line(arguments: list[str], message: str, capsys:
 
 # --------------------------------------------------------------------------------------- torch.distributed.pipelining
 
-CASES = [("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 10, 2), ("zb-h1", 3, 7, 1)]
+CASES = [
+    ("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 10, 2), ("zb-h1", 3, 7, 1),
+    ("zb-h2", 3, 7, 1), ("zb-v", 3, 7, 2), ("dualpipe-v", 4, 9, 2),
+]  # fmt: skip
 named = pytest.mark.parametrize("arguments", CASES, ids=lambda one: f"{one[0]}-{one[1]}-{one[2]}-{one[3]}")
 
 
@@ -161,24 +172,25 @@ def as_peer(schedule: Schedule) -> dict[int, list[Any]]:
 
 @named
 def test_pytorch_reads_and_runs_what_we_write(arguments: tuple[str, int, int, int]) -> None:
-    _, num_ranks, num_microbatches, _ = arguments
+    name, num_ranks, num_microbatches, num_chunks = arguments
+    homes = Pipeline(num_ranks, name, num_chunks)
     schedule = add_communication(build(*arguments))
     actions = as_peer(schedule)
     assert [[str(one) for one in row] for row in actions.values()] == [
         [str(one) for one in row] for row in schedule.ranks
     ]
     assert peer._validate_schedule(actions, num_ranks, schedule.num_stages, num_microbatches) == {
-        stage: stage % num_ranks for stage in range(schedule.num_stages)
+        stage: homes.rank_of(stage) for stage in range(schedule.num_stages)
     }
-    done = peer._simulate_comms_compute(actions, lambda stage: stage % num_ranks, schedule.num_stages)
+    done = peer._simulate_comms_compute(actions, homes.rank_of, schedule.num_stages)
     assert {rank: [one for one in row if one is not None] for rank, row in done.items()} == actions
 
 
 @named
 def test_we_read_and_check_what_pytorch_makes(arguments: tuple[str, int, int, int]) -> None:
-    num_ranks = arguments[1]
-    schedule = build(*arguments)
-    actions = peer._add_send_recv(as_peer(schedule), lambda stage: stage % num_ranks, schedule.num_stages)
+    name, num_ranks, _, num_chunks = arguments
+    schedule, homes = build(*arguments), Pipeline(num_ranks, name, num_chunks)
+    actions = peer._add_send_recv(as_peer(schedule), homes.rank_of, schedule.num_stages)
     text = "".join(",".join(map(str, actions[rank])) + "\n" for rank in range(num_ranks))
     report = check(Schedule.from_text(text, name="theirs"))
     assert report.live_microbatches == check(schedule).live_microbatches
@@ -203,18 +215,24 @@ def test_orders_are_those_of_pytorch(p: int) -> None:
             assert theirs(peer.ScheduleInterleaved1F1B, p, m, 2) == ours("interleaved", p, m, 2)
             assert theirs(peer.ScheduleInterleaved1F1B, p, m, 3) == ours("interleaved", p, m, 3)
             assert theirs(peer.ScheduleInterleavedZeroBubble, p, m, 1) == ours("zb-h1", p, m)
+        if m >= 2 * p - 1:
+            assert theirs(peer.ScheduleZBVZeroBubble, p, m, 2) == ours("zb-v", p, m, 2)
+        if m >= 2 * p:
+            assert theirs(peer.ScheduleDualPipeV, p, m, 2) == ours("dualpipe-v", p, m, 2)
 
 
 def theirs(kind: Any, p: int, m: int, v: int = 0) -> list[list[str]]:
     """What a class of torch.distributed.pipelining computes, asked without stages and process group."""
     state = SimpleNamespace(
-        pp_group_size=p, _num_stages=p, _n_microbatches=m, n_local_stages=v, microbatches_per_round=m // max(1, m // p)
-    )
+        pp_group_size=p, _num_stages=p, num_stages=2 * p, _n_microbatches=m, n_local_stages=v,
+        microbatches_per_round=m // max(1, m // p),
+    )  # fmt: skip
     if v:
         rows = [kind._calculate_single_rank_operations(state, rank) for rank in range(p)]
     else:
         rows = [row for _, row in sorted(kind._get_pipeline_order(state).items())]
-    return [[str(one) for one in row if one is not None and one.is_compute_op] for row in rows]
+    flat = [[each for one in row if one is not None for each in one.sub_actions or (one,)] for row in rows]
+    return [[str(one) for one in row if one.is_compute_op] for row in flat]
 
 
 def ours(name: str, p: int, m: int, v: int = 1) -> list[list[str]]:

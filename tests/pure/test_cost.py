@@ -373,6 +373,8 @@ def test_schedules_hold_as_many_micro_batches_as_the_lecture_says() -> None:
     assert [in_flight(setup(pp=4, global_batch=8), stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(setup(pp=4, schedule="interleaved", chunks=2, global_batch=8), 0) == 4 * (1 + 3 / 8)
     assert in_flight(setup(pp=4, schedule="zb-h2", global_batch=8), 0) == 7
+    assert in_flight(setup(pp=4, schedule="zb-v", chunks=2, global_batch=8), 0) == 4
+    assert in_flight(setup(pp=4, schedule="dualpipe-v", chunks=2, global_batch=8), 0) == 4.5
     assert in_flight(setup(pp=4, global_batch=2), 0) == 2
 
 

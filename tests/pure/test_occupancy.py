@@ -60,7 +60,7 @@ def schedule(name: str, ranks: int, microbatches: int) -> Schedule:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_keeps_as_many_micro_batches_as_the_validator_counts(name: str, ranks: int) -> None:
     one = schedule(name, ranks, 8)
@@ -70,8 +70,9 @@ def test_a_rank_keeps_as_many_micro_batches_as_the_validator_counts(name: str, r
         assert rank.peak_bytes == 100 + 10 * report.live_activations + 7
 
 
-def test_chunks_of_a_rank_are_counted_together() -> None:
-    one = add_reduction(add_communication(build("interleaved", 2, 4, 2)))
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
+def test_chunks_of_a_rank_are_counted_together(name: str) -> None:
+    one = add_reduction(add_communication(build(name, 2, 4, 2)))
     (first, second) = peak_memory(StepWork(tuple(stage() for _ in range(4))), one)
     assert first.held_bytes == second.held_bytes == 200
     live = [report.live_activations for report in check(one).ranks]

@@ -1,8 +1,9 @@
 """Pipeline schedules: closed forms, pictures, the passes, and the validator beside a simulation of all orders."""
 
+import itertools
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
+from meshwright.ir.pipeline import V_SHAPED, Pipeline
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules import picture
 from meshwright.schedules.check import ScheduleReport, check
 from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import NAMES, build, forwards
+from meshwright.schedules.pipeline import NAMES, build, forwards, least_microbatches
 from meshwright.schedules.timing import Costs, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -32,10 +34,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule that is defined, of up to 8 ranks, 4 chunks and 16 micro-batches."""
     name = draw(st.sampled_from(NAMES))
     num_ranks = 1 if name == "none" else draw(RANKS)
-    num_microbatches = draw(MICROBATCHES)
-    num_chunks = draw(CHUNKS) if name == "interleaved" else 1
-    if name == "zb-h1":
-        num_microbatches = max(num_microbatches, num_ranks)
+    num_chunks = draw(CHUNKS) if name == "interleaved" else 2 if name in V_SHAPED else 1
+    num_microbatches = max(draw(MICROBATCHES), least_microbatches(name, num_ranks))
     if name == "interleaved" and num_chunks > 1 and not divides_into_rounds(num_ranks, num_microbatches):
         num_microbatches = num_ranks * draw(st.integers(1, 2))
     return build(name, num_ranks, num_microbatches, num_chunks)
@@ -87,6 +87,79 @@ def test_zero_bubble_h1_keeps_p_micro_batches_and_a_third_of_the_bubble(p: int, 
     report = check(build("zb-h1", p, p + more))
     assert report.bubble == pytest.approx((p - 1) / (3 * (p + more)), abs=1e-12)
     assert [one.live_microbatches for one in report.ranks] == [p] * p
+
+
+@TRIED
+@given(RANKS, st.integers(0, 8))
+def test_zero_bubble_h2_waits_only_before_its_first_action_and_after_its_last(p: int, more: int) -> None:
+    report = check(build("zb-h2", p, m := 2 * p - 1 + more))
+    assert [one.gaps for one in report.ranks] == [0] * p
+    assert [one.times[0][0] for one in report.ranks] == list(range(p))
+    assert report.bubble == pytest.approx((p - 1) / (3 * m), abs=1e-12)
+    assert [one.live_microbatches for one in report.ranks] == [2 * p - 1] * p
+
+
+@TRIED
+@given(RANKS, st.integers(0, 8))
+def test_zero_bubble_v_does_so_with_half_the_wait_and_the_memory_of_1f1b(p: int, more: int) -> None:
+    report = check(build("zb-v", p, m := 2 * p - 1 + more, 2))
+    assert [one.gaps for one in report.ranks] == [0] * p
+    assert [one.times[0][0] for one in report.ranks] == [rank / 2 for rank in range(p)]
+    assert report.bubble == pytest.approx((p - 1) / (6 * m), abs=1e-12)
+    assert [one.live_microbatches for one in report.ranks] == [p] * p
+
+
+@TRIED
+@given(RANKS, st.integers(0, 8))
+def test_dual_pipe_v_keeps_one_chunk_more_and_waits_as_long(p: int, more: int) -> None:
+    report = check(build("dualpipe-v", p, m := 2 * p + more, 2))
+    assert [one.gaps for one in report.ranks] == pytest.approx([(p - 1 - r) / (6 * m) for r in range(p)], abs=1e-12)
+    assert report.bubble == pytest.approx((p - 1) / (6 * m), abs=1e-12)
+    assert [one.live_microbatches for one in report.ranks] == [p + 1 / 2] * p
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("together", [9, 12, 16])
+def test_dual_pipe_v_has_the_published_bubble_if_a_forward_and_a_backward_are_one_pass(p: int, together: int) -> None:
+    """(p - 1) (F&B + B - 3 W), of passes of one chunk (DeepSeek's DualPipe, table of bubbles, for PP = 2 p). Values of
+    an F&B are there at its end. If F and B run one after the other in it, all ranks wait equally long."""
+    schedule = build("dualpipe-v", p, 2 * p + 3, 2)
+    paired: dict[Action, float] = {}
+    for actions in schedule.ranks:
+        for one, other in itertools.pairwise(actions):
+            if (one.kind, other.kind) == (ActionKind.F, ActionKind.B):
+                paired |= {one: together, other: 0}
+    alone = {"F": 4, "B": 8, "I": 4, "W": 4}
+    ends = run(schedule, lambda action: paired.get(action, alone[action.kind.value]))
+    duration = max(times[-1][1] for times in ends)
+    idle = [duration - sum(end - start for start, end in times) for times in ends]
+    assert idle[-1] == (p - 1) * (together + 8 - 3 * 4)
+    if together == 4 + 8:
+        assert idle == [idle[-1]] * p
+
+
+@TRIED
+@given(RANKS, st.integers(0, 8), *[st.integers(1, 9)] * 3)
+def test_more_memory_makes_zero_bubble_schedules_faster(p: int, more: int, f: int, i: int, w: int) -> None:
+    """The search takes zb-h2 for its time alone, and zb-h1 and 1f1b for their memory."""
+    costs, m = Costs(forward=f, backward=i + w, backward_input=i, backward_weight=w), 2 * p - 1 + more
+    eager, h1, h2 = (check(build(name, p, m), costs).duration for name in ("1f1b", "zb-h1", "zb-h2"))
+    assert m * (f + i + w) + (p - 1) * f <= h2 <= h1 <= eager
+
+
+def test_stages_of_a_v_come_back() -> None:
+    assert [one.stages for one in check(build("zb-v", 3, 5, 2)).ranks] == [(0, 5), (1, 4), (2, 3)]
+    assert [one.stages for one in check(build("interleaved", 3, 6, 2)).ranks] == [(0, 3), (1, 4), (2, 5)]
+    assert [one.sent_per_microbatch for one in check(build("zb-v", 3, 5, 2)).ranks] == [2, 4, 2]
+
+
+@TRIED
+@given(schedules())
+def test_stages_lie_where_the_pipeline_says(schedule: Schedule) -> None:
+    pipeline = Pipeline(len(schedule.ranks), schedule.name, schedule.num_chunks)
+    assert schedule.homes == {stage: pipeline.rank_of(stage) for stage in range(schedule.num_stages)}
+    assert [one.stages for one in check(schedule).ranks] == [*map(pipeline.stages_of, range(pipeline.num_ranks))]
+    assert pipeline.last_rank == schedule.homes[pipeline.num_stages - 1]
 
 
 @TRIED
@@ -190,22 +263,26 @@ def partner(receive: Action) -> Action:
 
 
 @TRIED
-@given(st.integers(2, 8), MICROBATCHES, CHUNKS)
-def test_forwards_alone_run_for_any_number_of_microbatches(p: int, m: int, v: int) -> None:
+@given(st.integers(2, 8), MICROBATCHES, CHUNKS, st.sampled_from(["interleaved", "zb-v", "dualpipe-v"]))
+def test_forwards_alone_run_for_any_number_of_microbatches(p: int, m: int, v: int, name: str) -> None:
     """Each once, without deadlock, and between two ranks what is sent first is received first."""
-    schedule = forwards(p, m, v)
+    v = 2 if name in V_SHAPED else v
+    pipeline = Pipeline(p, name, v)
+    schedule = forwards(pipeline, m)
     assert [len(times) for times in run(schedule, Costs())] == [len(actions) for actions in schedule.ranks]
     computed = Counter(action for actions in schedule.ranks for action in actions if action.kind is ActionKind.F)
     assert computed == Counter(Action(stage, ActionKind.F, one) for stage in range(p * v) for one in range(m))
-    sent: dict[int, list[tuple[int, int | None]]] = {rank: [] for rank in range(p)}
-    received: dict[int, list[tuple[int, int | None]]] = {rank: [] for rank in range(p)}
+    assert schedule.homes == {stage: pipeline.rank_of(stage) for stage in range(p * v)}
+    sent: dict[tuple[int, int], list[tuple[int, int | None]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, int | None]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             if action.kind is ActionKind.SEND_F:
-                sent[(rank + 1) % p].append((action.stage + 1, action.microbatch))
+                sent[rank, pipeline.rank_of(action.stage + 1)].append((action.stage + 1, action.microbatch))
             elif action.kind is ActionKind.RECV_F:
-                received[rank].append((action.stage, action.microbatch))
+                received[pipeline.rank_of(action.stage - 1), rank].append((action.stage, action.microbatch))
     assert received == sent
+    assert all(sender != receiver for sender, receiver in sent)
 
 
 def test_passes_are_for_schedules_that_do_not_have_it_yet() -> None:
@@ -222,7 +299,9 @@ def test_passes_are_for_schedules_that_do_not_have_it_yet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)], ids=lambda one: str(one)
+    ("name", "num_chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2)],
+    ids=lambda one: str(one),
 )
 def test_pictures(name: str, num_chunks: int) -> None:
     schedule = build(name, 4, 8, num_chunks)
@@ -286,6 +365,27 @@ def test_pictures_fit_on_a_page_and_show_every_action(schedule: Schedule, costs:
         (
             ("zb-h1", 4, 3),
             "schedule zb-h1: num_microbatches is 3, too few for 4 ranks\n  -> use 4 or more; `1f1b` takes any number",
+        ),
+        (
+            ("zb-h2", 4, 6),
+            "schedule zb-h2: num_microbatches is 6, too few for 4 ranks\n  -> use 7 or more; `1f1b` takes any number",
+        ),
+        (
+            ("zb-h2", 4, 8, 2),
+            "schedule zb-h2: zb-h2 has one chunk a rank, and 2 are asked for\n  -> take `interleaved`",
+        ),
+        (
+            ("zb-v", 4, 1, 2),
+            "schedule zb-v: num_microbatches is 1, too few for 4 ranks\n  -> use 7 or more; `1f1b` takes any number",
+        ),
+        (("zb-v", 4, 8), "schedule zb-v: zb-v has two chunks a rank, and 1 are asked for\n  -> take 2 chunks"),
+        (
+            ("dualpipe-v", 4, 7, 2),
+            "schedule dualpipe-v: num_microbatches is 7, too few for 4 ranks\n  -> use 8 or more; `1f1b` takes any",
+        ),
+        (
+            ("dualpipe-v", 4, 8, 3),
+            "schedule dualpipe-v: dualpipe-v has two chunks a rank, and 3 are asked for\n  -> take 2 chunks",
         ),
     ],
 )
@@ -514,7 +614,10 @@ def mutations(schedule: Schedule) -> Iterator[Schedule]:
                     yield with_lists(both)
 
 
-TINY = [("gpipe", 2, 2, 1), ("1f1b", 2, 2, 1), ("1f1b", 3, 2, 1), ("zb-h1", 2, 2, 1), ("interleaved", 2, 2, 2)]
+TINY = [
+    ("gpipe", 2, 2, 1), ("1f1b", 2, 2, 1), ("1f1b", 3, 2, 1), ("zb-h1", 2, 2, 1), ("interleaved", 2, 2, 2),
+    ("zb-v", 2, 3, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["computing", "communicating"])

@@ -14,7 +14,7 @@ from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.planner.remedy import single_changes, smallest_change
-from meshwright.planner.search import search
+from meshwright.planner.search import SEARCHED, search
 from meshwright.prediction import predict
 
 DGX = "a100-80gb-dgx-hdr200x8"
@@ -133,7 +133,9 @@ def test_the_nearer_axis_and_the_schedules_are_searched() -> None:
     model = load_model("gpt3-175b")
     found = search(model, load_cluster(DGX, 64), global_batch=512)
     setups = [option.setup for option in (*found.options, *found.front)]
-    assert {one.inner for one in setups} == {"dp", "pp"}
+    assert {one.schedule for one in setups if one.pp > 1} == set(SEARCHED) - {"1f1b"}
+    older = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b", "interleaved", "zb-h1"))
+    assert {option.setup.inner for option in (*older.options, *older.front)} == {"dp", "pp"}
     plain = search(model, load_cluster(DGX, 64), global_batch=512, schedules=("1f1b",))
     assert {option.setup.schedule for option in (*plain.options, *plain.front)} == {"1f1b"}
     assert plain.considered < found.considered

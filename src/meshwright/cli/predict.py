@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshwright.cli import display
+from meshwright.ir.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from meshwright.prediction import Forecast
@@ -29,8 +30,10 @@ def predict(
     global_batch: int = typer.Option(..., min=1, help="Sequences of a step."),
     micro_batch: int = typer.Option(1, min=1, help="Sequences of a micro-batch."),
     sequence: int = typer.Option(0, min=0, help="Tokens of a sequence; 0: the model's."),
-    schedule: str = typer.Option("1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v."),
-    chunks: int = typer.Option(1, min=1, help="Model chunks of a pipeline rank (interleaved)."),
+    schedule: str = typer.Option("1f1b", help=f"{', '.join(SCHEDULES)}."),
+    chunks: int = typer.Option(
+        1, min=1, help="Model chunks of a pipeline rank (interleaved; zb-v and dualpipe-v have 2)."
+    ),
     recompute: str = typer.Option("none", help="none, selective, full."),
     sequence_parallel: bool = typer.Option(False, help="Split the sequence over tp between tensor-parallel parts."),
     zero: int = typer.Option(0, min=0, max=3, help="What dp shards: optimizer (1), gradients (2), parameters (3)."),

@@ -15,6 +15,7 @@ from meshwright.schedules.check import ScheduleReport, check
 EPILOG = display.examples(
     "meshwright schedule 1f1b --stages 4 --microbatches 8",
     "meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB",
+    "meshwright schedule zb-v --stages 4 --microbatches 8 --chunks 2",
     "meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv",
     "meshwright schedule --file zb-h1.csv",
 )
@@ -32,7 +33,7 @@ def schedule(
     name: str = typer.Argument("", help=f"A schedule: {', '.join(pipeline.NAMES)}."),
     stages: int | None = typer.Option(None, help="Ranks of the pipeline; each holds one stage, or --chunks stages."),
     microbatches: int | None = typer.Option(None, help="Micro-batches of a step."),
-    chunks: int = typer.Option(1, help="Stages a rank (interleaved)."),
+    chunks: int = typer.Option(1, help="Stages a rank (interleaved; zb-v and dualpipe-v have 2)."),
     file: Path | None = typer.Option(
         None, "--file", help="Check a file instead: a line a rank, as PyTorch writes its CSV; or our .json."
     ),

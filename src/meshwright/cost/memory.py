@@ -65,7 +65,7 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     shards = data if setup.zero >= 2 and setup.pp == 1 else 1
     working = _layer_bytes(setup, setup.recompute == "full") if setup.recompute != "none" else 0.0
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup)
-    loss = _loss_bytes(setup) if stage == setup.pp - 1 else 0.0
+    loss = _loss_bytes(setup) if stage == setup.pipeline.last_rank else 0.0
     # The loss comes before the first layer's backward: the two workspaces do not live at once.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     return Memory(
@@ -95,8 +95,9 @@ def in_flight(setup: Setup, stage: int) -> float:
         "1f1b": rest,
         "interleaved": (2 * (rest - 1) + (chunks - 1) * setup.pp + 1) / chunks,
         "zb-h1": setup.pp,  # every rank keeps the activations that its delayed parameter gradients still need
-        "zb-h2": 2 * rest - 1,
+        "zb-h2": 2 * setup.pp - 1,
         "zb-v": setup.pp,
+        "dualpipe-v": setup.pp + 0.5,
     }
     return min(float(setup.microbatches), held[setup.schedule])
 
@@ -151,7 +152,7 @@ def _ends_bytes(setup: Setup, stage: int) -> float:
     saved = 0.0
     if stage == 0:
         saved += local * (1 if model.dropout else 0) * in_flight(setup, 0)
-    if stage == setup.pp - 1 and model.vocabulary:
+    if stage == setup.pipeline.last_rank and model.vocabulary:
         saved += 2 * local * setup.element_bytes
     return saved
 

@@ -9,9 +9,9 @@ import msgspec
 from meshwright.cost.kernels import element_bytes
 from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.files import did_you_mean
+from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline, ScheduleName
 from meshwright.ir.transformer import Transformer
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "dp", "all"]
 Inner = Literal["dp", "pp"]
@@ -32,13 +32,13 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     (dp or pp), and the other of dp and pp.
 
     ``global_batch`` is the number of sequences of a step, ``micro_batch`` that of one micro-batch on one replica.
-    ``chunks`` is the number of model chunks per pipeline rank (interleaved and zb-v). ``recompute``: ``selective``
-    recomputes only the attention core, ``full`` recomputes whole layers. With ``zero`` 3, ``selective`` recomputes
-    everything except attention and every other matrix product, as fully sharded frameworks do. ``flash``: attention is
-    one fused kernel that keeps no scores. ``compiled``: the model's own operations are fused (torch.compile).
-    ``overlap`` names the communication that overlaps independent compute: ``none``, ``dp`` (gradients, and parameters
-    with ZeRO) or ``all`` (also collectives inside layers and messages between stages). With ZeRO 3 and one stage, the
-    communication of ``dp`` always overlaps.
+    ``chunks`` is the number of model chunks per pipeline rank (interleaved; 2 with zb-v and dualpipe-v). ``recompute``:
+    ``selective`` recomputes only the attention core, ``full`` recomputes whole layers. With ``zero`` 3, ``selective``
+    recomputes everything except attention and every other matrix product, as fully sharded frameworks do. ``flash``:
+    attention is one fused kernel that keeps no scores. ``compiled``: the model's own operations are fused
+    (torch.compile). ``overlap`` names the communication that overlaps independent compute: ``none``, ``dp`` (gradients,
+    and parameters with ZeRO) or ``all`` (also collectives inside layers and messages between stages). With ZeRO 3 and
+    one stage, the communication of ``dp`` always overlaps.
 
     Raises:
         LayoutError: a size is impossible, or is not divisible as the layout needs.
@@ -85,9 +85,11 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if self.pp > layers or stages > layers + 2:
             problem = f"{self.pp} stages of {self.chunks} chunks need {stages} layers, the model has {layers}"
             yield "pp", problem, "take fewer stages or chunks"
-        if self.chunks > 1 and self.schedule not in ("interleaved", "zb-v"):
+        if self.chunks > 1 and self.schedule not in CHUNKED:
             problem = f"schedule {self.schedule} has one chunk a rank, not {self.chunks}"
             yield "chunks", problem, "use schedule interleaved, or chunks 1"
+        if self.chunks != 2 and self.schedule in V_SHAPED:
+            yield "chunks", f"schedule {self.schedule} has two chunks a rank, not {self.chunks}", "use chunks 2"
         if self.inner == "pp" and self.cp > 1:
             yield "inner", "with cp above 1, dp lies beside it", 'give "dp", or cp = 1'
 
@@ -156,6 +158,11 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def alternate(self) -> bool:
         """Whether a layer keeps the outputs of attention and of every other product, and recomputes the rest."""
         return self.zero == 3 and self.recompute == "selective"
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline ranks and their stages, where each chunk is a stage."""
+        return Pipeline(self.pp, self.schedule, self.chunks)
 
     @property
     def stage_layers(self) -> tuple[int, ...]:

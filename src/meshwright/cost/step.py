@@ -54,7 +54,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
     pace = stages[slowest]
     both = pace.forward + pace.backward
     others_s = sum(_bubble_s(setup, stage) for stage in stages) - _bubble_s(setup, pace)
-    waits = 0 if setup.schedule in ("zb-h2", "zb-v") else setup.pp - 1
+    waits = 0 if setup.schedule == "zb-h2" else setup.pp - 1
     bubble_s = (others_s + waits * send_s) / setup.chunks
     sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup)
     after = _after(setup, rates, network, slowest, pace)
@@ -101,9 +101,8 @@ class StageSeconds(Summed, frozen=True):
 
 
 class Pieces(msgspec.Struct, frozen=True):
-    """The times that make up a step. ``stages``: one micro-batch on every stage, where each chunk is a stage of its own
-    (stage s is on rank ``s % p``); ``send_s``: a message to the next stage and the message back; ``after_s``: the time
-    after the last backward."""
+    """The times that make up a step. ``stages``: one micro-batch on every stage, where each chunk is a stage;
+    ``send_s``: a message to the next stage and the message back; ``after_s``: the time after the last backward."""
 
     stages: tuple[StageSeconds, ...]
     send_s: float
@@ -130,8 +129,8 @@ def stage_parameters(setup: Setup, stage: int) -> float:
     shared += experts * (model.shared_experts * model.expert_parameters + model.hidden * model.experts)
     if stage == 0:
         shared += model.embedding_parameters
-    if stage == setup.pp - 1:
-        tied_copy = model.hidden * model.vocabulary if model.tied and setup.pp > 1 else 0
+    if stage == setup.pipeline.last_rank:
+        tied_copy = model.hidden * model.vocabulary if model.tied and stage > 0 else 0
         shared += model.head_parameters + tied_copy
     return (shared + experts * model.experts / setup.ep * model.expert_parameters) / setup.tp
 
@@ -149,16 +148,21 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
             back = passes.backward + _recomputed(setup, passes)
             both = StageSeconds(_timed(passes.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
             layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
-    stages = [layer * (layers / chunks) for layers in setup.stage_layers] * chunks
-    for stage, ends in ((0, embedding_pass(setup, rates, network)), (-1, head_pass(setup, rates, network))):
+    places = setup.pipeline
+    stages = [layer * (setup.stage_layers[places.rank_of(stage)] / chunks) for stage in range(setup.pp * chunks)]
+    last = places.last_rank if chunks == 1 else places.num_stages - 1
+    for stage, ends in ((0, embedding_pass(setup, rates, network)), (last, head_pass(setup, rates, network))):
         stages[stage] += StageSeconds(_timed(ends.forward, rates), _timed(ends.backward, rates))
     return stages
 
 
 def _bubble_s(setup: Setup, stage: StageSeconds) -> float:
     """Seconds for which a rank idles because of another stage (Qi et al. 2023, table 1): the time of one micro-batch on
-    that stage. Zero-bubble schedules fill part of it with two or three times the gradients of parameters."""
-    filled = {"zb-h1": 2, "zb-h2": 3, "zb-v": 3}.get(setup.schedule, 0)
+    that stage. Zero-bubble schedules fill part of it with two or three times the gradients of parameters. Under
+    ``zb-h2`` ranks begin the next step at once, as in the paper; under ``zb-v`` they wait for their first forward."""
+    if setup.schedule == "zb-v":
+        return stage.forward.total_s
+    filled = {"zb-h1": 2, "zb-h2": 3, "dualpipe-v": 2}.get(setup.schedule, 0)
     return max(0.0, stage.total_s - filled * stage.backward.weight_s)
 
 
@@ -221,9 +225,9 @@ def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s
 
 
 def _tied_s(setup: Setup, network: Network) -> float:
-    """Seconds to all-reduce the tied embedding's gradient over the first stage and the last."""
+    """Seconds to all-reduce the tied embedding's gradient over the first stage and the last, if two ranks hold them."""
     model = setup.model
-    if setup.pp < 2 or not model.tied:
+    if setup.pipeline.last_rank == 0 or not model.tied:
         return 0.0
     ends = Group(2, setup.stage_stride * (setup.pp - 1))
     return network.collective_s("all_reduce", model.hidden * model.vocabulary / setup.tp * setup.element_bytes, ends)

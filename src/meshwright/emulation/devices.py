@@ -89,6 +89,7 @@ class _Device:
     def __init__(self, group: AxisGroup | None) -> None:
         self._group = group
         self._ends: dict[tuple[int, str], tuple[float, float]] = {}
+        self._free_s: dict[str, float] = {}  # when the collectives of each axis have ended
 
     def meet(self) -> None:
         """Wait for the other pipeline ranks."""
@@ -100,12 +101,15 @@ class _Device:
         note = current()
         for doing in doings:
             begun = time.perf_counter()
-            if doing.role == "start":
-                self._ends[stage, doing.what] = begun, begun + doing.seconds
-                continue
             if doing.role == "meet":
                 self.meet()
-            started, end = begun, time.perf_counter() + doing.seconds
+            started = begun
+            end = max(time.perf_counter(), self._free_s.get(doing.axis, 0.0)) + doing.seconds
+            if doing.axis:
+                self._free_s[doing.axis] = end
+            if doing.role == "start":
+                self._ends[stage, doing.what] = end - doing.seconds, end
+                continue
             if doing.role == "until":
                 started, end = self._ends.pop((stage, doing.what))
             wait_until(end)

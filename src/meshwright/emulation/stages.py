@@ -15,11 +15,13 @@ from meshwright.simulate.network import Fabric
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A piece of emulated work, which takes ``seconds``. ``role`` is ``compute`` or names a part of a collective:
     ``communicate`` blocks; ``meet`` first waits for all stages, then blocks; ``start`` begins a collective that does
-    not block, and ``until`` with the same name waits for its end."""
+    not block, and ``until`` with the same name waits for its end. Collectives of the same ``axis`` run one after the
+    other."""
 
     what: str
     role: Literal["compute", "communicate", "meet", "start", "until"]
     seconds: float = 0.0
+    axis: str = ""
 
 
 class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,7 +79,6 @@ def _doings(pieces: tuple[Piece, ...], fabric: Fabric, rank: int) -> tuple[Doing
                     )
                 seconds = fabric.collective_s(piece, rank)
                 meets = piece.axis == "pp" and fabric.size("pp") > 1
-                doings.append(
-                    Doing(piece.what, "meet" if meets else "communicate" if piece.blocking else "start", seconds)
-                )
+                role: Literal["meet", "communicate", "start"] = "communicate" if piece.blocking else "start"
+                doings.append(Doing(piece.what, "meet" if meets else role, seconds, piece.axis))
     return tuple(doings)

@@ -9,8 +9,6 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The schedules of a pipeline of several ranks."""
 V_SHAPED: tuple[ScheduleName, ...] = ("zb-v", "dualpipe-v")
 """Schedules with two chunks per rank. Stages go down the ranks and come back, so rank 0 has the first and the last."""
-SPLIT: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", *V_SHAPED)
-"""Schedules that split backwards into I and W, at least some of them."""
 CHUNKED: tuple[ScheduleName, ...] = ("interleaved", *V_SHAPED)
 """Schedules with several chunks per rank."""
 

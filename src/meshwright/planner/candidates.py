@@ -10,11 +10,15 @@ import msgspec
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
+from meshwright.ir.pipeline import V_SHAPED, ScheduleName
 from meshwright.planner.factors import Factors
+from meshwright.schedules.pipeline import least_microbatches
 
 MOST_MICROBATCHES = 32
 """Largest number of micro-batches of a step, for up to 4 stages. With p stages, it is 8 p if that is more."""
 MOST_CHUNKS = 3
+ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+"""Schedules that split backwards."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = ma
 def runs(shape: Layout, batch_size: int) -> Iterator[Layout]:
     """Yield ``shape`` with all numbers of micro-batches, and for each number all schedules and numbers of chunks.
 
-    The schedule ``gpipe`` is left out, because ``1f1b`` takes as long with less memory.
+    The schedule ``gpipe`` is left out, because ``1f1b`` takes as long with less memory. All others can be the best:
+    ``zb-v`` waits least where the passes of a stage take equal time; ``dualpipe-v`` where they do not, with slightly
+    more memory; ``zb-h2`` where the model has too few layers for two chunks, with twice the memory of ``zb-h1``.
     """
     dp, pp = shape.dp, shape.pp
     for m in divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
@@ -91,8 +97,10 @@ def runs(shape: Layout, batch_size: int) -> Iterator[Layout]:
             break
         run = msgspec.structs.replace(shape, microbatches=m)
         yield run
-        if pp > 1 and m >= pp:
-            yield msgspec.structs.replace(run, schedule="zb-h1")
+        if pp > 1:
+            for name in ZERO_BUBBLE:
+                if m >= least_microbatches(name, pp):
+                    yield msgspec.structs.replace(run, schedule=name, chunks=2 if name in V_SHAPED else 1)
             for chunks in range(2, MOST_CHUNKS + 1) if m % pp == 0 else ():
                 yield msgspec.structs.replace(run, schedule="interleaved", chunks=chunks)
 

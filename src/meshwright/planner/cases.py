@@ -21,6 +21,7 @@ from meshwright.cost.step import estimate_step
 from meshwright.errors import ClusterError, FileFormatError, LayoutError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.pipeline import SCHEDULES, V_SHAPED
 
 COLUMNS: dict[str, str] = {
     "case": "The name of the row in the result.",
@@ -40,10 +41,10 @@ COLUMNS: dict[str, str] = {
     "dp": "Data-parallel size. Blank: what is left of the devices.",
     "cp": "Context-parallel size. Blank: 1.",
     "ep": "Expert-parallel size. Blank: 1.",
-    "virtual_stages": "Model chunks of each pipeline rank. Blank: 1.",
+    "virtual_stages": "Model chunks of each pipeline rank. Blank: 1; with zb-v and dualpipe-v 2.",
     "micro_batch": "Sequences of a micro-batch on one replica. Blank: the planner picks the fastest that fits.",
     "global_batch": "Sequences of a step.",
-    "schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Blank: 1f1b.",
+    "schedule": f"One of {', '.join(SCHEDULES)}. Blank: 1f1b.",
     "recompute": "none, selective (the attention core; with zero 3 every other product too) or full. Blank: none.",
     "sequence_parallel": "0 or 1. Blank: 0.",
     "zero": "0, 1, 2 or 3 (fully sharded). Blank: 0.",
@@ -76,8 +77,8 @@ SPARSE = ("deepseek", "gshard")
 
 SPELLINGS = {
     "schedule": {
-        "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zbv": "zb-v", "1f1b-interleaved": "interleaved", "1f1b-i": "interleaved",
-        "interleaved-1f1b": "interleaved",
+        "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zbv": "zb-v", "dualpipev": "dualpipe-v",
+        "1f1b-interleaved": "interleaved", "1f1b-i": "interleaved", "interleaved-1f1b": "interleaved",
     },
     "precision": {
         "float32": "fp32", "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8",
@@ -204,9 +205,10 @@ def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int], Clust
 
     def make(micro_batch: int) -> Setup:
         usual = {"schedule": "1f1b", "recompute": "none", "precision": "bf16", "overlap": "none", "inner": "dp"}
+        words = {key: _word(row, key, default) for key, default in usual.items()}
+        chunks = _whole(row, "virtual_stages", 2 if words["schedule"] in V_SHAPED else 1)
         fields: dict[str, Any] = {
-            **axes, "ep": _whole(row, "ep", 1), "chunks": _whole(row, "virtual_stages", 1),
-            **{key: _word(row, key, default) for key, default in usual.items()},
+            **axes, **words, "ep": _whole(row, "ep", 1), "chunks": chunks,
             "sequence_parallel": _flag(row, "sequence_parallel"), "zero": _whole(row, "zero", 0, least=0),
             "flash": _flag(row, "flash"), "compiled": _flag(row, "compiled"),
         }  # fmt: skip

@@ -5,6 +5,7 @@ from meshwright.cost.setup import Setup
 from meshwright.cost.step import Pieces, StageSeconds, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.pipeline import CHUNKED, Pipeline
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
@@ -64,7 +65,7 @@ def _timed(
     if schedule is None:
         return None
     pieces = step_pieces(setup, cluster)
-    costs = _costs(pieces.stages, pieces.send_s)
+    costs = _costs(pieces.stages, pieces.send_s, setup.pipeline)
     return schedule, pieces, timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
 
 
@@ -72,24 +73,24 @@ def _schedule(setup: Setup) -> Schedule | None:
     if 2 * setup.pp * setup.chunks * setup.microbatches > LONGEST:
         return None
     name = "none" if setup.pp == 1 else setup.schedule
-    if name not in pipeline.NAMES:
-        return None
     try:
-        return pipeline.build(name, setup.pp, setup.microbatches, setup.chunks if name == "interleaved" else 1)
+        return pipeline.build(name, setup.pp, setup.microbatches, setup.chunks if name in CHUNKED else 1)
     except ScheduleError:
         return None  # not defined for this number of micro-batches: only the closed form is left
 
 
-def _costs(stages: tuple[StageSeconds, ...], send_s: float) -> list[timing.Costs]:
+def _costs(stages: tuple[StageSeconds, ...], send_s: float, places: Pipeline) -> list[timing.Costs]:
     """The seconds of each kind of action, for each stage. ``send_s`` is the seconds of a message to the next stage and
     of the message back. A rank waits for its own message, which takes half of ``send_s``."""
     costs = []
     for index, stage in enumerate(stages):
-        back_s = send_s / 2 if index else 0.0
+        sends_back = index > 0 and places.rank_of(index - 1) != places.rank_of(index)
+        sends_on = index < len(stages) - 1 and places.rank_of(index + 1) != places.rank_of(index)
+        back_s = send_s / 2 if sends_back else 0.0
         weight_s = max(stage.backward.weight_s, 1e-12)
         costs.append(
             timing.Costs(
-                forward=stage.forward.total_s + (send_s / 2 if index < len(stages) - 1 else 0.0),
+                forward=stage.forward.total_s + (send_s / 2 if sends_on else 0.0),
                 backward=stage.backward.total_s + back_s,
                 backward_input=max(stage.backward.total_s - weight_s, 1e-12) + back_s,
                 backward_weight=weight_s,

@@ -10,18 +10,21 @@ from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy
-from meshwright.cost.setup import Inner, Precision, Recompute, ScheduleName, Setup
+from meshwright.cost.setup import Inner, Precision, Recompute, Setup
 from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.pipeline import CHUNKED, V_SHAPED, ScheduleName
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
 from meshwright.planner.rehearse import rehearse
+from meshwright.schedules.pipeline import least_microbatches
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4, 6, 8)
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1")
-"""The pipeline schedules that a search considers by default."""
+SEARCHED: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
+"""The pipeline schedules that a search considers by default. ``gpipe`` takes as long as ``1f1b`` with more memory; by
+their sizes alone, ``zb-h2`` and ``dualpipe-v`` take as long as ``zb-h1`` and ``zb-v`` with more memory."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -142,7 +145,7 @@ def search(
     flash: bool = True,
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
-    schedules: Sequence[ScheduleName] = SCHEDULES,
+    schedules: Sequence[ScheduleName] = SEARCHED,
 ) -> SearchResult:
     """Estimate all setups of a model on a cluster, and sort the setups that fit in memory.
 
@@ -255,9 +258,10 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
     model, dp, pp = axes.model, axes.dp, axes.pp
     chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:
-        chunked = [(name, 1) for name in schedules if name != "interleaved"]
-    if pp > 1 and "interleaved" in schedules:
-        chunked += [("interleaved", chunks) for chunks in CHUNKS if model.layers % (pp * chunks) == 0]
+        chunked = [(name, 1) for name in schedules if name not in CHUNKED]
+        for name in schedules:
+            allowed = (2,) if name in V_SHAPED else CHUNKS if name == "interleaved" else ()
+            chunked += [(name, chunks) for chunks in allowed if model.layers % (pp * chunks) == 0]
     zeros = (0,) if dp * axes.cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
     experts = divisors(math.gcd(model.experts, dp * axes.cp)) if model.experts else [1]
     whole: tuple[Recompute, ...] = ("none", "full")
@@ -266,7 +270,7 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
             break
         microbatches = axes.global_batch // (dp * micro_batch)
         for (schedule, chunks), zero, ep in itertools.product(chunked, zeros, experts):
-            if (schedule == "interleaved" and microbatches % pp) or (schedule == "zb-h1" and microbatches < pp):
+            if (schedule == "interleaved" and microbatches % pp) or microbatches < least_microbatches(schedule, pp):
                 continue
             # Fused attention keeps so few activations that selective recomputation is not worth its time.
             for recompute in RECOMPUTES if zero == 3 or not axes.flash else whole:

@@ -26,7 +26,8 @@ class Border(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The stages of one rank, and the cost of its actions in a step.
 
-    ``busy`` is the computing time, and ``bubble`` is idle time / computing time. ``live_activations`` is the largest
+    ``busy`` is the computing time, and ``bubble`` is idle time / computing time. ``gaps`` counts only idle time between
+    the rank's first and last action, as if it began the next step at once. ``live_activations`` is the largest
     number of (stage, micro-batch) pairs between their F and the end of their B or W. ``live_microbatches`` is the same
     number in whole micro-batches: with v chunks per rank, a pair counts as 1/v. ``sent_per_microbatch`` counts sends to
     other ranks, forward and backward.
@@ -36,6 +37,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     times: Times
     busy: float
     bubble: float
+    gaps: float
     live_activations: int
     live_microbatches: float
     sent_per_microbatch: int
@@ -233,6 +235,7 @@ class _Validator:
                     times=each,
                     busy=busy,
                     bubble=(duration - busy) / busy,
+                    gaps=(each[-1][1] - each[0][0] - busy) / busy,
                     live_activations=most,
                     live_microbatches=most / schedule.num_chunks,
                     sent_per_microbatch=sum(

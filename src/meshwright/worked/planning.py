@@ -7,8 +7,9 @@ import msgspec
 
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model, load_network, make_model
-from meshwright.cost.setup import ScheduleName, Setup
+from meshwright.cost.setup import Setup
 from meshwright.cost.step import StepEstimate, estimate_step
+from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.search import Option, search

@@ -32,7 +32,9 @@ def assemble(
     shared = variants[0].shared
     ranks_of = {
         name: tuple(sorted({
-            pipeline.rank_of(stage) for stage, layers in enumerate(stages) if not set(layers).isdisjoint(parameter.layers)
+            pipeline.rank_of(stage)
+            for stage, layers in enumerate(stages)
+            if not set(layers).isdisjoint(parameter.layers)
         }))
         for name, parameter in shared.items()
     }  # fmt: skip

@@ -14,7 +14,7 @@ from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.pipeline import SPLIT, Pipeline
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
@@ -69,8 +69,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 def fill_of(layout: Layout) -> float:
     """The time to fill and drain a pipeline, as a fraction of the time under ``1f1b``. Under ``1f1b``, p stages take
-    p - 1 times the time of a micro-batch."""
-    return {"interleaved": 1 / layout.chunks, "zb-h1": 1 / 3}.get(layout.schedule, 1.0)
+    p - 1 times the time of a micro-batch. Schedules that wait only for their first forward wait for a quarter of a
+    stage's time, because backward takes up to three times as long as forward (with recomputation)."""
+    waits = {"interleaved": 1.0, "zb-h1": 1 / 3, "zb-h2": 1 / 4, "zb-v": 1 / 4, "dualpipe-v": 1 / 4}
+    return waits.get(layout.schedule, 1.0) / layout.chunks
 
 
 def _filled_s(layout: Layout, total_s: float) -> float:
@@ -100,8 +102,8 @@ def _periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
 
 
 def _passes(layout: Layout) -> tuple[str, ...]:
-    """The kinds of actions of one micro-batch on a stage."""
-    split = layout.schedule == "zb-h1"
+    """The kinds of actions of one micro-batch on a stage; ``dualpipe-v`` splits few backwards."""
+    split = layout.schedule in ("zb-h1", "zb-h2", "zb-v")
     return (ActionKind.F.value, *((ActionKind.I.value, ActionKind.W.value) if split else (ActionKind.B.value,)))
 
 
@@ -325,8 +327,8 @@ class Pipelines:
         for first in range(count):
             room = limit_bytes - step_bytes - np.cumsum(held[first:]) - np.maximum.accumulate(workspace[first:])
             alive = np.floor(room / np.maximum(np.cumsum(saved[first:]), 1.0))
-            if layout.schedule == "zb-h1":  # all ranks keep as many micro-batches as there are stages
-                after = np.where(alive >= min(num_stages, layout.microbatches), num_stages, -1)
+            if kept := {"zb-h1": num_stages, "zb-h2": 2 * num_stages - 1}.get(layout.schedule):  # on all ranks
+                after = np.where(alive >= min(kept, layout.microbatches), num_stages, -1)
             else:
                 after = np.where(alive >= layout.microbatches, num_stages, alive - 1)
             most[first, first:] = np.where(room < 0, -1, after)
