@@ -91,14 +91,16 @@ def _periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
     """Schedules with few and with more micro-batches, and how often their difference is added to a step with few.
 
     A pipeline that is full repeats itself: every further round of p micro-batches takes as long as the round before,
-    and keeps no more in memory. Of a long step, two and three rounds are therefore enough. A short step is complete:
-    nothing is added.
+    and keeps no more in memory. Of a long step, two and three rounds are therefore enough; three and four under
+    schedules that take longer to be full. If stages differ by half, the result may be some percent too short, because ranks
+    that wait first use up what they are ahead. A short step is complete: nothing is added.
     """
     pp, m = layout.pp, layout.microbatches
     long = pp > 1 and m > LONG * pp
-    numbers = (2 * pp, 3 * pp) if long else (m, m)
+    rounds = 3 if layout.schedule in ("zb-h2", "zb-v", "dualpipe-v") else 2
+    numbers = (rounds * pp, (rounds + 1) * pp) if long else (m, m)
     few, more = (training_schedule(layout.schedule, pp, number, layout.chunks) for number in numbers)
-    return few, more, (m - 2 * pp) / pp if long else 0.0
+    return few, more, m / pp - rounds if long else 0.0
 
 
 def _passes(layout: Layout) -> tuple[str, ...]:
