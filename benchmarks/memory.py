@@ -82,7 +82,7 @@ def predicted_peaks(case: Case, cluster: Cluster) -> list[int]:
     work = step_work(programs, plan, cluster, optimizer=model.states)
     found = []
     for rank, one in enumerate(peak_memory(work, schedule_of(plan))):
-        mine = range(rank, len(plan.stages), plan.mesh.size("pp") if "pp" in plan.mesh.names else 1)
+        mine = plan.pipeline.stages_of(rank)
         held = [stage_held(programs, plan, stage, cluster, model.states) for stage in mine]
         found.append(
             one.peak_bytes - sum(one.parameters_bytes + one.buffers_bytes for one in held) - held[0].inputs_bytes

@@ -50,8 +50,18 @@ def _train(layout: mw.Layout, vocabulary: int = 32) -> tuple[list[float], dict[s
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_stages_of_other_shapes_train_as_one_process(ranks: Ranks, sizes: tuple[dict[str, int], ...]) -> None:
-    base = mw.Layout(pp=2, microbatches=2, stage_sizes=sizes, **sizes[0])  # type: ignore[arg-type]
+@pytest.mark.parametrize(("schedule", "chunks", "microbatches"), [("1f1b", 1, 2), ("dualpipe-v", 2, 4)])
+def test_stages_of_other_shapes_train_as_one_process(
+    ranks: Ranks, sizes: tuple[dict[str, int], ...], schedule: str, chunks: int, microbatches: int
+) -> None:
+    base = mw.Layout(
+        pp=2,
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        stage_sizes=sizes,
+        **sizes[0],  # type: ignore[arg-type]
+    )
     wanted, state = _train(mw.Layout())
     for losses, found in ranks(4, _train, base):
         assert losses == pytest.approx(wanted, rel=1e-9)

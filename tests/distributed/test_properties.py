@@ -326,6 +326,7 @@ LAYOUTS: Mapping[str, mw.Layout] = {
     "tp2 pp2 m2": mw.Layout(tp=2, pp=2, microbatches=2),
     "any factor": mw.Layout(mixed=(2,)),
     "pp2 m4 interleaved": mw.Layout(pp=2, microbatches=4, schedule="interleaved", chunks=2),
+    "pp2 m4 zb-v": mw.Layout(pp=2, microbatches=4, schedule="zb-v", chunks=2),
 }
 REFUSED = {("Normalized", name): "statistics are over the whole batch" for name in LAYOUTS if " m" in f" {name}"}
 """What cannot be, and what is said of it."""

@@ -92,8 +92,8 @@ def _periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
 
     A pipeline that is full repeats itself: every further round of p micro-batches takes as long as the round before,
     and keeps no more in memory. Of a long step, two and three rounds are therefore enough; three and four under
-    schedules that take longer to be full. If stages differ by half, the result may be some percent too short, because ranks
-    that wait first use up what they are ahead. A short step is complete: nothing is added.
+    schedules that take longer to be full. If stages differ by half, the result may be some percent too short, because
+    ranks that wait first use up what they are ahead. A short step is complete: nothing is added.
     """
     pp, m = layout.pp, layout.microbatches
     long = pp > 1 and m > LONG * pp
