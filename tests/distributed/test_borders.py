@@ -9,6 +9,7 @@ import meshwright as mw
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Communicate, StepWork
 from meshwright.errors import LayoutError
+from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.placement import Shard
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
@@ -52,7 +53,7 @@ def _train(layout: mw.Layout, vocabulary: int = 32) -> tuple[list[float], dict[s
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("schedule", "chunks", "microbatches"), [("1f1b", 1, 2), ("dualpipe-v", 2, 4)])
 def test_stages_of_other_shapes_train_as_one_process(
-    ranks: Ranks, sizes: tuple[dict[str, int], ...], schedule: str, chunks: int, microbatches: int
+    ranks: Ranks, sizes: tuple[dict[str, int], ...], schedule: ScheduleName, chunks: int, microbatches: int
 ) -> None:
     base = mw.Layout(
         pp=2,

@@ -13,9 +13,14 @@ from meshwright.cost.memory import estimate_memory, verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
 from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.layout import Layout
+from meshwright.ir.pipeline import SCHEDULES
+from meshwright.planner.candidates import runs
 from meshwright.planner.remedy import single_changes, smallest_change
 from meshwright.planner.search import SEARCHED, search
 from meshwright.prediction import predict
+from meshwright.schedules.check import check
+from meshwright.schedules.pipeline import build
 
 DGX = "a100-80gb-dgx-hdr200x8"
 
@@ -127,6 +132,16 @@ def test_what_ifs_say_what_costs_least_and_what_has_no_price(capsys: pytest.Capt
     assert cli([*asked, "devices=8..16", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert all(option["usd"] > 0 for one in told for option in one["joint_front"])
+
+
+@pytest.mark.parametrize("pp", [2, 3, 8])
+def test_every_run_that_a_search_considers_can_be_built_and_checked(pp: int) -> None:
+    seen = set()
+    for layout in runs(Layout(pp=pp), 48):
+        check(build(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
+        assert layout.resolved(pp) == layout
+        seen.add(layout.schedule)
+    assert seen == set(SCHEDULES) - {"gpipe"}
 
 
 def test_the_nearer_axis_and_the_schedules_are_searched() -> None:
