@@ -32,7 +32,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     """
     _refuse(schedule, PARTNER, "communicates", "give one that only computes")
     report = check(schedule)
-    rank_of = {stage: rank for rank, stats in enumerate(report.ranks) for stage in stats.stages}
+    rank_of = schedule.homes
     sends: dict[Action, Action] = {}
     arrivals: list[list[tuple[float, Action]]] = [[] for _ in schedule.ranks]
     for rank, actions in enumerate(schedule.ranks):
