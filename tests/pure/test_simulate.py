@@ -25,6 +25,8 @@ DEVICE = Device(
 PIPELINES = st.one_of(
     st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 7), st.just(1)),
     st.tuples(st.just("zb-h1"), st.integers(1, 4), st.integers(4, 7), st.just(1)),
+    st.tuples(st.just("zb-h2"), st.integers(1, 4), st.integers(7, 9), st.just(1)),
+    st.tuples(st.sampled_from(["zb-v", "dualpipe-v"]), st.integers(1, 4), st.integers(8, 10), st.just(2)),
     st.integers(1, 4).flatmap(
         lambda p: st.tuples(
             st.just("interleaved"), st.just(p), st.integers(1, 3).map(lambda k: k * p), st.integers(1, 3)
@@ -110,6 +112,21 @@ def test_chunks_divide_the_bubble(num_ranks: int, rounds: int, chunks: int) -> N
     schedule = full(build("interleaved", num_ranks, m, chunks))
     played = play(schedule, work(num_ranks * chunks), Mesh.of(pp=num_ranks), FREE)
     assert played.step_s / (3.0 * m * chunks) - 1 == pytest.approx((num_ranks - 1) / (chunks * m))
+
+
+@given(
+    st.sampled_from([("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2)]),
+    st.integers(2, 5),
+    st.integers(0, 3),
+)
+def test_zero_bubble_schedules_wait_for_their_first_forward(case: tuple[str, int], num_ranks: int, more: int) -> None:
+    """And keep as many micro-batches as the papers say: p, 2 p - 1, p and p + 1/2."""
+    (name, chunks), m = case, 2 * num_ranks + more
+    step = work(num_ranks * chunks, saved_bytes=2 // chunks)
+    played = play(full(build(name, num_ranks, m, chunks)), step, Mesh.of(pp=num_ranks), FREE)
+    assert played.step_s == 3.0 * m * chunks + num_ranks - 1
+    kept = {"zb-h2": 2 * num_ranks - 1, "dualpipe-v": num_ranks + 0.5}.get(name, num_ranks)
+    assert [played.peak_bytes(rank) for rank in range(num_ranks)] == [2 * kept] * num_ranks
 
 
 def test_messages_take_their_time_between_the_stages() -> None:
