@@ -117,9 +117,8 @@ def searches_of(
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
     """The programs of the stages that a rank holds."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
-    count = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
-    every = PlanLowering(graph)(plan, rank)
-    return RankPrograms(rank=rank, programs=every[place::count])
+    every = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
+    return RankPrograms(rank=rank, programs=every[place :: plan.mesh.num_stages])
 
 
 def simulate_run(

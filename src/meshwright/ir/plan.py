@@ -80,8 +80,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``strategies`` maps the name of an operator to its strategy. For operators of repeated blocks, the name may have
     ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
     forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``axes`` has the sizes of the stage's submesh (the mesh of
-    the ranks that hold the stage), if the submeshes of stages differ.
+    (``blocks.*``), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``, for the
+    submesh of this stage, if the submeshes of stages differ.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
@@ -95,7 +95,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     released: tuple[str, ...] = ()
     first: str = ""
     recompute: tuple[str, ...] = ()
-    axes: dict[str, int] = {}
+    algorithms: dict[str, str] = {}
+    links: dict[str, Link] = {}
 
     def strategy(self, operator: str) -> Strategy:
         """The strategy of an operator; empty if the operator runs replicated."""
@@ -150,13 +151,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def submesh(self, stage: int) -> Mesh:
         """The mesh of the ranks that hold a stage."""
-        axes = {name: size for name, size in self.mesh.sizes.items() if name != "pp"}
-        return Mesh.of(**(axes | self.stages[stage].axes))
+        return self.mesh.submesh(stage % self.mesh.num_stages)
 
-    @property
-    def submeshes(self) -> tuple[Mesh, ...]:
-        """The submesh of each pipeline rank, if each stage has its own; else an empty tuple."""
-        return tuple(map(self.submesh, range(self.mesh.size("pp")))) if self.uneven else ()
+    def algorithms_of(self, stage: int) -> dict[str, str]:
+        """The algorithms of the collectives of a stage, by axis."""
+        return self.stages[stage].algorithms if self.uneven else self.algorithms
+
+    def links_of(self, stage: int) -> dict[str, Link]:
+        """The links that decide which resharding is cheapest in a stage, by axis."""
+        return self.stages[stage].links if self.uneven else self.links
 
     def sizes(self, stage: int) -> dict[str, int]:
         """The size of each axis that may split a stage's factors: the axes of its submesh, and ``time``."""
@@ -165,7 +168,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def uneven(self) -> bool:
         """Whether each stage has a submesh of its own, as with ``Layout.stage_sizes``."""
-        return any(stage.axes for stage in self.stages)
+        return bool(self.mesh.stages)
 
     def storage(self, parameter: str) -> dict[str, Placement]:
         """The placements of a parameter between steps, in the stage that holds the parameter."""
@@ -194,9 +197,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def explain(self) -> str:
         """The plan as text: a table of modules, splits and reasons, followed by stages, collectives and costs."""
-        head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
         ranks = "1 rank" if self.mesh.world_size == 1 else f"{self.mesh.world_size} ranks"
-        lines = [f"{self.model} on {self.cluster}: {head}, {ranks}, global batch {self.batch_size}"]
+        lines = [f"{self.model} on {self.cluster}: {self.mesh}, {ranks}, global batch {self.batch_size}"]
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
 from meshwright.ir.cluster import NETWORK, Cluster
 from meshwright.ir.mesh import JOIN, Mesh
 from meshwright.ir.resharding import Link

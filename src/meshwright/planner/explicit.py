@@ -5,7 +5,7 @@ Explicit rules or the integer program choose the factors.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,8 +18,9 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
 from meshwright.ir.own_samples import owned, owned_problems
+from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
+from meshwright.ir.plan import Bucket, Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
@@ -118,26 +119,34 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
-    plans = [_Planner(graph, layout.of_stage(index), cluster, base, ask).plan() for index in range(layout.pp)]
+    mesh, plans = layout.mesh(), []
+    for index in range(layout.pp):
+        part = stage_cluster(cluster, mesh, index) if cluster is not None else None
+        own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
+        plans.append(_Planner(graph, layout.of_stage(index), part, own, ask).plan())
     divided = cut(graph, plans[0].firsts)
     stages = []
     for index in range(divided.num_stages):
         plan = plans[index % layout.pp]
-        axes = {axis.name: axis.size for axis in plan.mesh.axes if axis.name != "pp"}
-        stages.append(msgspec.structs.replace(plan.stages[index], axes=axes))
+        stages.append(msgspec.structs.replace(plan.stages[index], algorithms=plan.algorithms, links=plan.links))
+
+    def of_all(buckets: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+        return tuple(
+            bucket
+            for index, own in enumerate(buckets)
+            for bucket in own
+            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
+        )
+
     return msgspec.structs.replace(
         plans[0],
-        mesh=layout.mesh(),
-        layout=layout,
+        mesh=mesh,
+        layout=msgspec.structs.replace(layout, precision=graph.precision),
         stages=tuple(stages),
-        buckets=tuple(
-            bucket
-            for index, plan in enumerate(plans)
-            for bucket in plan.buckets
-            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
-        ),
-        algorithms={axis: algorithm for plan in plans for axis, algorithm in plan.algorithms.items()},
-        links={axis: link for plan in plans for axis, link in plan.links.items()},
+        buckets=of_all([plan.buckets for plan in plans]),
+        gathers=of_all([plan.gathers for plan in plans]),
+        algorithms={},
+        links={},
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
 
@@ -317,7 +326,7 @@ class _Planner:
         else:
             storage = parameter_storage(self.graph, self.strategies, self.sizes) | {name: {} for name in self.ask.whole}
         axis = self.layout.zero_axis
-        return zero_storage(self.graph, storage, axis, self.layout.zero) if axis else storage
+        return zero_storage(self.graph, storage, axis, self.layout.zero, self.ask.whole) if axis else storage
 
     def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
         operators = [op for op in self.graph.operators if divided.stage_of.get(op.name, index) == index]

@@ -61,8 +61,5 @@ def foretell(
     done = work or step_work(lower(plan), plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
     overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
-    played = play(
-        schedule, done, plan.mesh, cluster, submeshes=plan.submeshes, overlap=overlap, contention=contention,
-        faults=faults,
-    )  # fmt: skip
+    played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
     return Foretold(digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule))

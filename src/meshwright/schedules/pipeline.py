@@ -182,7 +182,7 @@ def training_schedule(name: str, num_ranks: int, num_microbatches: int, num_chun
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
     """The schedule of a plan's training step; without ``backward``, the schedule of an evaluation, which has only
     forwards."""
-    num_ranks = plan.mesh.size("pp") if "pp" in plan.mesh.names else 1
+    num_ranks = plan.mesh.num_stages
     if not backward:
         return forwards(num_ranks, plan.microbatches, plan.chunks)
     return training_schedule(plan.schedule, num_ranks, plan.microbatches, plan.chunks)

@@ -13,7 +13,6 @@ from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
-from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
@@ -235,10 +234,9 @@ class Pipelines:
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:
         """Simulated seconds of a step."""
-        submeshes = [Mesh.of(**own) for own in layout.stage_sizes]
 
         def played(schedule: Schedule) -> float:
-            return play(schedule, work, layout.mesh(), self.cluster, submeshes=submeshes, overlap=self._overlaps).step_s
+            return play(schedule, work, layout.mesh(), self.cluster, overlap=self._overlaps).step_s
 
         few, more, steps = _periods(layout)
         return played(few) + steps * (played(more) - played(few)) if steps else played(few)
@@ -342,7 +340,7 @@ class Pipelines:
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
         predicted, schedule = self._predicted(layout, work), _periods(layout)[0]
-        # One stage has few actions; unlike stages have meshes of their own, which the closed form does not know.
+        # One stage has few actions; ranks of unlike stages wait for each other in ways that the closed form leaves out.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         step_s = self._simulated_s(layout, work) if simulates else predicted.step_s
         return Option(
