@@ -7,11 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import meshwright as mw
+from meshwright.catalog import load_cluster
 from meshwright.errors import LayoutError
+from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.files import decode, encode_json
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors, Subject
@@ -90,6 +94,59 @@ def test_unequal_stages_train_as_one_process(
     for found in ranks(layout.num_ranks, train, name, layout):
         assert found.error <= oracle.TOLERANCE, found
         assert found.moved > 1e-3, "the parameters were trained"
+
+
+# --- found by a search -----------------------------------------------------------------------------------------------
+
+
+def fast_and_slow() -> Cluster:
+    """One device, and a box of two that are a third as fast."""
+    known = load_cluster("cpu-local", 2)
+    fast = msgspec.structs.replace(
+        known.device,
+        name="fast",
+        peak_flops_per_s={name: 3 * peak for name, peak in known.device.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=3 * known.device.memory_bandwidth_bytes_per_s,
+    )
+    members = (Member(count=1, device=fast), Member(count=1, levels=known.levels))
+    inside = known.levels[-1]
+    network = Level(
+        name="network", fan_out=2, alpha_s=inside.alpha_s, beta_s_per_byte=inside.beta_s_per_byte, members=members
+    )
+    return Cluster(name="fast and slow", num_devices=3, device=known.device, levels=(network,))
+
+
+def wide(size: int = 12) -> Subject:
+    """A model whose computing outweighs its messages."""
+    config = GPTConfig(layers=2, width=48, heads=2, vocabulary=64, sequence_length=24, dropout=0.0, tied_head=True)
+    batches = []
+    for _ in range(oracle.STEPS):
+        tokens = torch.randint(64, (size, 25))
+        batches.append({"tokens": tokens[:, :-1].contiguous(), "targets": oracle.ragged_ends(tokens[:, 1:])})
+    return Subject(GPT(config).double(), language_model_loss, batches)
+
+
+def train_plan(text: bytes) -> LargestErrors:
+    torch.manual_seed(7)
+    serial = wide()
+    torch.manual_seed(7)
+    parallel = wide()
+    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
+    optimizer = oracle.OPTIMIZERS["AdamW"]
+    expected = oracle.reference(serial, optimizer, oracle.MAX_GRAD_NORM)
+    plan = decode(text, mw.Plan, where="plan of the test")
+    found, trainer = oracle.in_parallel(parallel, plan, optimizer, oracle.MAX_GRAD_NORM)
+    return oracle.compared(before, expected, found, trainer)
+
+
+def test_ranks_run_the_unequal_stages_that_a_search_finds_for_unlike_devices(ranks: Ranks) -> None:
+    subject = wide()
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    plan = mw.plan(graph, fast_and_slow(), devices=3)
+    assert len({submesh.world_size for submesh in plan.mesh.stages}) == 2, plan.explain()
+    for found in ranks(3, train_plan, encode_json(plan)):
+        assert found.error <= oracle.TOLERANCE, found
+        assert found.moved > 1e-3
 
 
 # --- saved under one layout, continued under another -----------------------------------------------------------------

@@ -5,7 +5,7 @@ Explicit rules or the integer program choose the factors.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,9 +18,9 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
 from meshwright.ir.own_samples import owned, owned_problems
-from meshwright.ir.part import stage_cluster
+from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.plan import Bucket, Note, Plan, Stage, Strategy, starred
+from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
@@ -36,6 +36,7 @@ from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.intra_op.prices import Prices
+from meshwright.planner.join_plans import join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
@@ -116,6 +117,8 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     """The plan of a layout. If stages have different axis sizes, the plan is assembled from one plan per pipeline
     rank."""
     if not layout.stage_sizes:
+        if cluster is not None and not cluster.homogeneous:  # stages that are split alike are split for the slowest
+            cluster = part_of(cluster, range(layout.num_ranks))
         return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
@@ -124,31 +127,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         part = stage_cluster(cluster, mesh, index) if cluster is not None else None
         own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
         plans.append(_Planner(graph, layout.of_stage(index), part, own, ask).plan())
-    divided = cut(graph, plans[0].firsts)
-    stages = []
-    for index in range(divided.num_stages):
-        plan = plans[index % layout.pp]
-        stages.append(msgspec.structs.replace(plan.stages[index], algorithms=plan.algorithms, links=plan.links))
-
-    def of_all(buckets: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
-        return tuple(
-            bucket
-            for index, own in enumerate(buckets)
-            for bucket in own
-            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
-        )
-
-    return msgspec.structs.replace(
-        plans[0],
-        mesh=mesh,
-        layout=msgspec.structs.replace(layout, precision=graph.precision),
-        stages=tuple(stages),
-        buckets=of_all([plan.buckets for plan in plans]),
-        gathers=of_all([plan.gathers for plan in plans]),
-        algorithms={},
-        links={},
-        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
-    )
+    return join_plans(graph, layout, plans)
 
 
 def _cut_of(graph: Graph, layout: Layout, cluster: Cluster | None, ask: Ask) -> tuple[str, ...]:

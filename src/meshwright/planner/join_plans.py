@@ -1,0 +1,40 @@
+"""Join the plans of the stages of a layout whose stages differ."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Bucket, Plan
+from meshwright.ir.stages import cut
+
+
+def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
+    """The plan of ``layout``. ``plans`` has one plan for each pipeline rank, in which all stages have the sizes of this
+    pipeline rank; they have equal cuts. Each stage is taken from the plan of its pipeline rank."""
+    divided = cut(graph, plans[0].firsts)
+    stages = []
+    for index in range(divided.num_stages):
+        plan = plans[index % layout.pp]
+        stages.append(msgspec.structs.replace(plan.stages[index], algorithms=plan.algorithms, links=plan.links))
+
+    def of_all(buckets: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+        return tuple(
+            bucket
+            for index, own in enumerate(buckets)
+            for bucket in own
+            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
+        )
+
+    return msgspec.structs.replace(
+        plans[0],
+        mesh=layout.mesh(),
+        layout=msgspec.structs.replace(layout, precision=graph.precision),
+        stages=tuple(stages),
+        buckets=of_all([plan.buckets for plan in plans]),
+        gathers=of_all([plan.gathers for plan in plans]),
+        algorithms={},
+        links={},
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+    )
