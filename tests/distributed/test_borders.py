@@ -163,3 +163,14 @@ def test_unequal_stages_are_simulated_alike_by_one_rank_of_each_kind_and_by_all(
     assert folded.trace() == every.trace()
     assert len(every.timelines) == 4
     assert slow is not None or len(folded.timelines) == len(sizes)
+
+
+def test_explain_names_the_stage_of_a_split() -> None:
+    graph = mw.capture(_model(), language_model_loss, _batch(0))
+    text = mw.plan(graph, layout=mw.Layout(pp=2, microbatches=2, stage_sizes=({"dp": 1}, {"dp": 2}))).explain()
+    head, *lines = text.splitlines()
+    assert "pp=2 of (dp=1 x tp=1), (dp=2 x tp=1), 3 ranks" in head
+    splits = {line.split("  ")[1]: line.split()[-1] for line in lines if "pp rank" in line and "stage" not in line}
+    assert splits["pp rank 0: token_embedding"] == "whole"
+    assert splits["pp rank 1: head"] == "batch@dp"
+    assert "pp rank 0: head" not in splits

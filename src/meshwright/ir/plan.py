@@ -231,7 +231,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def _end_of_data_parallelism(self) -> list[str]:
         """A line for ``explain`` if the batch does not divide over all ranks."""
         ranks, batch = self.mesh.world_size, self.batch_size
-        if batch % ranks == 0:
+        if batch % ranks == 0 or self.uneven:
             return []
         most = max(divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0 and batch % divisor == 0)
         samples = "1 sample" if batch == 1 else f"{batch} samples"

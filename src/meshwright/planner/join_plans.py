@@ -6,8 +6,8 @@ import msgspec
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
-from meshwright.ir.plan import Bucket, Plan
-from meshwright.ir.stages import cut
+from meshwright.ir.plan import Bucket, Note, Plan, starred
+from meshwright.ir.stages import Cut, cut
 
 
 def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
@@ -36,5 +36,23 @@ def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
         gathers=of_all([plan.gathers for plan in plans]),
         algorithms={},
         links={},
-        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        notes=_notes(graph, divided, plans),
     )
+
+
+def _notes(graph: Graph, divided: Cut, plans: Sequence[Plan]) -> tuple[Note, ...]:
+    """The notes on the modules of each stage. A note that does not hold for all stages names its pipeline rank."""
+    modules: dict[int, set[str]] = {index: set() for index in range(len(plans))}
+    for operator in graph.operators:
+        if operator.name in divided.stage_of:
+            modules[divided.stage_of[operator.name] % len(plans)].add(starred(operator.module))
+    every = set().union(*modules.values())
+    notes: dict[Note, None] = {}
+    for index, plan in enumerate(plans):
+        for note in plan.notes:
+            if note.module in every and note.module not in modules[index]:
+                continue
+            if not all(note in other.notes for other in plans):
+                note = msgspec.structs.replace(note, module=f"pp rank {index}: {note.module}")
+            notes[note] = None
+    return tuple(notes)
