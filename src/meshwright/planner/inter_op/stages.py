@@ -152,7 +152,8 @@ class _Search:
     ) -> None:
         self.prices, self.pools, self.prunes = prices, pools, prunes
         self.boxes, self.in_order = boxes, in_order
-        self.shape = tuple(size + 1 for size in pools)
+        # In order, the devices of all pools are one line: how many are used says which.
+        self.shape = (sum(pools) + 1,) if in_order else tuple(size + 1 for size in pools)
         self.tables = self.entries = 0
         self._before: dict[int, Floats] = {}
         self._most = int(prices.most_after.max(initial=-1))
@@ -288,7 +289,7 @@ class _Search:
             return None
         whole = table.reshape(len(table), *self.shape)
         result = np.full_like(whole, inf)
-        axis = submesh.pool + 1
+        axis = self._place(submesh) + 1
         into = [slice(None)] * whole.ndim
         come = list(into)
         into[axis], come[axis] = slice(submesh.devices, None), slice(None, whole.shape[axis] - submesh.devices)
@@ -299,15 +300,20 @@ class _Search:
     def _allowed(self, submesh: Submesh) -> NDArray[np.bool_]:
         """For each number of used devices of each pool, whether a stage on ``submesh`` and the stages after it may use
         them: the stage begins at the first of these devices of its pool."""
-        used = np.indices(self.shape)
+        used, pool = np.indices(self.shape)[self._place(submesh)], self.pools[submesh.pool]
         allowed = np.ones(self.shape, dtype=bool)
+        first = (sum(self.pools[submesh.pool :]) if self.in_order else pool) - used
         if self.in_order:
-            allowed &= (used[: submesh.pool] == 0).all(axis=0)
+            allowed &= (first >= 0) & (first + submesh.devices <= pool)
         if self.boxes:
-            box, first = self.boxes[submesh.pool], self.pools[submesh.pool] - used[submesh.pool]
+            box = self.boxes[submesh.pool]
             inside = first // box == (first + submesh.devices - 1) // box
             allowed &= inside | ((first % box == 0) & (submesh.devices % box == 0))
         return allowed
+
+    def _place(self, submesh: Submesh) -> int:
+        """The position of a submesh's pool in ``shape``."""
+        return 0 if self.in_order else submesh.pool
 
     def _stages(self, tables: list[Floats], limit: float) -> tuple[AssignedStage, ...]:
         """Read the stages from the tables, from the first stage to the last."""
@@ -332,9 +338,10 @@ class _Search:
             rest = list(counts)
             if not allowed[number].flat[used]:
                 continue
-            if rest[submesh.pool] < submesh.devices or seconds[layer, last, number] > limit:
+            place = self._place(submesh)
+            if rest[place] < submesh.devices or seconds[layer, last, number] > limit:
                 continue
-            rest[submesh.pool] -= submesh.devices
+            rest[place] -= submesh.devices
             after = int(np.ravel_multi_index(rest, self.shape))
             best = min(best, (float(seconds[layer, last, number] + later[last + 1, after]), last, number, after))
         _, last, number, after = best
