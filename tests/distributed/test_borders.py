@@ -8,7 +8,6 @@ import torch
 import meshwright as mw
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Communicate, StepWork
-from meshwright.errors import LayoutError
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.placement import Shard
 from meshwright.lower.plans import PlanLowering
@@ -88,12 +87,6 @@ def test_a_parameter_that_stages_of_other_sizes_share_is_whole_in_all(sizes: tup
     assert [stage.storage["token_embedding.weight"] for stage in plan.stages] == [{}, {}]
 
 
-def test_sizes_that_do_not_make_up_a_stage_are_refused() -> None:
-    graph = mw.capture(_model(), language_model_loss, _batch(0))
-    with pytest.raises(LayoutError, match=r"stage_sizes\[1\].*\{'tp': 4\} does not make up the 2 ranks of a stage"):
-        mw.plan(graph, layout=mw.Layout(pp=2, dp=2, microbatches=2, stage_sizes=({"dp": 2}, {"tp": 4})))
-
-
 # --- predicted -------------------------------------------------------------------------------------------------------
 
 
@@ -110,14 +103,14 @@ FOUR = mw.Cluster.load("cpu-local", 4)
 
 @pytest.mark.parametrize(("sizes", "other"), [({"dp": 2}, "tp"), ({"tp": 2}, "dp")], ids=str)
 def test_equal_stages_that_are_given_one_by_one_cost_what_equal_stages_cost(sizes: dict[str, int], other: str) -> None:
-    """Though the plan's mesh has the other axis: only the stages' own meshes count."""
+    """Though the layout itself has the other axis: only the sizes of the stages count."""
     alike = mw.Layout(pp=2, microbatches=2, **sizes)  # type: ignore[arg-type]
     given = mw.Layout(pp=2, microbatches=2, stage_sizes=(sizes, sizes), **{other: 2})  # type: ignore[arg-type]
     seconds = []
     for layout in (alike, given):
         plan, work = _work(layout)
         assert plan.uneven is bool(layout.stage_sizes)
-        seconds.append(play(schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False).step_s)
+        seconds.append(play(schedule_of(plan), work, plan.mesh, FOUR, overlap=False).step_s)
     assert seconds[1] == pytest.approx(seconds[0], rel=1e-9)
 
 
@@ -125,10 +118,7 @@ def test_equal_stages_that_are_given_one_by_one_cost_what_equal_stages_cost(size
 def test_unlike_stages_are_simulated(sizes: tuple[dict[str, int], ...]) -> None:
     """By one rank of each kind as by all. The stage of dp=2 communicates over dp only, the stage of tp=2 over tp."""
     plan, work = _work(mw.Layout(pp=2, microbatches=2, stage_sizes=sizes, **sizes[0]))  # type: ignore[arg-type]
-    folded, every = (
-        play(schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False, fold=fold)
-        for fold in (True, False)
-    )
+    folded, every = (play(schedule_of(plan), work, plan.mesh, FOUR, overlap=False, fold=fold) for fold in (True, False))
     assert folded.step_s == pytest.approx(every.step_s, rel=1e-12)
     assert len(folded.timelines) == 2
     over = [
@@ -145,9 +135,7 @@ def test_a_slow_rank_holds_up_the_ranks_of_its_own_stage(fold: bool) -> None:
     plan, work = _work(mw.Layout(pp=2, microbatches=2, dp=2, stage_sizes=SIZES[0]))
     ends = []
     for faults in (None, Faults(slow={3: 100.0})):
-        played = play(
-            schedule_of(plan), work, plan.mesh, FOUR, submeshes=plan.submeshes, overlap=False, fold=fold, faults=faults
-        )
+        played = play(schedule_of(plan), work, plan.mesh, FOUR, overlap=False, fold=fold, faults=faults)
         spans = played.trace([2]).spans
         ends.append(max(span.end_s for span in spans if span.what.startswith("1B")))
     assert ends[1] > 2 * ends[0]
@@ -167,3 +155,33 @@ def test_a_plan_of_unlike_stages_has_a_prediction() -> None:
     trace = mw.simulate(graph, FOUR, plan)
     assert {span.rank for span in trace.spans} == {0, 1, 2, 3}
     assert foretell(PlanLowering(graph), plan, FOUR).prediction.step_s == max(span.end_s for span in trace.spans)
+
+
+UNEQUAL = [({"dp": 1}, {"dp": 2}, {"tp": 1}), ({"tp": 2}, {"dp": 1}, {"dp": 1}), ({"dp": 2}, {"tp": 2})]
+
+
+@pytest.mark.parametrize("slow", [None, 1, 3])
+@pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
+def test_unequal_stages_are_simulated_alike_by_one_rank_of_each_kind_and_by_all(
+    sizes: tuple[dict[str, int], ...], slow: int | None
+) -> None:
+    plan, work = _work(mw.Layout(pp=len(sizes), microbatches=2, stage_sizes=sizes))
+    faults = Faults(slow={slow: 3.0}) if slow is not None else None
+    folded, every = (
+        play(schedule_of(plan), work, plan.mesh, FOUR, overlap=False, fold=fold, faults=faults)
+        for fold in (True, False)
+    )
+    assert folded.trace() == every.trace()
+    assert len(every.timelines) == 4
+    assert slow is not None or len(folded.timelines) == len(sizes)
+
+
+def test_explain_names_the_stage_of_a_split() -> None:
+    graph = mw.capture(_model(), language_model_loss, _batch(0))
+    text = mw.plan(graph, layout=mw.Layout(pp=2, microbatches=2, stage_sizes=({"dp": 1}, {"dp": 2}))).explain()
+    head, *lines = text.splitlines()
+    assert "pp=2 of (dp=1 x tp=1), (dp=2 x tp=1), 3 ranks" in head
+    splits = {line.split("  ")[1]: line.split()[-1] for line in lines if "pp rank" in line and "stage" not in line}
+    assert splits["pp rank 0: token_embedding"] == "whole"
+    assert splits["pp rank 1: head"] == "batch@dp"
+    assert "pp rank 0: head" not in splits

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.emulation.devices import emulate
+from meshwright.emulation.slow import slow_down
 from meshwright.emulation.stages import Doing, EmulatedStage, emulated_stages
 from meshwright.errors import LayoutError, RankError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
@@ -15,6 +19,7 @@ from meshwright.ir.device import Device
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.trace import Trace
+from meshwright.runtime.executor import Executor
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.engine import play
@@ -107,3 +112,21 @@ def test_a_collective_along_pp_that_does_not_block_is_refused() -> None:
     stage = StageWork(pieces={}, after=(Communicate("g", "all_reduce", "pp", 8, blocking=False),))
     with pytest.raises(ScheduleError, match="`g` goes on along pp"):
         emulated_stages(StepWork((stage,) * 2), Mesh.of(pp=2), CLUSTER)
+
+
+def test_a_slow_device_sleeps_after_it_has_computed() -> None:
+    """Four times the time of its core, at least."""
+    computed: list[float] = []
+
+    def compute(values: list[Any]) -> list[Any]:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.02:
+            pass
+        computed.append(time.thread_time() - begun)
+        return values
+
+    stage = SimpleNamespace(functions={"forward": compute})
+    slow_down(cast(Executor, SimpleNamespace(stages={0: stage})), 4.0)
+    begun = time.perf_counter()
+    assert stage.functions["forward"]([1]) == [1]
+    assert time.perf_counter() - begun >= 4 * computed[0]

@@ -274,3 +274,8 @@ def test_a_plan_says_how_many_ranks_it_needs(tmp_path: Path) -> None:
 def test_the_model_can_change_its_name_on_the_command_line() -> None:
     text = '[model]\nname = "gpt"\n[data]\nkind = "random"'
     assert isinstance(made(text, "--model.name", "mlp").model, MLPModel)
+
+
+def test_ranks_are_those_of_all_stages() -> None:
+    layout = {"pp": 2, "stage_sizes": [{"dp": 1}, {"dp": 2, "tp": 2}]}
+    assert of_tables({"data": {"kind": "random"}, "layout": layout}).num_ranks(16) == 5

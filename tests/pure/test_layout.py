@@ -20,8 +20,8 @@ from meshwright.ir.layout import Layout, layout_text
         ({"dp": 4, "zero_ranks": 2}, "layout: zero_ranks=2 with zero=0\n  -> give zero 1, 2 or 3"),
         ({"dp": 4, "ep": 2, "zero": 1, "zero_ranks": 2}, "layout: zero_ranks with ep\n  -> leave one of them out"),
         (
-            {"dp": 2, "pp": 2, "zero": 1, "stage_sizes": ({"dp": 2}, {"tp": 2})},
-            "layout: zero with stage_sizes\n  -> leave one of them out",
+            {"pp": 2, "zero": 1, "zero_ranks": 2, "stage_sizes": ({"dp": 2}, {"tp": 2})},
+            "layout: zero_ranks with stage_sizes\n  -> leave zero_ranks out",
         ),
         ({"dp": 2, "stage_sizes": ({"dp": 2},)}, "layout: stage_sizes: stage_sizes with pp=1\n  -> give pp of"),
         ({"dp": 2, "zero": 4}, "layout: zero is 4\n  -> use 0 or 1 or 2 or 3"),
@@ -55,7 +55,7 @@ def test_zero_cuts_over_ranks_that_share_the_batch(layout: Layout, mesh: str, ax
 
 def test_text() -> None:
     unlike = Layout(dp=2, pp=2, microbatches=4, stage_sizes=({"dp": 2}, {"tp": 2}))
-    assert layout_text(unlike) == "dp2 x pp2, 4 micro-batches, 1f1b, stages of dp2 and tp2"
+    assert layout_text(unlike) == "pp2, 4 micro-batches, 1f1b, stages of dp2 and tp2"
     assert layout_text(Layout(dp=2, zero=3)) == "dp2, zero3"
     hybrid = Layout(dp=4, zero=1, zero_ranks=2, microbatches=4)
     assert layout_text(hybrid) == "dp4, zero1 in groups of 2, 4 micro-batches"

@@ -108,3 +108,60 @@ def test_ranks_axes_and_coordinates_that_do_not_exist_are_named() -> None:
     with pytest.raises(LayoutError) as missing:
         mesh.rank_of({"dp": 1})
     assert str(missing.value) == "mesh dp=2 x tp=4: no coordinate on axis 'tp'\n  -> give one for every axis"
+
+
+# --- stages of different sizes ---------------------------------------------------------------------------------------
+
+STAGES = st.lists(
+    st.fixed_dictionaries({"dp": st.integers(1, 4), "tp": st.integers(1, 3)}), min_size=2, max_size=4
+).map(Mesh.of_stages)
+
+
+def test_the_ranks_of_a_stage_follow_one_another() -> None:
+    mesh = Mesh.of_stages(({"dp": 1, "tp": 1}, {"dp": 3, "tp": 1}, {"dp": 1, "tp": 2}))
+    assert str(mesh) == "pp=3 of (dp=1 x tp=1), (dp=3 x tp=1), (dp=1 x tp=2)"
+    assert [mesh.stage_ranks(stage) for stage in range(3)] == [range(1), range(1, 4), range(4, 6)]
+    assert mesh.groups("dp") == ((0,), (1, 2, 3), (4,), (5,))
+    assert mesh.groups("tp") == ((0,), (1,), (2,), (3,), (4, 5))
+    assert mesh.groups("pp") == ((0, 1, 2, 3, 4, 5),)
+    assert mesh.coordinates(5) == {"pp": 2, "dp": 0, "tp": 1}
+    assert mesh.submesh(1) == Mesh.of(dp=3, tp=1)
+
+
+def test_ranks_are_linked_that_hold_the_same_samples() -> None:
+    mesh = Mesh.of_stages(({"dp": 2}, {"dp": 3}, {"dp": 1}))
+    assert mesh.linked_ranks(0, 1) == (2, 3)
+    assert mesh.linked_ranks(1, 1) == (3, 4)
+    assert mesh.linked_ranks(3, 0) == (0, 1)
+    assert mesh.linked_ranks(5, 1) == (2, 3, 4)
+
+
+@given(STAGES, st.data())
+def test_unequal_stages_have_every_rank_once(mesh: Mesh, data: st.DataObject) -> None:
+    axis = data.draw(st.sampled_from(["dp", "tp"]))
+    assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(mesh.world_size))
+    for rank in range(mesh.world_size):
+        coordinates = mesh.coordinates(rank)
+        assert mesh.rank_of(coordinates) == rank
+        assert mesh.ranks_at(coordinates) == (rank,)
+        assert rank in mesh.stage_ranks(coordinates["pp"])
+        stage = data.draw(st.integers(0, mesh.num_stages - 1))
+        linked = mesh.linked_ranks(rank, stage)
+        assert linked
+        assert all(rank in mesh.linked_ranks(other, coordinates["pp"]) for other in linked)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_equal_stages_are_linked_one_to_one(pp: int, dp: int, tp: int) -> None:
+    mesh = Mesh.of(pp=pp, dp=dp, tp=tp)
+    for group in mesh.groups("pp"):
+        for rank in group:
+            assert tuple(mesh.linked_ranks(rank, stage) for stage in range(pp)) == tuple((peer,) for peer in group)
+
+
+def test_stages_of_stages_are_refused() -> None:
+    inner = Mesh.of_stages(({"dp": 1}, {"dp": 2}))
+    with pytest.raises(LayoutError, match="a stage has stages of its own"):
+        Mesh((Axis("pp", 1),), (inner,))
+    with pytest.raises(LayoutError, match="give one axis, pp"):
+        Mesh((Axis("pp", 2), Axis("dp", 2)), (Mesh.of(dp=1), Mesh.of(dp=3)))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
@@ -18,7 +19,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from meshwright.simulate.engine import play
-from meshwright.simulate.network import Fabric, Flow, Links
+from meshwright.simulate.network import Flow, Links
 
 DEVICE = Device(
     name="x", kind="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"float32": 1e9}

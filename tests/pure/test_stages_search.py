@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from math import inf
 
 import numpy as np
@@ -16,8 +17,14 @@ ANY = 99
 """More stages than there are."""
 
 
-def brute_force(prices: StagePrices, pools: tuple[int, ...], microbatches: int, fill: float) -> float:
-    """The least step over all cuts and all submeshes."""
+def brute_force(
+    prices: StagePrices,
+    pools: tuple[int, ...],
+    microbatches: int,
+    fill: float,
+    possible: Callable[[Sequence[Submesh]], bool] = lambda _: True,
+) -> float:
+    """The least step over all cuts and all submeshes that are possible."""
     num, best = prices.num_layers, inf
     for count in range(1, num + 1):
         cells = [prices.before(following) for following in reversed(range(count))]
@@ -27,7 +34,7 @@ def brute_force(prices: StagePrices, pools: tuple[int, ...], microbatches: int, 
                 used = [0] * len(pools)
                 for number in picked:
                     used[prices.submeshes[number].pool] += prices.submeshes[number].devices
-                if tuple(used) != pools:
+                if tuple(used) != pools or not possible([prices.submeshes[number] for number in picked]):
                     continue
                 times = [
                     float(cells[index][borders[index], borders[index + 1] - 1, number])
@@ -77,6 +84,35 @@ def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int,
             cell = stage.first, stage.last, stage.submesh, stage.variant
             assert prices.seconds[cell] == stage.seconds
             assert prices.most_after[cell] >= following
+
+
+@given(instances(), st.sampled_from([1, 2, 3, 4]), st.booleans())
+@settings(max_examples=200)
+def test_stages_in_the_order_of_ranks_equal_brute_force(
+    instance: tuple[StagePrices, tuple[int, ...], int, float], box: int, in_order: bool
+) -> None:
+    """Stages take the ranks of their pool one after the other, and none crosses into a box that it does not fill."""
+    prices, pools, microbatches, fill = instance
+
+    def possible(picked: Sequence[Submesh]) -> bool:
+        order = [submesh.pool for submesh in picked]
+        first = dict.fromkeys(order, 0)
+        for submesh in picked:
+            ranks = range(first[submesh.pool], first[submesh.pool] + submesh.devices)
+            first[submesh.pool] = ranks.stop
+            boxes = {rank // box for rank in ranks}
+            if len(boxes) > 1 and len(boxes) * box != len(ranks):
+                return False
+        return not in_order or order == sorted(order)
+
+    expected = brute_force(prices, pools, microbatches, fill, possible)
+    for prunes in (True, False):
+        found = assign_stages(
+            prices, pools, microbatches, fill=fill, prunes=prunes, boxes=[box] * len(pools), in_order=in_order
+        )
+        assert (found.step_s if found is not None else inf) == pytest.approx(expected, rel=1e-9)
+        if found is not None:
+            assert possible([prices.submeshes[stage.submesh] for stage in found.stages])
 
 
 def alike(seconds: np.ndarray, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> StagePrices:

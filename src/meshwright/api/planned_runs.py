@@ -66,13 +66,13 @@ def plan_run(
     """
     graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress)
     known = cluster_of(run, CPU, chosen.mesh.world_size)
-    limit = memory_bytes or known.device.memory_bytes
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
     clips = run.train.max_grad_norm > 0
     lower = PlanLowering(graph)
-    prediction = foretell(lower, chosen, known, optimizer=optimizer, clips=clips).prediction
-    chosen = msgspec.structs.replace(chosen, prediction=prediction)
-    verdict = memory_verdict(prediction.peak_memory_bytes, limit)
+    foretold = foretell(lower, chosen, known, optimizer=optimizer, clips=clips)
+    chosen = msgspec.structs.replace(chosen, prediction=foretold.prediction)
+    fullest, limit = foretold.fullest(memory_bytes)
+    verdict = memory_verdict(fullest.peak_bytes, limit)
     changes: tuple[Change, ...] = ()
     lost = None
     if verdict == "does not fit" and not chosen.layout.stage_sizes:
@@ -117,7 +117,7 @@ def searches_of(
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
     """The programs of the stages that a rank holds."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
-    every = PlanLowering(graph)(plan, rank)
+    every = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
     return RankPrograms(rank=rank, programs=tuple(every[stage] for stage in plan.pipeline.stages_of(place)))
 
 

@@ -77,6 +77,15 @@ def axis_groups(
     return result
 
 
+def pipeline_group(mesh: Mesh, rank: int) -> AxisGroup:
+    """The group of ``pp`` of a mesh whose stages differ: all ranks of the world (see ``AxisGroup``)."""
+    world = dist.group.WORLD
+    assert world is not None
+    member(world).axis = "axis pp"
+    firsts = tuple(mesh.stage_ranks(stage).start for stage in range(mesh.num_stages))
+    return AxisGroup(world.group_name, len(firsts), mesh.coordinates(rank)["pp"], firsts=firsts)
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group called ``name``."""
     return resolve_process_group(name)  # type: ignore[arg-type]
@@ -137,7 +146,7 @@ def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: 
 
 def told_of(axis: str, group: AxisGroup, world_size: int) -> str:
     """The name of an axis in traces. If the group is not the whole world, the name includes the ranks of the group."""
-    if group.size == world_size:
+    if group.size == world_size or group.firsts:
         return axis
     return f"{axis} of ranks {' '.join(map(str, dist.get_process_group_ranks(process_group(group.name))))}"
 
@@ -230,8 +239,10 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
 
 @naming("all ranks of the group")
 def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
-    """Copy the value of the rank at ``index`` to all ranks of the group."""
+    """Copy the value of the rank at ``index`` to all ranks of the group. Along ``pp``, if stages differ, it is the
+    value of the first rank of stage ``index``."""
     ranks = process_group(group.name)
+    index = group.firsts[index] if group.firsts else index
     with blocking("broadcast", group.name, value.nbytes):
         dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
@@ -245,8 +256,10 @@ def meet() -> None:
 
 @naming("all ranks of the group")
 def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
-    """The sum of a small tensor over the group."""
-    value = value.clone()
+    """The sum of a small tensor over the group. Along ``pp``, if stages differ, each stage counts once: the value of
+    its first rank."""
+    counts = not group.firsts or dist.get_rank() in group.firsts
+    value = value.clone() if counts else torch.zeros_like(value)
     with blocking("all_reduce", group.name, value.nbytes):
         dist.all_reduce(value, group=process_group(group.name))
     return value

@@ -5,7 +5,8 @@ from functools import cache
 
 import msgspec
 
-from meshwright.cost.collective import Group, Network
+from meshwright.cost.collective import Network
+from meshwright.cost.fabric import Fabric, axis_group
 from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
@@ -29,9 +30,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
     """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
     compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
-    network = Network(cluster)
-    homes = schedule.homes
-    stride = mesh.world_size // len(schedule.ranks)
+    fabric, homes = Fabric(cluster, mesh), schedule.homes
 
     @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
@@ -40,17 +39,17 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
         sent = {ActionKind.SEND_F: (1, stage.sent_up_bytes), ActionKind.SEND_B: (-1, stage.sent_down_bytes)}
         if kind in sent:
             step, num_bytes = sent[kind]
-            far = abs(homes[number] - homes[number + step]) * stride
-            return (network.send_s(num_bytes, far) if num_bytes else 0.0), 0.0
+            ends = homes[number], homes[number + step]
+            return (fabric.send_s(num_bytes, *ends) if num_bytes else 0.0), 0.0
         pieces = stage.pieces.get(kind.value, ())
-        return pieces_s(pieces, mesh, network), _computing_s(pieces)
+        return fabric.pieces_s(pieces, homes[number]), _computing_s(pieces)
 
     times = run(schedule, lambda action: cost(action.stage, action.kind)[0])
     ends, busy = [], []
     for actions, each in zip(schedule.ranks, times, strict=True):
         stages = sorted({action.stage for action in actions})
         rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
-        outside = pieces_s(rest, mesh, network)
+        outside = fabric.pieces_s(rest, homes[stages[0]] if stages else 0)
         ends.append((each[-1][1] if each else 0.0) + outside)
         costs = [cost(action.stage, action.kind) for action in actions]
         compute = sum(computing for _, computing in costs) + _computing_s(rest)
@@ -77,12 +76,3 @@ def _computing_s(pieces: Iterable[Piece]) -> float:
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
     """Seconds of a collective along one axis of the mesh, while all groups of the axis run theirs."""
     return network.collective_s(piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
-
-
-def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
-    """The group of an axis or of joined axes; ``members`` selects ranks by their coordinates on the axis."""
-    if not mesh.has(axis):
-        return Group(1)
-    ranks = mesh.group_ranks(axis, 0)
-    ranks = tuple(ranks[coordinate] for coordinate in members) or ranks
-    return Group(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)

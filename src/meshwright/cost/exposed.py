@@ -10,8 +10,8 @@ starts when the gather before it has ended. An axis runs one collective at a tim
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
 from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan

@@ -14,6 +14,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWor
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer, Value
@@ -126,10 +127,11 @@ class _Stage:
         clips: bool, threads: int, num_ranks: int = 0,
     ) -> None:  # fmt: skip
         self.programs, self.program, self.plan = programs, program, plan
+        self.pipeline = plan.pipeline
+        cluster = stage_cluster(cluster, plan.mesh, self.pipeline.rank_of(program.stage))
         self.costs = NodeCosts(plan.mesh, cluster, threads, num_ranks)
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
-        self.pipeline = plan.pipeline
         self.trained = {name for other in programs for name in other.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
         self.labels: Counter[str] = Counter()

@@ -4,12 +4,12 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pipeline import Pipeline
-from meshwright.simulate.network import Fabric
 
 
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

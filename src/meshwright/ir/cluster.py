@@ -183,6 +183,16 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise self._refused(f"there is no level {level!r}", f"its levels are {known}")
         return tuple(_units(self.levels, level, 0))
 
+    def unit_below(self, level: str, rank: int) -> range:
+        """The ranks of the unit that holds ``rank``, of the units that the level joins: for ``network``, a box."""
+        levels, first = self.levels, 0
+        while levels:
+            unit = next(unit for unit in units_of(levels, self.device) if rank - first < unit.stop)
+            if levels[-1].name == level:
+                return range(first + unit.start, first + unit.stop)
+            levels, first = unit.levels, first + unit.start
+        raise self._refused(f"there is no level {level!r} around rank {rank}", f"its levels are {self.level_names}")
+
     def ranks_per(self, level: str) -> int:
         """The number of ranks in one unit of the level. For the level ``box``, this is the number of ranks in a box."""
         sizes = sorted({len(unit) for unit in self.units(level)})
@@ -226,6 +236,28 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def _refused(self, problem: str, remedy: str) -> ClusterError:
         return ClusterError(problem, where=f"cluster {self.name}", remedy=remedy)
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """One of the units that a level joins: its ranks (``start`` to ``stop``, counted from the first rank of the level),
+    the levels inside it and its device."""
+
+    start: int
+    stop: int
+    levels: tuple[Level, ...]
+    device: Device
+
+
+def units_of(levels: tuple[Level, ...], device: Device) -> tuple[Unit, ...]:
+    """The units that the outermost of ``levels`` joins, in order. ``device`` is the device of units that have no device
+    of their own."""
+    units: list[Unit] = []
+    for count, inner, own in _parts(levels):
+        size = _size(inner)
+        for _ in range(count):
+            start = units[-1].stop if units else 0
+            units.append(Unit(start, start + size, inner, own or device))
+    return tuple(units)
 
 
 class _Step(msgspec.Struct, frozen=True):

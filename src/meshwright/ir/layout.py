@@ -72,8 +72,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     micro-batch, or one rank's samples of the micro-batch, as in DistributedDataParallel. With ``rank``, ranks exchange
     no statistics in forward and backward, and the running statistics are the mean over ranks."""
     stage_sizes: tuple[dict[str, int], ...] = ()
-    """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"tp": 2})``. The product of dp
-    and tp must be equal for all pipeline ranks."""
+    """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"dp": 2, "tp": 2})``. Stages may have
+    different numbers of ranks; the layout needs the sum of them. ``dp`` and ``tp`` of the layout itself do not count
+    then."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
@@ -96,6 +97,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def num_ranks(self) -> int:
         """The number of ranks that the layout needs; negative if a size is open."""
+        if self.stage_sizes:
+            return sum(math.prod(own.values()) for own in self.stage_sizes)
         return math.prod(self.axis_sizes)
 
     @property
@@ -117,6 +120,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp")}
         refuse(LayoutError, self._impossible(sizes))
+        if self.stage_sizes:
+            refuse(LayoutError, self._unfit_stages(sizes, world_size))
+            refuse(LayoutError, self._unfit_options(sizes, max(own.get("dp", 1) for own in self.stage_sizes)))
+            return msgspec.structs.replace(self, dp=1, tp=1)
         product = math.prod(size for size in self.axis_sizes if size != -1)
         for name in [name for name, size in sizes.items() if size == -1 and world_size % product == 0]:
             sizes[name], product = world_size // product, world_size
@@ -141,7 +148,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _unfit(self, sizes: dict[str, int], product: int, world_size: int) -> Iterator[Problem]:
         """Problems of sizes that exclude each other, or that need another number of ranks than ``world_size``."""
-        dp, pp = sizes["dp"], sizes["pp"]
         if product != world_size:
             named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
             asked = " x ".join(f"{name}={sizes[name]}" for name in named)
@@ -149,23 +155,28 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 asked += f" x {name}={list(parts)}" if max(parts, default=1) > 1 else ""
             remedy = f"choose sizes whose product is {world_size}, or start {product} ranks"
             yield "layout", f"{asked} needs {product} ranks, there are {world_size}", remedy
+        yield from self._unfit_options(sizes, sizes["dp"])
+
+    def _unfit_options(self, sizes: dict[str, int], dp: int) -> Iterator[Problem]:
+        """Options that exclude each other or do not fit the sizes. ``dp`` is the largest dp of all stages."""
         if self.ep < 1 or dp % self.ep:
             remedy = "experts lie over ranks that divide the batch: give a divisor of dp"
             yield "layout", f"ep={self.ep} does not divide dp={dp}", remedy
         yield from self._unfit_zero(dp)
         if self.context == "ring" and sizes["cp"] == 1:
             yield "layout", "context='ring' with cp=1", "give cp of 2 or more: it is the ring"
-        if self.sequence_parallel and sizes["tp"] == 1:
+        tp = max((own.get("tp", 1) for own in self.stage_sizes), default=sizes["tp"])
+        if self.sequence_parallel and tp == 1:
             yield "layout", "sequence_parallel with tp=1", "give tp of 2 or more: it divides the sequence too"
         for name in ("microbatches", "chunks"):
             if getattr(self, name) < 1:
                 yield "layout", f"{name}={getattr(self, name)}", "give 1 or more"
+        pp = sizes["pp"]
         problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
         if self.chunks > 1 and (self.schedule not in CHUNKED or pp == 1):
             yield "layout", problem, "several chunks need pp of 2 or more and schedule='interleaved'"
         elif self.chunks != 2 and self.schedule in V_SHAPED and pp > 1:
             yield "layout", problem, f"give chunks=2: {self.schedule} has two stages on every rank"
-        yield from self._unfit_stages(sizes)
 
     def _unfit_zero(self, dp: int) -> Iterator[Problem]:
         if self.zero_ranks and not self.zero:
@@ -180,24 +191,27 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield "layout", f"zero={self.zero} with zero_ranks=1: {nobody}", "give 2 or more, or 0 for all dp ranks"
         if share < 1 or dp % share:
             yield "layout", f"zero_ranks={share} does not divide dp={dp}", "give a divisor of dp"
-        if self.stage_sizes:
-            yield "layout", "zero with stage_sizes", "leave one of them out"
+        if self.stage_sizes and self.zero_ranks:
+            yield "layout", "zero_ranks with stage_sizes", "leave zero_ranks out: all dp ranks of a stage share"
         if self.ep > 1 and self.zero_ranks:
             yield "layout", "zero_ranks with ep", "leave one of them out"
 
-    def _unfit_stages(self, sizes: dict[str, int]) -> Iterator[Problem]:
-        each, place, given = sizes["dp"] * sizes["tp"], "layout: stage_sizes", len(self.stage_sizes)
-        if given and max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
+    def _unfit_stages(self, sizes: dict[str, int], world_size: int) -> Iterator[Problem]:
+        place, given = "layout: stage_sizes", len(self.stage_sizes)
+        if max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
             yield place, "stage_sizes with cp, ep, spatial or mixed", "leave one of them out"
-        if given and sizes["pp"] == 1:
+        if sizes["pp"] == 1:
             yield place, "stage_sizes with pp=1", "give pp of 2 or more, or dp and tp themselves"
-        if given and given != sizes["pp"]:
+        if given != sizes["pp"]:
             remedy = "give the sizes of every pipeline rank, or none"
             yield place, f"{given} stage_sizes for pp={sizes['pp']}", remedy
         for index, own in enumerate(self.stage_sizes):
-            if set(own) - {"dp", "tp"} or min(own.values(), default=1) < 1 or math.prod(own.values()) != each:
-                problem = f"{own} does not make up the {each} ranks of a stage (dp x tp)"
-                yield f"{place}[{index}]", problem, f"give sizes of dp and tp whose product is {each}"
+            if set(own) - {"dp", "tp"} or min(own.values(), default=1) < 1:
+                yield f"{place}[{index}]", f"{own}", "give sizes of dp and tp, each 1 or more"
+        if self.num_ranks != world_size:
+            counts = " + ".join(str(math.prod(own.values())) for own in self.stage_sizes)
+            problem = f"stages of {counts} = {self.num_ranks} ranks, there are {world_size}"
+            yield place, problem, f"give sizes whose products sum up to {world_size}, or start {self.num_ranks} ranks"
 
     def of_stage(self, index: int) -> "Layout":
         """The layout in which all stages have the sizes of pipeline rank ``index``."""
@@ -211,7 +225,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
         With expert parallelism, the data-parallel ranks lie along two axes, ``dp`` and ``ep``. If ``zero_ranks`` is
         less than dp, they lie along ``dp`` and ``dp_shard``, and the ranks along ``dp_shard`` hold one copy of the
-        state that ZeRO divides."""
+        state that ZeRO divides. If stages differ (``stage_sizes``), each has a mesh of dp and tp."""
+        if self.stage_sizes:
+            return Mesh.of_stages([{"dp": 1, "tp": 1} | own for own in self.stage_sizes])
         stages = {"pp": self.pp} if self.pp > 1 else {}
         shares = self.zero_ranks if self.zero_ranks < self.dp else 0
         inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items(),
@@ -234,7 +250,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 def layout_text(layout: Layout) -> str:
     """The layout as text, without default values: ``dp2 x tp2, 4 micro-batches, 1f1b``."""
-    axes = " x ".join(f"{name}{size}" for name in ("dp", "ep", "cp", "tp", "pp") if (size := getattr(layout, name)) > 1)
+    names = ("pp",) if layout.stage_sizes else ("dp", "ep", "cp", "tp", "pp")
+    axes = " x ".join(f"{name}{size}" for name in names if (size := getattr(layout, name)) > 1)
     for name, parts in (("spatial", layout.spatial), ("mixed", layout.mixed)):
         if max(parts, default=1) > 1:
             axes += " x " * bool(axes) + f"{name} " + "x".join(map(str, parts))
@@ -249,7 +266,10 @@ def layout_text(layout: Layout) -> str:
         (
             layout.stage_sizes,
             "stages of "
-            + " and ".join(" x ".join(f"{axis}{size}" for axis, size in own.items()) for own in layout.stage_sizes),
+            + " and ".join(
+                " x ".join(f"{axis}{size}" for axis, size in own.items() if size > 1) or "one rank"
+                for own in layout.stage_sizes
+            ),
         ),
         (layout.context != "gather", f"{layout.context} attention"),
         (layout.sequence_parallel, "sequence parallel"),

@@ -81,8 +81,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``strategies`` maps the name of an operator to its strategy. For operators of repeated blocks, the name may have
     ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
     forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``axes`` has the sizes of the stage's submesh (the mesh of
-    the ranks that hold the stage), if the submeshes of stages differ.
+    (``blocks.*``), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``, for the
+    submesh of this stage, if the submeshes of stages differ.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
@@ -96,7 +96,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     released: tuple[str, ...] = ()
     first: str = ""
     recompute: tuple[str, ...] = ()
-    axes: dict[str, int] = {}
+    algorithms: dict[str, str] = {}
+    links: dict[str, Link] = {}
 
     def strategy(self, operator: str) -> Strategy:
         """The strategy of an operator; empty if the operator runs replicated."""
@@ -152,17 +153,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline ranks and their stages."""
-        return Pipeline(self.mesh.size("pp") if self.mesh.has("pp") else 1, self.schedule, self.chunks)
+        return Pipeline(self.mesh.num_stages, self.schedule, self.chunks)
 
     def submesh(self, stage: int) -> Mesh:
         """The mesh of the ranks that hold a stage."""
-        axes = {name: size for name, size in self.mesh.sizes.items() if name != "pp"}
-        return Mesh.of(**(axes | self.stages[stage].axes))
+        return self.mesh.submesh(self.pipeline.rank_of(stage))
 
-    @property
-    def submeshes(self) -> tuple[Mesh, ...]:
-        """The submesh of each pipeline rank, if each stage has its own; else an empty tuple."""
-        return tuple(map(self.submesh, range(self.pipeline.num_ranks))) if self.uneven else ()
+    def algorithms_of(self, stage: int) -> dict[str, str]:
+        """The algorithms of the collectives of a stage, by axis."""
+        return self.stages[stage].algorithms if self.uneven else self.algorithms
+
+    def links_of(self, stage: int) -> dict[str, Link]:
+        """The links that decide which resharding is cheapest in a stage, by axis."""
+        return self.stages[stage].links if self.uneven else self.links
 
     def sizes(self, stage: int) -> dict[str, int]:
         """The size of each axis that may split a stage's factors: the axes of its submesh, and ``time``."""
@@ -171,7 +174,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def uneven(self) -> bool:
         """Whether each stage has a submesh of its own, as with ``Layout.stage_sizes``."""
-        return any(stage.axes for stage in self.stages)
+        return bool(self.mesh.stages)
 
     def storage(self, parameter: str) -> dict[str, Placement]:
         """The placements of a parameter between steps, in the stage that holds the parameter."""
@@ -200,9 +203,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def explain(self) -> str:
         """The plan as text: a table of modules, splits and reasons, followed by stages, collectives and costs."""
-        head = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
         ranks = "1 rank" if self.mesh.world_size == 1 else f"{self.mesh.world_size} ranks"
-        lines = [f"{self.model} on {self.cluster}: {head}, {ranks}, global batch {self.batch_size}"]
+        lines = [f"{self.model} on {self.cluster}: {self.mesh}, {ranks}, global batch {self.batch_size}"]
         rows = [("module", "split", "why"), *((note.module, note.split, note.reason) for note in self.notes)]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {module:<{widths[0]}}  {split:<{widths[1]}}  {reason}".rstrip() for module, split, reason in rows]
@@ -234,7 +236,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def _end_of_data_parallelism(self) -> list[str]:
         """A line for ``explain`` if the batch does not divide over all ranks."""
         ranks, batch = self.mesh.world_size, self.batch_size
-        if batch % ranks == 0:
+        if batch % ranks == 0 or self.uneven:
             return []
         most = max(divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0 and batch % divisor == 0)
         samples = "1 sample" if batch == 1 else f"{batch} samples"

@@ -309,6 +309,8 @@ class Run(Section, frozen=True, kw_only=True):
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.train.ranks != "auto":
             return self.train.ranks
+        if self.layout.stage_sizes:
+            return self.layout.num_ranks
         sizes = self.layout.axis_sizes
         fixed = math.prod(size for size in sizes if size > 0)
         if min(sizes) > 0:

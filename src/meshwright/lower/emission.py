@@ -53,7 +53,7 @@ class Emission:
         self.roots: list[fx.Node] = []
         self.meta: dict[str, Any] = {}
         self.phase = STEP
-        self._resharder = Resharder(self.emit, groups, plan.links)
+        self._resharder = Resharder(self.emit, groups, plan.links_of(stage))
         self._gathers = Gathers(plan, groups, graph.tensors, self.emit)
         self._sliced: dict[tuple[fx.Node, int, int], fx.Node] = {}
         self._shared: dict[str, LoweredValue] = {}

@@ -70,11 +70,12 @@ def groups_of(plan: Plan, stage: int, rank: int) -> dict[str, AxisGroup]:
     """A rank's groups within a stage's submesh. Maps the name of an axis to the group; groups of one rank are left
     out."""
     mesh = plan.submesh(stage)
-    joined = [name for name in plan.algorithms if len(members(name)) > 1 and mesh.has(name)]
+    algorithms = plan.algorithms_of(stage)
+    joined = [name for name in algorithms if len(members(name)) > 1 and mesh.has(name)]
     groups = {}
     for name in (*mesh.names, *joined):
         ranks = mesh.group_ranks(name, rank % mesh.world_size)
         if len(ranks) > 1:
             index = ranks.index(rank % mesh.world_size)
-            groups[name] = AxisGroup(name, len(ranks), index, plan.algorithms.get(name, "native"))
+            groups[name] = AxisGroup(name, len(ranks), index, algorithms.get(name, "native"))
     return groups

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
 from meshwright.ir.cluster import NETWORK, Cluster
 from meshwright.ir.mesh import JOIN, Mesh
 from meshwright.ir.resharding import Link
@@ -48,4 +48,6 @@ def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     if box.name == NETWORK:
         return False
     one_box = len(cluster.levels) == 1  # a single box may hold more ranks than devices
-    return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in mesh.groups(axis))
+    # The search prices layers as stages of their own, of which there may be more than devices.
+    groups = [ranks for ranks in mesh.groups(axis) if max(ranks) < cluster.num_devices]
+    return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in groups)

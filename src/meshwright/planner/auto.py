@@ -21,6 +21,7 @@ from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.part import memory_of, part_of, pools_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import axes_of, divisors, runs, shapes, variations
@@ -29,6 +30,7 @@ from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
+from meshwright.planner.inter_op.unequal import Pool, UnequalStages
 from meshwright.planner.lighter import Lighter
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
@@ -43,6 +45,8 @@ Only = Literal["both", "intra", "inter"]
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
 there are more, only those akin to the fastest plain layouts are considered."""
+MOST_UNEQUAL, MOST_MICROBATCHES = 128, 64
+"""Largest number of ranks, and of micro-batches, for which unequal stages are considered."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
 
@@ -86,11 +90,11 @@ def plan_auto(
     """
     check_precision(None, graph, cluster)
     clock = TimeLimit(seconds, progress)
-    limit = memory_bytes or cluster.device.memory_bytes
+    limit = memory_bytes or memory_of(cluster, range(world_size))
     search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
         offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
-        clock=clock,
+        clock=clock, memory_bytes=memory_bytes,
     )  # fmt: skip
     search.run()
     if not search.found and search.stopped:
@@ -108,7 +112,10 @@ class Search:
 
     ``found`` has the estimated layouts that fit, and ``too_large`` those that do not. ``count`` is the number of
     layouts of the space, of which ``weighed`` were estimated or excluded by a lower bound. ``stopped``: the time was
-    over before the end.
+    over before the end. ``limit`` is the memory limit of every rank, and ``memory_bytes`` the one that was asked for.
+
+    If devices differ, layouts with equal stages are estimated as if all devices were the slowest. Unequal stages are
+    estimated by the devices where they lie (``inter_op.unequal``). The best of both are lowered as they are.
     """
 
     graph: Graph
@@ -121,6 +128,7 @@ class Search:
     only: Only
     offload: bool
     clock: TimeLimit
+    memory_bytes: float | None = None
     found: list[Option] = field(default_factory=list)
     too_large: list[Option] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -129,12 +137,15 @@ class Search:
     stopped: bool = False
 
     def __post_init__(self) -> None:
-        graph, chain = self.graph, chain_of(self.graph, self.cluster, self.world_size)
+        graph, self.slowest = self.graph, part_of(self.cluster, range(self.world_size))
+        chain = chain_of(graph, self.slowest, self.world_size)
         self.whole = chain.graph is graph
         lower = self.lowering(graph)
-        self.model = WholeModel(graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit)
-        of_chain = lower if self.whole else self.lowering(chain.graph)
-        self.prices = LayerPrices(chain, self.cluster, of_chain, self.optimizer, self.clips, self.world_size)
+        self.model = WholeModel(
+            graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit, self.memory_bytes
+        )
+        self.of_chain = lower if self.whole else self.lowering(chain.graph)
+        self.prices = LayerPrices(chain, self.slowest, self.of_chain, self.optimizer, self.clips, self.world_size)
         self.pipelines = Pipelines(self.prices, self.limit)
         self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload)
         self.axes = axes_of(graph)
@@ -167,8 +178,9 @@ class Search:
     @property
     def most_tp(self) -> float:
         """The largest tp: a box, because tensor parallelism communicates the most. Without boxes, there is no limit."""
-        boxed = len(self.cluster.levels) > 1 and self.world_size > self.cluster.levels[0].fan_out
-        return self.cluster.levels[0].fan_out if boxed else math.inf
+        levels = self.slowest.levels
+        boxed = len(levels) > 1 and self.world_size > levels[0].fan_out
+        return levels[0].fan_out if boxed else math.inf
 
     def _asked(self, shape: Layout) -> bool:
         if self.only == "inter":
@@ -320,7 +332,11 @@ class Search:
             smallest = sorted(self.too_large, key=lambda option: option.peak_bytes)[:PLAYED]
             self.found = self.model.fitting_or_error(smallest, self.refused)
         fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
-        fitting = sorted([*self._uneven_stages(fitting[:AKIN]), *fitting], key=lambda option: option.step_s)
+        unlike = [*self._uneven_stages(fitting[:AKIN]), *self._unequal_stages(fitting[:AKIN])]
+        fastest: dict[str, Option] = {}
+        for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
+            fastest.setdefault(option.name, option)
+        fitting = list(fastest.values())
         finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
         best, plan, foretold = finalists.best()
         timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
@@ -352,6 +368,32 @@ class Search:
             uneven = self.pipelines.uneven(option, works) if len(works) > 1 else None
             if uneven is not None and uneven.peak_bytes <= self.limit:
                 yield uneven
+
+    def _unequal_stages(self, fastest: list[Option]) -> Iterator[Option]:
+        """Options whose stages differ in their number of ranks. If devices are equal, only divisions of stages that are
+        priced already are considered, and as many micro-batches as the fastest layouts with stages have."""
+        if self.only == "intra" or self.clock.over or self.world_size == 1:
+            return
+        alike = self.cluster.homogeneous
+        if alike:
+            plain = [option.layout for option in fastest if option.layout.pp > 1 and _is_plain(option.layout)]
+            counts = sorted({layout.microbatches for layout in plain if not layout.zero})
+        else:
+            counts = [count for count in divisors(self.batch) if 1 < count <= MOST_MICROBATCHES]
+        if self.world_size > MOST_UNEQUAL or not counts:
+            return
+        self.clock.say("simulating unequal stages")
+        pools = []
+        for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
+            part = part_of(self.cluster, ranks)
+            box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
+            prices = LayerPrices(self.prices.chain, part, self.of_chain, self.optimizer, self.clips, len(ranks))
+            pools.append(Pool(ranks, box, self.pipelines if alike else Pipelines(prices, self.limit)))
+        most_ranks = 1 if self.only == "inter" else self.world_size
+        unequal = UnequalStages(
+            self.cluster, pools, self.batch, self.memory_bytes, known_only=alike, most_ranks=most_ranks
+        )
+        yield from (option for option in unequal.options(counts) if not alike or option.layout.stage_sizes)
 
 
 def _is_plain(layout: Layout) -> bool:

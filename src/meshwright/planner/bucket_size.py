@@ -6,9 +6,9 @@ from math import log2
 
 import msgspec
 
-from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
 from meshwright.cost.exposed import Actions, BucketTransfer, computed_s, exposed_s, stage_actions
+from meshwright.cost.fabric import axis_group
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import step_work

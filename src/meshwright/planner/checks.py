@@ -6,6 +6,7 @@ from meshwright.errors import LayoutError, Problem, RuleError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
+from meshwright.ir.part import pools_of
 from meshwright.ir.placement import REPLICATE, Partial, Placement, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.precision import Precision
@@ -28,12 +29,14 @@ def _precision_problems(asked: Precision | None, graph: Graph, cluster: Cluster 
         captured = graph.precision or "the model's own dtypes"
         problem = f"precision={asked!r}, but the step was captured in {captured}"
         yield "layout", problem, f"capture it with precision={asked!r}: its casts are operators of the step"
-    if graph.precision is None or cluster is None or cluster.device.kind == "cpu":
+    if graph.precision is None or cluster is None:
         return
-    known = [name for name in ("float32", "bfloat16", "float16") if name in cluster.device.peak_flops_per_s]
-    if graph.precision not in known:
-        problem = f"precision={graph.precision!r}, which {cluster.device.name} does not compute in"
-        yield f"layout on {cluster.name}", problem, f"use {' or '.join(known)}"
+    devices = [cluster.device_of(ranks.start) for ranks in pools_of(cluster)]
+    for device in {device.name: device for device in devices}.values():
+        known = [name for name in ("float32", "bfloat16", "float16") if name in device.peak_flops_per_s]
+        if device.kind != "cpu" and graph.precision not in known:
+            problem = f"precision={graph.precision!r}, which {device.name} does not compute in"
+            yield f"layout on {cluster.name}", problem, f"use {' or '.join(known)}"
 
 
 def check_strict(graph: Graph) -> None:

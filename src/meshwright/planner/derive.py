@@ -1,7 +1,7 @@
 """Derive further parts of a plan from its strategies: unreduced Partials, parameter storage, recomputation."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
@@ -113,13 +113,14 @@ def parameter_storage(
 
 
 def zero_storage(
-    graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int
+    graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int, whole: Collection[str] = ()
 ) -> dict[str, dict[str, Placement]]:
     """Parameter storage under ZeRO stage ``stage``: a parameter that is not split over ``axis`` becomes Flat over this
-    axis. Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat."""
-    trained = _trained(graph)
+    axis. Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat. Parameters that
+    must not be split (``whole``) stay as they are."""
+    kept = {*storage} - (_trained(graph) if stage < 3 else {*storage}) | {*whole}
     return {
-        name: {**placements, axis: Flat()} if axis not in placements and (stage == 3 or name in trained) else placements
+        name: placements if axis in placements or name in kept else {**placements, axis: Flat()}
         for name, placements in storage.items()
     }
 

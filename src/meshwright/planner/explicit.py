@@ -18,6 +18,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
 from meshwright.ir.own_samples import owned, owned_problems
+from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
@@ -35,6 +36,7 @@ from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.intra_op.prices import Prices
+from meshwright.planner.join_plans import join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
 from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
@@ -115,31 +117,17 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     """The plan of a layout. If stages have different axis sizes, the plan is assembled from one plan per pipeline
     rank."""
     if not layout.stage_sizes:
+        if cluster is not None and not cluster.homogeneous:  # stages that are split alike are split for the slowest
+            cluster = part_of(cluster, range(layout.num_ranks))
         return _Planner(graph, layout, cluster, base, ask).plan()
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
-    plans = [_Planner(graph, layout.of_stage(index), cluster, base, ask).plan() for index in range(layout.pp)]
-    divided = cut(graph, plans[0].firsts)
-    stages = []
-    for index in range(divided.num_stages):
-        plan = plans[layout.pipeline.rank_of(index)]
-        axes = {axis.name: axis.size for axis in plan.mesh.axes if axis.name != "pp"}
-        stages.append(msgspec.structs.replace(plan.stages[index], axes=axes))
-    return msgspec.structs.replace(
-        plans[0],
-        mesh=layout.mesh(),
-        layout=layout,
-        stages=tuple(stages),
-        buckets=tuple(
-            bucket
-            for index, plan in enumerate(plans)
-            for bucket in plan.buckets
-            if all(layout.pipeline.rank_of(stage) == index for stage in divided.owners[bucket.parameters[0]])
-        ),
-        algorithms={axis: algorithm for plan in plans for axis, algorithm in plan.algorithms.items()},
-        links={axis: link for plan in plans for axis, link in plan.links.items()},
-        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
-    )
+    mesh, plans = layout.mesh(), []
+    for index in range(layout.pp):
+        part = stage_cluster(cluster, mesh, index) if cluster is not None else None
+        own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
+        plans.append(_Planner(graph, layout.of_stage(index), part, own, ask).plan())
+    return join_plans(graph, layout, plans)
 
 
 def _cut_of(graph: Graph, layout: Layout, cluster: Cluster | None, ask: Ask) -> tuple[str, ...]:
@@ -317,7 +305,7 @@ class _Planner:
         else:
             storage = parameter_storage(self.graph, self.strategies, self.sizes) | {name: {} for name in self.ask.whole}
         axis = self.layout.zero_axis
-        return zero_storage(self.graph, storage, axis, self.layout.zero) if axis else storage
+        return zero_storage(self.graph, storage, axis, self.layout.zero, self.ask.whole) if axis else storage
 
     def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
         operators = [op for op in self.graph.operators if divided.stage_of.get(op.name, index) == index]

@@ -33,6 +33,8 @@ class WholeModel:
     optimizer: OptimizerCost
     clips: bool
     limit_bytes: float
+    memory_bytes: float | None = None
+    """The memory limit of a rank that was asked for; None: each rank has the memory of its device."""
 
     def __post_init__(self) -> None:
         self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
@@ -136,7 +138,7 @@ class Finalists:
             self.step_s[option.name] = math.inf
             return
         foretold = self.real[option.name][1]
-        fits = foretold.peak.peak_bytes <= self.model.limit_bytes
+        fits = foretold.fits(self.model.memory_bytes)
         self.step_s[option.name] = foretold.played.step_s if fits else math.inf
 
     def _error(self) -> LayoutError:

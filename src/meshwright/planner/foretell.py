@@ -7,6 +7,7 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.cost.work import StepWork
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.part import memory_of
 from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.program import Lower
 from meshwright.ir.trace import Trace
@@ -16,17 +17,31 @@ from meshwright.simulate.faults import Faults
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank."""
+    """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank.
+    ``device_bytes`` has the memory of the smallest device of each pipeline rank."""
 
     digest: str
     work: StepWork
     played: Played
     memory: tuple[RankMemory, ...]
+    device_bytes: tuple[int, ...]
 
     @property
     def peak(self) -> RankMemory:
         """The memory of the rank with the highest peak."""
         return max(self.memory, key=lambda memory: memory.peak_bytes)
+
+    def fullest(self, memory_bytes: float | None = None) -> tuple[RankMemory, float]:
+        """The memory of the rank that uses the largest part of its limit, and this limit: ``memory_bytes``, or else the
+        memory of its device."""
+        limits = [memory_bytes or own for own in self.device_bytes]
+        pairs = zip(self.memory, limits, strict=True)
+        return max(pairs, key=lambda pair: pair[0].peak_bytes / pair[1])
+
+    def fits(self, memory_bytes: float | None = None) -> bool:
+        """Whether every rank stays within ``memory_bytes``, or else within the memory of its device."""
+        memory, limit = self.fullest(memory_bytes)
+        return memory.peak_bytes <= limit
 
     def trace(self) -> Trace:
         """The predicted trace: the actions of every rank over time, and the memory of the rank."""
@@ -61,8 +76,8 @@ def foretell(
     done = work or step_work(lower(plan), plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
     overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
-    played = play(
-        schedule, done, plan.mesh, cluster, submeshes=plan.submeshes, overlap=overlap, contention=contention,
-        faults=faults,
-    )  # fmt: skip
-    return Foretold(digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule))
+    played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
+    device_bytes = tuple(memory_of(cluster, plan.mesh.stage_ranks(rank)) for rank in range(plan.mesh.num_stages))
+    return Foretold(
+        digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule), device_bytes=device_bytes
+    )

@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.ir.layout import layout_text
 from meshwright.ir.placement import Placement
-from meshwright.ir.plan import Plan, Stage, starred
+from meshwright.ir.plan import Plan, starred
 
 _WHOLE, _RUNS_WHOLE = "whole", "runs whole"
 
@@ -57,7 +57,7 @@ def _differences(old: Plan, new: Plan) -> Iterator[Difference]:
         pairs += [
             (f"stage {index} begins at", before.first or "the beginning", after.first or "the beginning"),
             (f"stage {index} recomputes", _listed(before.recompute), _listed(after.recompute)),
-            (f"stage {index} submesh", _sizes(before), _sizes(after)),
+            (f"stage {index} algorithms", _words(before.algorithms), _words(after.algorithms)),
             (f"stage {index} reduces every micro-batch", _listed(before.gradients), _listed(after.gradients)),
             (f"stage {index} frees after each use", _listed(before.released), _listed(after.released)),
         ]
@@ -135,10 +135,6 @@ def _placed(placement: Placement) -> str:
 def _listed(names: Iterable[str]) -> str:
     """The starred names, each once."""
     return ", ".join(dict.fromkeys(map(starred, names))) or "nothing"
-
-
-def _sizes(stage: Stage) -> str:
-    return _words({axis: f"{size}" for axis, size in stage.axes.items()}) or "as all"
 
 
 def _words(values: Mapping[str, str]) -> str:

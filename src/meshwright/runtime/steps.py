@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.builder import Capture
-from meshwright.comm.groups import axis_groups, broadcast_along, channels
+from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.record import WAIT, current
-from meshwright.ir.mesh import AxisGroup, Mesh
+from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Transfer
@@ -32,12 +32,10 @@ def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
     """Make the process groups of a plan's axes, and return this rank's groups by axis. Every rank must call it."""
     if not plan.uneven:
         return axis_groups(plan.mesh, rank, plan.algorithms)
-    count = plan.mesh.size("pp")
-    each = plan.mesh.world_size // count
-    result = axis_groups(Mesh.of(pp=count, rank=each), rank)
-    result = {axis: group for axis, group in result.items() if axis == "pp"}
-    for index in range(count):
-        result |= axis_groups(plan.submesh(index), rank, plan.algorithms, first_rank=index * each)
+    result = {"pp": pipeline_group(plan.mesh, rank)}
+    for index in range(plan.mesh.num_stages):
+        first = plan.mesh.stage_ranks(index).start
+        result |= axis_groups(plan.submesh(index), rank, plan.algorithms_of(index), first_rank=first)
     return result
 
 
@@ -74,20 +72,20 @@ class Step:
         self.input_placements: dict[str, Placements] = {}
         for lowered in self.stages.values():
             self.input_placements |= lowered.program.input_placements
-        ranks = plan.mesh.group_ranks("pp", rank) if self._pipeline is not None else (rank,)
         self._shared = {
             name: owners
             for name, owners in divided.pipeline_owners(self._places).items()
             if name in divided.terms and len(owners) > 1 and index in owners
         }
-        self._index, self._rank, self._ranks = index, rank, ranks
+        self._index, self._rank = index, rank
         routes = {
             (stage, kind): [self._route(stage, kind, payload) for payload in transfers]
             for stage, lowered in self.stages.items()
             for kind, transfers in lowered.program.transfers.items()
             if _neighbour(stage, kind) not in self.stages
         }
-        peers = {ranks[owner] for owners in self._shared.values() for owner in owners if owner != index}
+        sharing = {owner for owners in self._shared.values() for owner in owners if owner != index}
+        peers = {peer for owner in sharing for peer in self._linked(owner)}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
         schedule = schedule_of(plan, backward=bool(graph.gradients))
         self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock)
@@ -117,11 +115,11 @@ class Step:
         """Return this rank's route to or from the neighbouring stage. If stages have equal submeshes, each rank
         exchanges its whole local tensor with one rank. Otherwise a transfer plan says which boxes go to which rank."""
         near, places = _neighbour(stage, kind), self._places
-        each = self._plan.mesh.world_size // places.num_ranks
-        own_rank, first, here = self._rank % each, places.rank_of(near) * each, places.rank_of(stage) * each
         if not self._plan.uneven:
             whole = tuple(slice(0, size) for size in payload.value.shape)
-            return Route(((first + own_rank, whole),))
+            return Route(((self._linked(places.rank_of(near))[0], whole),))
+        first, here = (self._plan.mesh.stage_ranks(places.rank_of(each)).start for each in (near, stage))
+        own_rank = self._rank - here
         ends = [(batch_border(self._graph, payload.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
         sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         (source, at), (target, to) = ends if sends else reversed(ends)
@@ -140,16 +138,24 @@ class Step:
         others = tuple((here + rank, box) for rank, box in boxes.items() if rank != own_rank)
         return Route(messages, boxes[own_rank], others)
 
+    def _linked(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a pipeline rank that hold the same part of the batch as this rank."""
+        return self._plan.mesh.linked_ranks(self._rank, stage)
+
     def _joined(self, gradient: Tensor | None, parameter: Tensor, owners: tuple[int, ...]) -> Tensor:
-        """Return the sum of a tied parameter's gradients over its owners, added in the same order on every rank."""
+        """Return the sum of a tied parameter's gradients over its owners, added in the same order on every rank.
+
+        This rank receives the term of another stage from one of the ranks that are linked to it there. If stages have
+        different numbers of ranks, it may send its own term to several ranks, or to none."""
         terms = {self._index: torch.zeros_like(parameter) if gradient is None else gradient.contiguous()}
         works = []
         for owner in owners:
             if owner != self._index:
                 terms[owner] = torch.empty_like(terms[self._index])
-                other = self._channels[self._ranks[owner]]
-                works.append(other.send(terms[self._index]))
-                works.append(other.receive(terms[owner], "gradient of a tied parameter"))
+                linked, mesh = self._linked(owner), self._plan.mesh
+                told = [peer for peer in linked if mesh.linked_ranks(peer, self._index)[0] == self._rank]
+                works += [self._channels[peer].send(terms[self._index]) for peer in told]
+                works.append(self._channels[linked[0]].receive(terms[owner], "gradient of a tied parameter"))
         for work in works:
             work.wait()
         total = terms[owners[0]]

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from meshwright.cost.alpha_beta import gamma_s_per_byte
+from meshwright.cost.fabric import Fabric
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.schedules.collectives.steps import Move, Steps, programs
-from meshwright.simulate.network import Fabric, Links
+from meshwright.simulate.network import Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
 """A function that maps two ranks to the link between them: the name of the ports that it uses, α in seconds, β in

@@ -2,10 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from operator import itemgetter
 
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, StepWork
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
@@ -14,7 +15,7 @@ from meshwright.ir.schedule import Action, Schedule
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes
-from meshwright.simulate.network import Fabric, Links
+from meshwright.simulate.network import Links
 from meshwright.simulate.program import Entry, Meet, Post, RankProgram, Until, programs
 
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
@@ -27,13 +28,12 @@ def play(
     mesh: Mesh,
     cluster: Cluster,
     *,
-    submeshes: Sequence[Mesh] = (),
     overlap: bool = True,
     contention: bool = False,
     faults: Faults | None = None,
     fold: bool = True,
 ) -> "Played":
-    """Simulate one step. ``submeshes`` has the mesh of each pipeline rank, if these differ (``Plan.submeshes``).
+    """Simulate one step.
 
     Each rank runs its actions in order, as the executor does. A send does not block its rank. A receive does not block
     it either: the forward or backward that needs the value waits. A collective starts when all ranks of its group have
@@ -65,13 +65,13 @@ def play(
             where="simulate",
             remedy="ask for contention with overlap, or for neither",
         )
-    fabric = Fabric(cluster, mesh, submeshes)
+    fabric = Fabric(cluster, mesh)
     played = programs(schedule, work, fabric)
     colors: list[tuple[float, ...]] = faults.colors(mesh.world_size)
     if contention or not fold:
         colors = [(float(rank),) for rank in range(mesh.world_size)]
     axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
-    folded = classes(mesh, sorted(axes), colors, submeshes)
+    folded = classes(mesh, sorted(axes), colors)
     links = Links(fabric) if contention else None
     return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap).run())
 
@@ -162,6 +162,7 @@ class _Rank:
 
 _MeetingKey = tuple[str, tuple[int, ...], int]
 _MessageKey = tuple[int, Action]
+"""The class of a rank that sends or receives, and the action that receives."""
 
 
 class _Engine:
@@ -174,13 +175,14 @@ class _Engine:
         overlap: bool,
     ) -> None:  # fmt: skip
         self._folded, self._links, self._overlap = folded, links, overlap
-        stages = [mesh.coordinates(rank).get("pp", 0) for rank in folded.first]
+        self._stages = stages = [mesh.coordinates(rank).get("pp", 0) for rank in folded.first]
         self._ranks = [_Rank(played[stage], faults, rank) for stage, rank in zip(stages, folded.first, strict=True)]
         self._arrivals: dict[_MessageKey, float] = {}
+        self._arrived: dict[_MessageKey, list[float]] = {}
         self._meetings: dict[_MeetingKey, _Meeting] = {}
         self._queues: dict[_GroupKey, deque[_MeetingKey]] = {}
         self._free_s: dict[_GroupKey, float] = {}
-        self._messages: dict[_MessageKey, tuple[int, Action | str, float, int]] = {}
+        self._messages: dict[_MessageKey, tuple[Action | str, float, int, int]] = {}
         self._waiting: dict[object, list[int]] = {}
         self._ready: deque[int] = deque(range(len(self._ranks)))
 
@@ -271,24 +273,33 @@ class _Engine:
     # --- messages and collectives ------------------------------------------------------------------------------------
 
     def _post(self, class_id: int, piece: Post, label: str | Action, now: float) -> None:
-        key = (self._folded.groups["pp"][class_id][piece.target], piece.received)
-        self._messages[key] = (class_id, label, now, piece.bytes)
-        if self._links is None:
-            self._arrive(key, now + piece.seconds)
-        else:  # every rank is a class of its own
-            self._links.start(partial(self._arrive, key), now, self._links.message(piece.bytes, class_id, key[0]))
+        targets = self._folded.linked(class_id, piece.target)
+        self._messages[class_id, piece.received] = (label, now, piece.bytes, len(targets))
+        for target in targets:
+            arrive = partial(self._arrive, class_id, (target, piece.received))
+            if self._links is None:
+                arrive(now + piece.seconds)
+            else:  # every rank is a class of its own
+                self._links.start(arrive, now, self._links.message(piece.bytes // len(targets), class_id, target))
 
-    def _arrive(self, key: _MessageKey, time_s: float) -> None:
-        sender, label, start_s, num_bytes = self._messages.pop(key)
-        self._ranks[sender].timeline.spans.append((COMMUNICATION, label, start_s, time_s, num_bytes, 0.0))
-        self._arrivals[key] = time_s
-        self._ready.extend(self._waiting.pop(key, ()))
+    def _arrive(self, sender: int, awaited: _MessageKey, time_s: float) -> None:
+        """Note that a message has arrived. A send ends when all its messages have arrived, and a receive when the
+        messages of all its senders have."""
+        sent = sender, awaited[1]
+        label, start_s, num_bytes, left = self._messages.pop(sent)
+        if left > 1:
+            self._messages[sent] = label, start_s, num_bytes, left - 1
+        else:
+            self._ranks[sender].timeline.spans.append((COMMUNICATION, label, start_s, time_s, num_bytes, 0.0))
+        arrived = self._arrived.setdefault(awaited, [])
+        arrived.append(time_s)
+        if len(arrived) == len(self._folded.linked(awaited[0], self._stages[sender])):
+            self._arrivals[awaited] = max(self._arrived.pop(awaited))
+            self._ready.extend(self._waiting.pop(awaited, ()))
 
     def _come(self, class_id: int, rank: _Rank, piece: Meet, now: float) -> None:
         axis = piece.piece.axis
-        members = self._folded.groups[axis][class_id]
-        if piece.piece.members:
-            members = tuple(members[coordinate] for coordinate in piece.piece.members)
+        members = self._folded.meeting(axis, class_id, piece.piece.members)
         number = rank.counts.get((axis, members), 0)
         rank.counts[axis, members] = number + 1
         key = (axis, members, number)

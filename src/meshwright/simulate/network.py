@@ -1,4 +1,4 @@
-"""Communication in the simulator: times in closed form, or flows that share the links of the cluster's levels."""
+"""Communication in the simulator as flows that share the links of the cluster's levels."""
 
 import heapq
 import itertools
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from meshwright.cost.closed_form import axis_group, collective_s
 from meshwright.cost.collective import SHORT_RING, Group, Network
-from meshwright.cost.work import Communicate
+from meshwright.cost.fabric import Fabric
 from meshwright.errors import ClusterError, LayoutError
-from meshwright.ir.cluster import Cluster, Level
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.cluster import Level
 from meshwright.ir.program import CollectiveKind
 
 Resource = tuple[str, int, int]
@@ -22,51 +20,6 @@ back. The kind ``core`` is the connection between the units inside one unit of t
 
 Finish = Callable[[float], None]
 """A function that is called with the end time of a transfer."""
-
-
-class Fabric:
-    """The times of collectives along the axes of a mesh, and of messages between its ranks, on a cluster.
-
-    ``submeshes`` has the mesh of each pipeline rank, if these differ; the axes but ``pp`` are then those of the
-    submesh.
-
-    Raises:
-        ClusterError: the mesh has more ranks than the cluster has devices.
-    """
-
-    def __init__(self, cluster: Cluster, mesh: Mesh, submeshes: Sequence[Mesh] = ()) -> None:
-        if mesh.world_size > cluster.num_devices:
-            raise ClusterError(
-                f"it has {cluster.num_devices} devices, the mesh {mesh.world_size} ranks",
-                where=f"cluster {cluster.name}",
-                remedy="take a smaller mesh or a larger cluster",
-            )
-        self.cluster, self.mesh, self._submeshes = cluster, mesh, submeshes
-        self._network, self._stage_stride = Network(cluster), axis_group(mesh, "pp").stride
-        self._known: dict[tuple[Mesh, CollectiveKind, str, int, tuple[int, ...]], float] = {}
-
-    def size(self, axis: str, rank: int = 0) -> int:
-        """The number of ranks along an axis, of the groups of pipeline rank ``rank``; 1 if there is no such axis."""
-        mesh = self._mesh_of(axis, rank)
-        return mesh.size(axis) if mesh.has(axis) else 1
-
-    def collective_s(self, piece: Communicate, rank: int) -> float:
-        """Seconds of a collective along an axis, if all groups of pipeline rank ``rank`` run it at the same time."""
-        mesh = self._mesh_of(piece.axis, rank)
-        key = (mesh, piece.collective, piece.axis, piece.bytes, piece.members)
-        if key not in self._known:
-            self._known[key] = collective_s(piece, mesh, self._network)
-        return self._known[key]
-
-    def _mesh_of(self, axis: str, rank: int) -> Mesh:
-        return self._submeshes[rank] if self._submeshes and axis != "pp" else self.mesh
-
-    def send_s(self, num_bytes: int, source: int, target: int) -> float:
-        """Seconds of a message between pipeline ranks, if all their replicas send one at the same time; 0 from a rank
-        to itself. ``source`` and ``target`` are coordinates on ``pp``."""
-        if source == target:
-            return 0.0
-        return self._network.send_s(num_bytes, abs(target - source) * self._stage_stride)
 
 
 class Flow(msgspec.Struct, frozen=True):

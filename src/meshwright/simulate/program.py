@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.passes import add_communication
 from meshwright.schedules.timing import PARTNER, communicates
-from meshwright.simulate.network import Fabric
 
 
 class Meet(NamedTuple):

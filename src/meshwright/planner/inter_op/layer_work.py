@@ -6,6 +6,7 @@ plan, so that a layer costs here what its operators cost in a program.
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -17,9 +18,11 @@ from meshwright.cost.program import HeldBytes, NodeCosts, of_parameters, stage_h
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork
 from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Lower, Program
+from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
@@ -41,13 +44,17 @@ class LayerFacts(NamedTuple):
 
     ``held`` has the bytes that the layer holds during a step, by kind. ``trained_bytes`` are those of its trained
     parameters, and ``largest_bytes`` those of the largest of them. ``casts_s`` is the part of the prologue's seconds
-    that depends on the layer's parameters: casts, and copies of gathered parameters.
+    that depends on the layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes``
+    are the bytes of the whole tensors that the layer sends to the next and to the previous layer for one micro-batch of
+    all ranks.
     """
 
     held: HeldBytes
     trained_bytes: int
     largest_bytes: int
     casts_s: float
+    up_bytes: int = 0
+    down_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +168,8 @@ class LayerPrices:
             sizes = [parameter.bytes for parameter in program.parameters if parameter.name in trained]
             held = stage_held(programs, plan, stage, self.cluster, self.optimizer)
             casts_s = costs.of(of_parameters(program)).seconds
-            facts.append(LayerFacts(held, sum(sizes), max(sizes, default=0), casts_s))
+            sent = (_whole_bytes(program, kind) for kind in (ActionKind.SEND_F, ActionKind.SEND_B))
+            facts.append(LayerFacts(held, sum(sizes), max(sizes, default=0), casts_s, *sent))
         return LayerWorks(
             works=tuple(renamed(stage, gathers) for stage in work.stages),
             facts=tuple(facts),
@@ -203,7 +211,9 @@ def _derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:
                 fact.held,
                 prologue_bytes=round(fact.held.prologue_bytes * share),
                 inputs_bytes=round(fact.held.inputs_bytes * share),
-            )
+            ),
+            up_bytes=round(fact.up_bytes / share),
+            down_bytes=round(fact.down_bytes / share),
         )
         for fact in base.facts
     )
@@ -238,6 +248,10 @@ def _without_dp(work: StageWork) -> StageWork:
 
     pieces = {kind: left(each) for kind, each in work.pieces.items()}
     return msgspec.structs.replace(work, pieces=pieces, before=left(work.before), after=left(work.after))
+
+
+def _whole_bytes(program: Program, kind: ActionKind) -> int:
+    return sum(prod(sent.whole) * ITEM_BYTES[sent.value.dtype] for sent in program.crossing(kind))
 
 
 def _shared(programs: Sequence[Program], trained: Container[str]) -> dict[str, SharedParameter]:

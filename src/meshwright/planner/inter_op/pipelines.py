@@ -12,8 +12,8 @@ from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout, layout_text
-from meshwright.ir.mesh import Mesh
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
@@ -87,7 +87,7 @@ def _filled_s(layout: Layout, total_s: float) -> float:
     return fill * total_s / (1 - (1 - fill / layout.microbatches) ** layout.pp)
 
 
-def _periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
+def periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
     """Schedules with few and with more micro-batches, and how often their difference is added to a step with few.
 
     A pipeline that is full repeats itself: every further round of p micro-batches takes as long as the round before,
@@ -109,11 +109,21 @@ def _passes(layout: Layout) -> tuple[str, ...]:
     return (ActionKind.F.value, *((ActionKind.I.value, ActionKind.W.value) if split else (ActionKind.B.value,)))
 
 
-def _spans(each: NDArray[np.float64]) -> NDArray[np.float64]:
+def spans(each: NDArray[np.float64]) -> NDArray[np.float64]:
     """[i, j]: the sum from i to j (both included); infinite where j is before i."""
     before = np.concatenate([[0.0], np.cumsum(each)])
     spans: NDArray[np.float64] = before[None, 1:] - before[:-1, None]
     return np.where(np.tri(len(each), k=-1, dtype=bool), inf, spans)
+
+
+def simulated_s(layout: Layout, work: StepWork, cluster: Cluster) -> float:
+    """Simulated seconds of a step."""
+
+    def played(schedule: Schedule) -> float:
+        return play(schedule, work, layout.mesh(), cluster, overlap=cluster.device.kind != "cpu").step_s
+
+    few, more, steps = periods(layout)
+    return played(few) + steps * (played(more) - played(few)) if steps else played(few)
 
 
 class Pipelines:
@@ -240,17 +250,11 @@ class Pipelines:
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:
         """Simulated seconds of a step."""
-        submeshes = [Mesh.of(**own) for own in layout.stage_sizes]
-
-        def played(schedule: Schedule) -> float:
-            return play(schedule, work, layout.mesh(), self.cluster, submeshes=submeshes, overlap=self._overlaps).step_s
-
-        few, more, steps = _periods(layout)
-        return played(few) + steps * (played(more) - played(few)) if steps else played(few)
+        return simulated_s(layout, work, self.cluster)
 
     def _predicted(self, layout: Layout, work: StepWork) -> Predicted:
         """The closed form of a step."""
-        few, more, steps = _periods(layout)
+        few, more, steps = periods(layout)
         first = predict_step(work, few, layout.mesh(), self.cluster)
         if not steps:
             return first
@@ -277,7 +281,7 @@ class Pipelines:
         key = (works, layout.pp, layout.chunks, _passes(layout))
         if key not in self._slowest:
             each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))
-            seconds = _spans(each[self.chain.numbers])[:, :, None, None]
+            seconds = spans(each[self.chain.numbers])[:, :, None, None]
             prices = StagePrices((Submesh(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
             found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
             self._slowest[key] = max(stage.seconds for stage in found.stages) if found else 0.0
@@ -292,7 +296,7 @@ class Pipelines:
         seconds, most_after = np.full(shape, inf), np.full(shape, -1, dtype=np.int64)
         for number, works in enumerate(variants):
             seconds[:, :, 0, number] = self._stage_seconds(layout, works)
-            most_after[:, :, 0, number] = self._most_after(layout, works, limit_bytes)
+            most_after[:, :, 0, number] = self.most_after(layout, works, limit_bytes)
         prices = StagePrices((Submesh(0, 1),), seconds, most_after)
         fill = min(fill_of(layout), layout.microbatches)
         found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
@@ -306,10 +310,10 @@ class Pipelines:
         down = np.array([network.send_s(works.works[number].sent_down_bytes, ranks) for number in numbers])
         up[-1] = down[0] = 0.0
         each = np.array(self.prices.seconds(works, _passes(layout)))[numbers]
-        seconds: NDArray[np.float64] = _spans(each) + up[None, :] + down[:, None]
+        seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]
         return seconds
 
-    def _most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
+    def most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
         """[i, j]: the largest number of stages that may follow a stage of layers i to j within the limit; -1: the stage
         does not fit."""
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
@@ -346,8 +350,8 @@ class Pipelines:
             accumulates=layout.microbatches > 1,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
-        predicted, schedule = self._predicted(layout, work), _periods(layout)[0]
-        # One stage has few actions; unlike stages have meshes of their own, which the closed form does not know.
+        predicted, schedule = self._predicted(layout, work), periods(layout)[0]
+        # One stage has few actions; ranks of unlike stages wait for each other in ways that the closed form leaves out.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         step_s = self._simulated_s(layout, work) if simulates else predicted.step_s
         return Option(

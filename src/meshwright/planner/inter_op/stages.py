@@ -77,7 +77,14 @@ class Assignment:
 
 
 def assign_stages(
-    prices: StagePrices, pools: Sequence[int], microbatches: int, *, fill: float = 1.0, prunes: bool = True
+    prices: StagePrices,
+    pools: Sequence[int],
+    microbatches: int,
+    *,
+    fill: float = 1.0,
+    prunes: bool = True,
+    boxes: Sequence[int] = (),
+    in_order: bool = False,
 ) -> Assignment | None:
     """The stages with the least ``fill`` x (seconds of all stages) + (``microbatches`` - ``fill``) x (slowest stage).
 
@@ -89,13 +96,16 @@ def assign_stages(
     Args:
         pools: the number of devices in each pool.
         fill: above 0, and at most ``microbatches``.
+        boxes: the number of devices in each box of each pool. The stages of a pool then take its devices in order, and
+            a stage lies in one box or has whole boxes. Without ``boxes``, this does not matter.
+        in_order: no stage lies in an earlier pool than a stage before it.
         prunes: leave out parts of the search in which two bounds exclude an optimum. The result is the same without the
             bounds.
 
     Returns:
         None if no stages use all devices within the memory limits.
     """
-    search = _Search(prices, tuple(pools), prunes)
+    search = _Search(prices, tuple(pools), prunes, tuple(boxes), in_order)
     steady = microbatches - fill
 
     def value(stages: tuple[AssignedStage, ...]) -> float:
@@ -137,9 +147,13 @@ class _Search:
     Its tables have ``[layer, used]``: the least seconds of the layers from ``layer`` to the end, in a given number of
     stages on ``used`` devices. ``used`` counts the devices of each pool, as one flat index."""
 
-    def __init__(self, prices: StagePrices, pools: tuple[int, ...], prunes: bool) -> None:
+    def __init__(
+        self, prices: StagePrices, pools: tuple[int, ...], prunes: bool, boxes: tuple[int, ...], in_order: bool
+    ) -> None:
         self.prices, self.pools, self.prunes = prices, pools, prunes
-        self.shape = tuple(size + 1 for size in pools)
+        self.boxes, self.in_order = boxes, in_order
+        # In order, the devices of all pools are one line: how many are used says which.
+        self.shape = (sum(pools) + 1,) if in_order else tuple(size + 1 for size in pools)
         self.tables = self.entries = 0
         self._before: dict[int, Floats] = {}
         self._most = int(prices.most_after.max(initial=-1))
@@ -275,12 +289,31 @@ class _Search:
             return None
         whole = table.reshape(len(table), *self.shape)
         result = np.full_like(whole, inf)
-        axis = submesh.pool + 1
+        axis = self._place(submesh) + 1
         into = [slice(None)] * whole.ndim
         come = list(into)
         into[axis], come[axis] = slice(submesh.devices, None), slice(None, whole.shape[axis] - submesh.devices)
         result[tuple(into)] = whole[tuple(come)]
+        result[:, ~self._allowed(submesh)] = inf
         return result.reshape(table.shape)
+
+    def _allowed(self, submesh: Submesh) -> NDArray[np.bool_]:
+        """For each number of used devices of each pool, whether a stage on ``submesh`` and the stages after it may use
+        them: the stage begins at the first of these devices of its pool."""
+        used, pool = np.indices(self.shape)[self._place(submesh)], self.pools[submesh.pool]
+        allowed = np.ones(self.shape, dtype=bool)
+        first = (sum(self.pools[submesh.pool :]) if self.in_order else pool) - used
+        if self.in_order:
+            allowed &= (first >= 0) & (first + submesh.devices <= pool)
+        if self.boxes:
+            box = self.boxes[submesh.pool]
+            inside = first // box == (first + submesh.devices - 1) // box
+            allowed &= inside | ((first % box == 0) & (submesh.devices % box == 0))
+        return allowed
+
+    def _place(self, submesh: Submesh) -> int:
+        """The position of a submesh's pool in ``shape``."""
+        return 0 if self.in_order else submesh.pool
 
     def _stages(self, tables: list[Floats], limit: float) -> tuple[AssignedStage, ...]:
         """Read the stages from the tables, from the first stage to the last."""
@@ -297,17 +330,21 @@ class _Search:
         the later stages use."""
         seconds = self._seconds(following)
         counts = np.unravel_index(used, self.shape)
+        allowed = [self._allowed(submesh) for submesh in self.prices.submeshes]
         best: tuple[float, int, int, int] = (inf, 0, 0, 0)
         for (number, submesh), last in itertools.product(
             enumerate(self.prices.submeshes), range(layer, self.prices.num_layers)
         ):
             rest = list(counts)
-            if rest[submesh.pool] < submesh.devices or seconds[layer, last, number] > limit:
+            if not allowed[number].flat[used]:
                 continue
-            rest[submesh.pool] -= submesh.devices
+            place = self._place(submesh)
+            if rest[place] < submesh.devices or seconds[layer, last, number] > limit:
+                continue
+            rest[place] -= submesh.devices
             after = int(np.ravel_multi_index(rest, self.shape))
             best = min(best, (float(seconds[layer, last, number] + later[last + 1, after]), last, number, after))
         _, last, number, after = best
-        allowed = self.prices.most_after[layer, last, number] >= following
-        variant = int(np.where(allowed, self.prices.seconds[layer, last, number], inf).argmin())
+        fits = self.prices.most_after[layer, last, number] >= following
+        variant = int(np.where(fits, self.prices.seconds[layer, last, number], inf).argmin())
         return AssignedStage(layer, last, number, variant, float(seconds[layer, last, number])), after

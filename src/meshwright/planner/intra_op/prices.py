@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from math import inf, prod
 
-from meshwright.cost.closed_form import axis_group
 from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster

@@ -1,0 +1,254 @@
+"""Pipelines whose stages have different numbers of ranks, on one kind of devices or on several.
+
+Devices of a kind are a pool of neighbouring ranks. The layers are priced once for each pool. The dynamic program of
+``stages`` then gives every stage its layers, its ranks, and their division into dp and tp. Stages follow the order of
+the ranks, so that values cross from pool to pool once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.closed_form import pieces_s, predict_step
+from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
+from meshwright.errors import LayoutError, PlanError, ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import Layout
+from meshwright.ir.part import memory_of
+from meshwright.ir.schedule import ActionKind
+from meshwright.planner.candidates import divisors
+from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
+from meshwright.planner.inter_op.layer_work import LayerWorks
+from meshwright.planner.inter_op.pipelines import (
+    RECOMPUTE,
+    Option,
+    Pipelines,
+    Recompute,
+    periods,
+    simulated_s,
+    spans,
+)
+from meshwright.planner.inter_op.stages import Assignment, StagePrices, Submesh, assign_stages
+from meshwright.schedules.pipeline import training_schedule
+
+SIMULATED = 3
+"""Number of pipelines that are assembled and simulated: those with the shortest steps in the dynamic program."""
+SMALL_BOX = 4
+"""A stage may have any number of ranks in a box of at most so many devices; in larger boxes, powers of two."""
+_REFUSALS = (LayoutError, PlanError, ScheduleError)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Neighbouring ranks with like devices, in boxes of ``box`` ranks. ``pipelines`` has the prices of layers there."""
+
+    ranks: range
+    box: int
+    pipelines: Pipelines
+
+
+class _Variant(NamedTuple):
+    dp: int
+    tp: int
+    recompute: Recompute
+    works: LayerWorks
+
+
+class _Candidate(NamedTuple):
+    assignment: Assignment
+    microbatches: int
+    variants: list[list[_Variant]]
+
+
+class UnequalStages:
+    """Finds the fastest pipelines over ``pools``, which together are the whole cluster.
+
+    ``memory_bytes`` is the memory limit of each rank (None: that of its device). If ``known_only``, only divisions of
+    stages that are already priced are considered. A stage has at most ``most_ranks`` ranks.
+    """
+
+    def __init__(
+        self, cluster: Cluster, pools: Sequence[Pool], batch_size: int, memory_bytes: float | None,
+        *, known_only: bool = False, most_ranks: int,
+    ) -> None:  # fmt: skip
+        self.cluster, self.pools, self.batch_size = cluster, pools, batch_size
+        self.known_only = known_only
+        self.chain = pools[0].pipelines.chain
+        self.limits = [memory_bytes or memory_of(cluster, pool.ranks) for pool in pools]
+        self.memory_bytes = memory_bytes
+        self.submeshes = [
+            Submesh(number, devices)
+            for number, pool in enumerate(pools)
+            for devices in _sizes(len(pool.ranks), pool.box)
+            if devices <= most_ranks
+        ]
+
+    def options(self, microbatches: Sequence[int]) -> Iterator[Option]:
+        """The fastest pipelines with these numbers of micro-batches that fit in memory."""
+        found = [candidate for count in microbatches if (candidate := self._fastest(count)) is not None]
+        found.sort(key=lambda candidate: candidate.assignment.step_s)
+        for candidate in found[:SIMULATED]:
+            option = self._made(candidate)
+            if option is not None:
+                yield option
+
+    def _fastest(self, microbatches: int) -> _Candidate | None:
+        """The fastest stages in the dynamic program. Recomputation is considered only if nothing fits without it."""
+        for kinds in (RECOMPUTE[:1], RECOMPUTE):
+            variants = [list(self._variants(submesh, microbatches, kinds)) for submesh in self.submeshes]
+            if not any(variants):
+                continue
+            found = assign_stages(
+                self._prices(variants, microbatches),
+                [len(pool.ranks) for pool in self.pools],
+                microbatches,
+                boxes=[pool.box for pool in self.pools],
+                in_order=True,
+            )
+            if found is not None:
+                return _Candidate(found, microbatches, variants)
+        return None
+
+    def _variants(self, submesh: Submesh, microbatches: int, kinds: Sequence[Recompute]) -> Iterator[_Variant]:
+        pool = self.pools[submesh.pool]
+        for dp in divisors(submesh.devices):
+            tp = submesh.devices // dp
+            if self.batch_size % (dp * microbatches) or tp > pool.box:
+                continue
+            for kind in kinds:
+                layout = Layout(dp=dp, tp=tp, pp=2, microbatches=microbatches, recompute=kind)
+                if self.known_only and not pool.pipelines.prices.knows(layout):
+                    continue
+                try:
+                    yield _Variant(dp, tp, kind, pool.pipelines.prices.of(layout))
+                except _REFUSALS:
+                    continue
+
+    def _prices(self, variants: list[list[_Variant]], microbatches: int) -> StagePrices:
+        """The prices of all stages. What a stage does once a step counts in parts, one for each micro-batch."""
+        count = len(self.chain.layers)
+        shape = (count, count, len(self.submeshes), max(map(len, variants)))
+        seconds, most_after = np.full(shape, math.inf), np.full(shape, -1, dtype=np.int64)
+        for number, submesh in enumerate(self.submeshes):
+            pipelines = self.pools[submesh.pool].pipelines
+            for place, variant in enumerate(variants[number]):
+                layout = Layout(pp=count, microbatches=microbatches, recompute=variant.recompute)
+                most = pipelines.most_after(layout, variant.works, self.limits[submesh.pool])
+                seconds[:, :, number, place] = self._seconds(pipelines, submesh, variant.works, microbatches)
+                most_after[:, :, number, place] = most
+        return StagePrices(tuple(self.submeshes), seconds, most_after)
+
+    def _seconds(
+        self, pipelines: Pipelines, submesh: Submesh, works: LayerWorks, microbatches: int
+    ) -> NDArray[np.float64]:
+        """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
+        numbers, prices = self.chain.numbers, pipelines.prices
+        network, ranks = prices.network, submesh.devices
+        passes = prices.seconds(works, (ActionKind.F.value, ActionKind.B.value))
+        once = [_once_s(pipelines, works, work) / microbatches for work in works.works]
+        each = np.array([of_pass + of_step for of_pass, of_step in zip(passes, once, strict=True)])[numbers]
+        up = np.array([network.send_s(works.facts[number].up_bytes / ranks, ranks) for number in numbers])
+        down = np.array([network.send_s(works.facts[number].down_bytes / ranks, ranks) for number in numbers])
+        up[-1] = down[0] = 0.0
+        seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]
+        return seconds
+
+    # --- options -----------------------------------------------------------------------------------------------------
+
+    def _made(self, candidate: _Candidate) -> Option | None:
+        """The option of stages. None if it does not fit after all."""
+        stages = candidate.assignment.stages
+        chosen = [candidate.variants[stage.submesh][stage.variant] for stage in stages]
+        ranges = [range(stage.first, stage.last + 1) for stage in stages]
+        recompute = tuple(variant.recompute for variant in chosen)
+        sizes = [(variant.dp, variant.tp) for variant in chosen]
+        layout = Layout(
+            pp=len(stages), microbatches=candidate.microbatches, recompute=max(recompute, key=RECOMPUTE.index)
+        )
+        if len(set(sizes)) == 1:
+            layout = msgspec.structs.replace(layout, dp=sizes[0][0], tp=sizes[0][1])
+        else:
+            layout = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in sizes))
+        prices = self.pools[0].pipelines.prices
+        work = assemble(
+            [variant.works for variant in chosen], self.chain.priced(ranges), layout.pipeline, prices.optimizer,
+            accumulates=layout.microbatches > 1,
+        )  # fmt: skip
+        if layout.stage_sizes:
+            ends = [(of.works.facts[layers[0]], of.works.facts[layers[-1]])
+                    for of, layers in zip(chosen, self.chain.priced(ranges), strict=True)]  # fmt: skip
+            work = with_transfers(
+                work, sizes, [last.up_bytes for _, last in ends], [first.down_bytes for first, _ in ends]
+            )
+        try:
+            few = periods(layout)[0]
+            predicted = predict_step(work, few, layout.mesh(), self.cluster)
+            step_s = simulated_s(layout, work, self.cluster)
+        except ScheduleError:
+            return None
+        memory = peak_memory(work, training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
+        if not self._fits(memory, layout):
+            return None
+        return Option(
+            layout=layout,
+            firsts=self.chain.firsts_of(ranges),
+            recompute=recompute,
+            work=work,
+            predicted=predicted,
+            step_s=step_s,
+            memory=max(memory, key=lambda rank: rank.peak_bytes),
+        )
+
+    def _fits(self, memory: Sequence[RankMemory], layout: Layout) -> bool:
+        mesh = layout.mesh()
+        return all(
+            rank.peak_bytes <= (self.memory_bytes or memory_of(self.cluster, mesh.stage_ranks(rank.rank)))
+            for rank in memory
+        )
+
+
+def moved_bytes(whole: float, source: tuple[int, int], target: tuple[int, int]) -> float:
+    """The bytes that the busiest rank sends if a tensor of ``whole`` bytes crosses from a stage to another one.
+    ``source`` and ``target`` are their sizes of dp and tp. The batch of the tensor is split over dp only.
+
+    Of the target ranks that need the same part, each receives a chunk, and sends it to the others
+    (``schedules.reshard``): these bytes count, too.
+    """
+    (dp, copies), (target_dp, target_copies) = source, target
+    chunks = target_dp * target_copies
+    pieces = max(1.0, chunks / dp)  # that a part of the source is sent in; its copies share them
+    sent = whole / dp * (math.ceil(pieces / copies) / pieces if copies > 1 else 1.0)
+    return sent + (target_copies - 1) * whole / chunks
+
+
+def with_transfers(
+    work: StepWork, sizes: Sequence[tuple[int, int]], up_bytes: Sequence[int], down_bytes: Sequence[int]
+) -> StepWork:
+    """The work of stages with these sizes of dp and tp, with the bytes that cross between them. ``up_bytes`` and
+    ``down_bytes`` are those of the whole tensors that each stage sends to the next and to the previous stage."""
+    last, stages = len(sizes) - 1, []
+    for number, stage in enumerate(work.stages):
+        up = moved_bytes(up_bytes[number], sizes[number], sizes[number + 1]) if number < last else 0.0
+        down = moved_bytes(down_bytes[number], sizes[number], sizes[number - 1]) if number else 0.0
+        stages.append(msgspec.structs.replace(stage, sent_up_bytes=round(up), sent_down_bytes=round(down)))
+    return msgspec.structs.replace(work, stages=tuple(stages))
+
+
+def _once_s(pipelines: Pipelines, works: LayerWorks, work: StageWork) -> float:
+    """The seconds that a layer takes once a step: to sum its gradients, and to update its parameters."""
+    sums = [piece for piece in work.pieces.get(ActionKind.REDUCE_GRAD.value, ()) if is_reduction(piece)]
+    ends = [piece for piece in work.after if is_sum(piece) and isinstance(piece, Communicate)]
+    update_s = sum(piece.seconds for piece in work.after if isinstance(piece, Compute))
+    return update_s + pieces_s((*sums, *ends), works.mesh, pipelines.prices.network)
+
+
+def _sizes(devices: int, box: int) -> list[int]:
+    """The numbers of ranks that a stage may have in a pool: parts of a box, and whole boxes."""
+    inside = range(1, box) if box <= SMALL_BOX else [2**power for power in range(box.bit_length()) if 2**power < box]
+    return [*(size for size in inside if size <= devices), *range(box, devices + 1, box)]

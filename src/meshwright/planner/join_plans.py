@@ -1,0 +1,58 @@
+"""Join the plans of the stages of a layout whose stages differ."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Bucket, Note, Plan, starred
+from meshwright.ir.stages import Cut, cut
+
+
+def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
+    """The plan of ``layout``. ``plans`` has one plan for each pipeline rank, in which all stages have the sizes of this
+    pipeline rank; they have equal cuts. Each stage is taken from the plan of its pipeline rank."""
+    divided = cut(graph, plans[0].firsts)
+    stages = []
+    for index in range(divided.num_stages):
+        plan = plans[index % layout.pp]
+        stages.append(msgspec.structs.replace(plan.stages[index], algorithms=plan.algorithms, links=plan.links))
+
+    def of_all(buckets: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+        return tuple(
+            bucket
+            for index, own in enumerate(buckets)
+            for bucket in own
+            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
+        )
+
+    return msgspec.structs.replace(
+        plans[0],
+        mesh=layout.mesh(),
+        layout=msgspec.structs.replace(layout, precision=graph.precision),
+        stages=tuple(stages),
+        buckets=of_all([plan.buckets for plan in plans]),
+        gathers=of_all([plan.gathers for plan in plans]),
+        algorithms={},
+        links={},
+        notes=_notes(graph, divided, plans),
+    )
+
+
+def _notes(graph: Graph, divided: Cut, plans: Sequence[Plan]) -> tuple[Note, ...]:
+    """The notes on the modules of each stage. A note that does not hold for all stages names its pipeline rank."""
+    modules: dict[int, set[str]] = {index: set() for index in range(len(plans))}
+    for operator in graph.operators:
+        if operator.name in divided.stage_of:
+            modules[divided.stage_of[operator.name] % len(plans)].add(starred(operator.module))
+    every = set().union(*modules.values())
+    notes: dict[Note, None] = {}
+    for index, plan in enumerate(plans):
+        for note in plan.notes:
+            if note.module in every and note.module not in modules[index]:
+                continue
+            if not all(note in other.notes for other in plans):
+                note = msgspec.structs.replace(note, module=f"pp rank {index}: {note.module}")
+            notes[note] = None
+    return tuple(notes)

@@ -1,0 +1,242 @@
+"""Unlike devices and unequal stages: prices beside programs, plans by hand, and what the search finds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.catalog import load_device
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.optimizer import ADAMW
+from meshwright.cost.program import step_work
+from meshwright.cost.work import Compute, StageWork
+from meshwright.ir.cluster import Cluster, Level, Member
+from meshwright.ir.device import Device
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import layout_text
+from meshwright.ir.part import part_of, stage_cluster
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.assemble import assemble
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.unequal import moved_bytes, with_transfers
+from meshwright.schedules.pipeline import schedule_of
+
+FAST = load_device("a100-80gb")
+BOX = Level(name="box", fan_out=4, alpha_s=3e-6, beta_s_per_byte=1 / 200e9)
+NETWORK = Level(name="network", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1 / 20e9, links=4)
+
+
+def scaled(device: Device, factor: float) -> Device:
+    """The device with ``factor`` times the speed of arithmetic, memory and launches."""
+    kernels = device.kernels
+    if kernels is not None:
+        kernels = msgspec.structs.replace(
+            kernels, launch_s=kernels.launch_s / factor, kernel_s=kernels.kernel_s / factor
+        )
+    return msgspec.structs.replace(
+        device,
+        name=f"{device.name} at {factor:g}",
+        peak_flops_per_s={dtype: peak * factor for dtype, peak in device.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * factor,
+        kernels=kernels,
+    )
+
+
+def boxes(*devices: Device, links: Level = NETWORK, box: Level = BOX) -> Cluster:
+    members = tuple(Member(count=1, device=device, levels=(box,)) for device in devices)
+    network = msgspec.structs.replace(links, fan_out=len(devices), members=members)
+    return Cluster(name="boxes", num_devices=box.fan_out * len(devices), device=devices[0], levels=(network,))
+
+
+ALIKE, SLOW_BOX = boxes(FAST, FAST), boxes(FAST, scaled(FAST, 0.5))
+CPU = mw.Cluster.load("cpu-local", 8)
+BATCH = 16
+
+
+@cache
+def gpt(layers: int = 9, tied: bool = False, width: int = 128) -> Graph:
+    config = GPTConfig(layers=layers, width=width, heads=4, vocabulary=512, sequence_length=32, tied_head=tied)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(BATCH, config.sequence_length, dtype=torch.int64)
+    return mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+
+
+# --- prices of unequal stages ----------------------------------------------------------------------------------------
+
+STAGES = [
+    ({"dp": 2}, {"dp": 2}, {"dp": 4}),
+    ({"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2}),
+    ({"dp": 1}, {"dp": 2}, {"tp": 4}, {"dp": 1}),
+]
+
+
+@pytest.mark.parametrize("sizes", STAGES, ids=str)
+@pytest.mark.parametrize("cluster", [CPU, ALIKE, SLOW_BOX], ids=["cpu", "alike", "slow box"])
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
+    sizes: tuple[dict[str, int], ...], cluster: Cluster, tied: bool
+) -> None:
+    graph = gpt(tied=tied)
+    layout = mw.Layout(pp=len(sizes), microbatches=4, stage_sizes=sizes)
+    mesh = layout.mesh()
+    chain = chain_of(graph, part_of(cluster, range(8)), 8)
+    count, lower = len(chain.layers), PlanLowering(chain.graph)
+    ranges = [range(number * count // len(sizes), (number + 1) * count // len(sizes)) for number in range(len(sizes))]
+    works = []
+    for number, own in enumerate(sizes):
+        prices = LayerPrices(chain, stage_cluster(cluster, mesh, number), lower, ADAMW, False, 8)
+        works.append(prices.of(mw.Layout(pp=2, microbatches=4, **own)))  # type: ignore[arg-type]
+    assembled = assemble(works, chain.priced(ranges), layout.pipeline, ADAMW, accumulates=True)
+    facts = [[of.facts[layer] for layer in layers] for of, layers in zip(works, chain.priced(ranges), strict=True)]
+    pairs = [(own.get("dp", 1), own.get("tp", 1)) for own in sizes]
+    assembled = with_transfers(
+        assembled, pairs, [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts]
+    )
+
+    whole = PlanLowering(graph)
+    ask = Ask(explains=False, lower=whole, fits_buckets=False, firsts=chain.firsts_of(ranges))
+    plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
+    real = step_work(whole(plan), plan, cluster, optimizer=ADAMW)
+    for one, other in zip(assembled.stages, real.stages, strict=True):
+        assert (one.sent_up_bytes, one.sent_down_bytes) == (other.sent_up_bytes, other.sent_down_bytes)
+    schedule = schedule_of(plan)
+    expected, found = (predict_step(work, schedule, plan.mesh, cluster) for work in (real, assembled))
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
+    played = [foretell(whole, plan, cluster, work=work).played.step_s for work in (real, assembled)]
+    assert played[1] == pytest.approx(played[0], rel=0.08)
+    peaks = [[rank.peak_bytes for rank in peak_memory(work, schedule)] for work in (real, assembled)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1)
+
+
+def test_bytes_that_cross_between_stages() -> None:
+    assert moved_bytes(1200, (1, 1), (3, 1)) == 1200, "one rank sends everything"
+    assert moved_bytes(1200, (3, 1), (1, 1)) == 400
+    assert moved_bytes(1200, (1, 2), (2, 1)) == 600, "two ranks with the same values share the work"
+    assert moved_bytes(1200, (2, 1), (1, 2)) == 600 + 600, "each receives a half, and sends it to the other"
+    assert moved_bytes(1200, (1, 4), (1, 4)) == 300 + 900
+
+
+# --- plans by hand on unlike devices ---------------------------------------------------------------------------------
+
+
+def computing_s(stage: StageWork) -> float:
+    every = [*stage.before, *stage.after, *(piece for pieces in stage.pieces.values() for piece in pieces)]
+    return sum(piece.seconds for piece in every if isinstance(piece, Compute))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [mw.Layout(dp=4, pp=2, microbatches=4), mw.Layout(pp=2, microbatches=4, stage_sizes=({"tp": 4}, {"dp": 4}))],
+    ids=layout_text,
+)
+def test_a_stage_takes_the_times_of_its_own_devices(layout: mw.Layout) -> None:
+    """The same plan: the stage in the slow box computes twice as long, the other one as long as before."""
+    graph = gpt()
+    lower = PlanLowering(graph)
+    ask = Ask(explains=False, lower=lower, fits_buckets=False)
+    plan = plan_layout(graph, layout, world_size=8, cluster=ALIKE, ask=ask)
+    alike, unlike = (step_work(lower(plan), plan, cluster, optimizer=ADAMW) for cluster in (ALIKE, SLOW_BOX))
+    first, second = (
+        computing_s(slow) / computing_s(fast) for fast, slow in zip(alike.stages, unlike.stages, strict=True)
+    )
+    assert first == pytest.approx(1.0)
+    assert second == pytest.approx(2.0, rel=0.01)
+    steps = [foretell(lower, plan, cluster).prediction.step_s for cluster in (ALIKE, SLOW_BOX)]
+    assert 1.3 < steps[1] / steps[0] < 2.01
+
+
+def test_one_stage_over_unlike_devices_waits_for_the_slowest() -> None:
+    graph = gpt()
+    lower = PlanLowering(graph)
+    ask = Ask(explains=False, lower=lower, fits_buckets=False)
+    plan = plan_layout(graph, mw.Layout(dp=8), world_size=8, cluster=SLOW_BOX, ask=ask)
+    slowest = boxes(scaled(FAST, 0.5), scaled(FAST, 0.5))
+    steps = [foretell(lower, plan, cluster).prediction.step_s for cluster in (SLOW_BOX, slowest)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-9)
+
+
+def test_boxes_behind_a_slow_link_send_slowly() -> None:
+    graph = gpt()
+    lower = PlanLowering(graph)
+    ask = Ask(explains=False, lower=lower, fits_buckets=False)
+    layout = mw.Layout(pp=2, microbatches=4, stage_sizes=({"dp": 4}, {"dp": 2, "tp": 2}))
+    slow_link = boxes(FAST, FAST, links=msgspec.structs.replace(NETWORK, beta_s_per_byte=1e-6))
+    plan = plan_layout(graph, layout, world_size=8, cluster=slow_link, ask=ask)
+    work = step_work(lower(plan), plan, slow_link)
+    played = foretell(lower, plan, slow_link).trace().spans
+    sends = [span for span in played if span.stream == "communication" and "SEND_F" in span.what and span.rank == 0]
+    assert sends
+    for span in sends:
+        assert span.end_s - span.start_s == pytest.approx(1e-5 + work.stages[0].sent_up_bytes * 1e-6)
+
+
+def test_memory_is_limited_by_the_device_of_each_stage() -> None:
+    graph = gpt()
+    lower = PlanLowering(graph)
+    small = msgspec.structs.replace(FAST, memory_bytes=10**7)
+    layout = mw.Layout(dp=4, pp=2, microbatches=4)
+    ask = Ask(explains=False, lower=lower, fits_buckets=False)
+    plan = plan_layout(graph, layout, world_size=8, cluster=ALIKE, ask=ask)
+    foretold = foretell(lower, plan, boxes(FAST, small))
+    assert foretold.device_bytes == (FAST.memory_bytes, 10**7)
+    fullest, limit = foretold.fullest()
+    assert (fullest.rank, limit) == (1, 10**7)
+    assert foretold.fits() is (fullest.peak_bytes <= 10**7)
+    assert foretell(lower, plan, ALIKE).fits()
+    assert not foretell(lower, plan, ALIKE).fits(10**6)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def large() -> Graph:
+    config = GPTConfig(layers=8, width=1024, heads=8, vocabulary=1024, sequence_length=512, tied_head=False)
+    with torch.device("meta"):
+        model = GPT(config)
+        tokens = torch.zeros(64, config.sequence_length, dtype=torch.int64)
+    return mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+
+
+def layers_of(plan: mw.Plan, graph: Graph, ranks: range) -> int:
+    """The number of blocks that the stages on these ranks hold."""
+    held = 0
+    for index, stage in enumerate(plan.stages):
+        if plan.mesh.stage_ranks(index % plan.mesh.num_stages).start in ranks:
+            held += len({name.split(".")[1] for name in stage.storage if name.startswith("blocks.")})
+    return held
+
+
+@pytest.mark.parametrize("slow_first", [False, True])
+def test_the_search_gives_the_faster_box_more_layers(slow_first: bool) -> None:
+    graph = large()
+    devices = [FAST, scaled(FAST, 0.5)]
+    cluster = boxes(*(reversed(devices) if slow_first else devices))
+    plan = mw.plan(graph, cluster, devices=8)
+    lower = PlanLowering(graph)
+    assert plan.prediction is not None
+    assert foretell(lower, plan, cluster).prediction.step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
+    fast, slow = (range(4, 8), range(4)) if slow_first else (range(4), range(4, 8))
+    assert layers_of(plan, graph, fast) > layers_of(plan, graph, slow) > 0
+    uniform = mw.plan(graph, boxes(devices[1], devices[1]), devices=8)  # what all devices at the slowest's speed give
+    assert uniform.prediction is not None
+    assert plan.prediction.step_s < 0.9 * uniform.prediction.step_s
+
+
+def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_without() -> None:
+    graph = gpt()
+    plain = Cluster(name="plain", num_devices=8, device=FAST, levels=(BOX, NETWORK))
+    said, found = (mw.plan(graph, cluster, devices=8) for cluster in (ALIKE, plain))
+    assert said.prediction is not None
+    assert found.prediction is not None
+    assert said.prediction.step_s <= found.prediction.step_s * 1.02
