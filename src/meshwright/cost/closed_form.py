@@ -1,7 +1,7 @@
 """The time of a step in closed form: each action's pieces run one after the other, in the pipeline's schedule."""
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 import msgspec
 
@@ -79,6 +79,7 @@ def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
     return network.collective_s(piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
 
 
+@lru_cache(maxsize=4096)
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
     """The group of an axis or of joined axes; ``members`` selects ranks by their coordinates on the axis."""
     if not mesh.has(axis):
