@@ -49,6 +49,7 @@ class Network:
             tables = self._measured.setdefault((row.operation, row.level, row.fan_outs or (row.ranks,)), {})
             tables.setdefault(row.algorithm, []).append((row.bytes, row.time_s))
         self._sizes = tuple(accumulate((level.fan_out for level in cluster.levels), operator.mul))
+        self._known: dict[tuple[str, float, Group, str], float] = {}
 
     def collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str = NATIVE) -> float:
         """Seconds of a collective of a group, while all groups of its axis run the same collective. Planning, estimates
@@ -60,6 +61,12 @@ class Network:
         all-gather over a ring; a broadcast down a tree; an all-to-all pairwise. A halo is modelled as simultaneous
         messages to and from the neighbours, over the slowest level that has ranks on both sides.
         """
+        key = operation, num_bytes, group, algorithm
+        if key not in self._known:
+            self._known[key] = self._collective_s(operation, num_bytes, group, algorithm)
+        return self._known[key]
+
+    def _collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str) -> float:
         if group.size < 2:
             return 0.0
         asked = ("send", Group(2, group.stride)) if operation == "halo" else (operation, group)

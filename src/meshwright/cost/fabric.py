@@ -1,6 +1,7 @@
 """The times of collectives and messages of the stages of a mesh, each by the devices and links where it lies."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 
 from meshwright.cost.collective import Group, Network
@@ -106,6 +107,7 @@ class Fabric:
         return self.mesh if self._alike or axis == "pp" else self.mesh.submesh(stage)
 
 
+@lru_cache(maxsize=4096)
 def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
     """The group of an axis or of joined axes; ``members`` selects ranks by their coordinates on the axis."""
     if not mesh.has(axis):

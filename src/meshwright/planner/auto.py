@@ -31,7 +31,7 @@ from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
 from meshwright.planner.inter_op.unequal import Pool, UnequalStages
-from meshwright.planner.lighter import Lighter
+from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
 
@@ -42,6 +42,8 @@ SHOWN = 8
 memory."""
 Only = Literal["both", "intra", "inter"]
 """What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
+AHEAD = 16
+"""Number of entries for which other processes may price layouts before their turn."""
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
 there are more, only those akin to the fastest plain layouts are considered."""
@@ -49,6 +51,9 @@ MOST_UNEQUAL, MOST_MICROBATCHES = 128, 64
 """Largest number of ranks, and of micro-batches, for which unequal stages are considered."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
+Entry = Layout | Option | Sketch
+"""What the search takes up in the order of seconds: a layout with its lower bound, an option with its estimate, or a
+variant with ZeRO with its lower bound. An option that does not fit has the lower bound of its variants."""
 
 
 def plan_auto(
@@ -96,21 +101,25 @@ def plan_auto(
         offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
         clock=clock, memory_bytes=memory_bytes,
     )  # fmt: skip
-    search.run()
-    if not search.found and search.stopped:
-        raise LayoutError(
-            f"no layout that fits was found in {seconds:g} s: {search.weighed} of {search.count} were weighed",
-            where="seconds",
-            remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
-        )
-    return search.best()
+    try:
+        search.run()
+        if not search.found and search.stopped:
+            raise LayoutError(
+                f"no layout that fits was found in {seconds:g} s: {search.weighed} of {search.count} were weighed",
+                where="seconds",
+                remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
+            )
+        return search.best()
+    finally:
+        search.prices.close()
 
 
 @dataclass
 class Search:
     """The search for the fastest layout.
 
-    ``found`` has the estimated layouts that fit, and ``too_large`` those that do not. ``count`` is the number of
+    ``found`` has the estimated layouts that fit. ``too_large`` has the names of those that do not fit, and for each its
+    option and its smallest variant. ``count`` is the number of
     layouts of the space, of which ``weighed`` were estimated or excluded by a lower bound. ``stopped``: the time was
     over before the end. ``limit`` is the memory limit of every rank, and ``memory_bytes`` the one that was asked for.
 
@@ -130,7 +139,7 @@ class Search:
     clock: TimeLimit
     memory_bytes: float | None = None
     found: list[Option] = field(default_factory=list)
-    too_large: list[Option] = field(default_factory=list)
+    too_large: dict[str, tuple[Option, Option]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     weighed: int = 0
     count: int = 0
@@ -149,10 +158,11 @@ class Search:
         self.pipelines = Pipelines(self.prices, self.limit)
         self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload)
         self.axes = axes_of(graph)
-        # Entries: seconds, complexity, a number that orders equal entries, and a layout or its option.
-        self._heap: list[tuple[float, tuple[int, ...], int, Layout | Option]] = []
+        # Entries: seconds, complexity, a number that orders equal entries, and what they belong to.
+        self._heap: list[tuple[float, tuple[int, ...], int, Entry]] = []
         self._numbers = itertools.count()
         self._seen: set[str] = set()
+        self._lightened: set[str] = set()
 
     # --- the order of the search -------------------------------------------------------------------------------------
 
@@ -164,7 +174,8 @@ class Search:
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
             first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
             self.count = sum(1 for shape in first for _ in runs(shape, self.batch))
-            for shape in first:
+            for number, shape in enumerate(first):
+                self.prices.expect(map(self.prices.largest, first[number + 1 :]))
                 self._push(shape)
             self._climb(every if len(every) > EVERY_VARIATION else [])
         except TimeIsOverError:
@@ -235,18 +246,34 @@ class Search:
         taken = akin = 0
         while self._heap and taken < PLAYED and not self._decided:
             _, _, _, entry = heapq.heappop(self._heap)
+            self.prices.expect(self._next_to_price())
             if isinstance(entry, Layout):
                 self.clock.check()
                 self._weigh_or_price(entry)
+            elif isinstance(entry, Sketch):
+                self.clock.check()
+                self._price(entry)
             elif entry.peak_bytes > self.limit:
                 self.clock.check()
-                self._lighten(entry)
+                self._sketch(entry)
             else:
                 taken += 1
                 if akin < AKIN and every and _is_plain(entry.layout):
                     akin += 1
                     self._push_akin(entry.layout, every)
         self.weighed = self.count
+
+    def _next_to_price(self) -> Iterator[Layout]:
+        """The layouts whose prices the next entries of the heap need."""
+        for _, _, _, entry in heapq.nsmallest(AHEAD, self._heap):
+            if isinstance(entry, Layout):
+                yield entry
+            elif isinstance(entry, Sketch):
+                for kind in dict.fromkeys(entry.ideal.recompute):
+                    yield msgspec.structs.replace(entry.layout, recompute=kind)
+            elif entry.peak_bytes > self.limit:
+                for kind in RECOMPUTE[1:]:
+                    yield msgspec.structs.replace(entry.layout, recompute=kind)
 
     @property
     def _decided(self) -> bool:
@@ -264,7 +291,8 @@ class Search:
             if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp == 2 or shape.ep > 1)
         ]  # fmt: skip
         self.count += sum(1 for shape in near for _ in runs(shape, self.batch) if layout_text(shape) not in self._seen)
-        for shape in near:
+        for number, shape in enumerate(near):
+            self.prices.expect(map(self.prices.largest, near[number + 1 :]))
             self._push(shape)
 
     def _weigh_or_price(self, layout: Layout) -> None:
@@ -295,17 +323,35 @@ class Search:
             self._put(self.pipelines.lighter_bound_s(option), option)
             self._push_next(layout)
 
-    def _lighten(self, plain: Option) -> None:
-        """Estimate the variants of a layout that does not fit, and keep the best variant that fits."""
+    def _sketch(self, plain: Option) -> None:
+        """Add the variants with ZeRO and recomputation of a layout that does not fit."""
         try:
-            option = self.lighter.of(plain)
+            sketches = self.lighter.sketches(plain)
+            if not sketches:
+                self.too_large[plain.name] = plain, self.lighter.smallest(plain)
         except REFUSALS as error:
             self.refused.append(f"{plain.name}: {error.problem}")
             return
-        if option.peak_bytes <= self.limit:
-            self._keep(option)
-        else:
-            self.too_large.append(option)
+        for sketch in sketches:
+            self._put(sketch.bound_s, sketch)
+
+    def _price(self, sketch: Sketch) -> None:
+        """Estimate a variant with ZeRO and recomputation, and keep it if it fits."""
+        if sketch.plain.name in self._lightened:
+            return
+        try:
+            option = self.lighter.priced(sketch)
+        except REFUSALS as error:
+            self.refused.append(f"{sketch.plain.name}: {error.problem}")
+            return
+        if option.peak_bytes > self.limit:
+            _, smallest = self.too_large.get(sketch.plain.name, (sketch.plain, option))
+            smallest = min(smallest, option, key=lambda each: each.peak_bytes)
+            self.too_large[sketch.plain.name] = sketch.plain, smallest
+            return
+        self._keep(option)
+        if self.lighter.is_free(option):
+            self._lightened.add(sketch.plain.name)
 
     def _lighten_first(self) -> None:
         """Estimate the variants of a layout that does not fit, before its turn."""
@@ -313,15 +359,17 @@ class Search:
             if isinstance(entry, Option):
                 del self._heap[place]
                 heapq.heapify(self._heap)
-                self._lighten(entry)
+                with suppress(*REFUSALS):
+                    for sketch in self.lighter.sketches(entry):
+                        self._price(sketch)
                 return
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
         self._put(option.step_s, option)
 
-    def _put(self, seconds: float, entry: Layout | Option) -> None:
-        layout = entry.layout if isinstance(entry, Option) else entry
+    def _put(self, seconds: float, entry: Entry) -> None:
+        layout = entry if isinstance(entry, Layout) else entry.layout
         heapq.heappush(self._heap, (seconds, complexity(layout), next(self._numbers), entry))
 
     # --- the result --------------------------------------------------------------------------------------------------
@@ -329,8 +377,8 @@ class Search:
     def best(self) -> Plan:
         """The plan of the best layout, with the next-best layouts."""
         if not self.found:
-            smallest = sorted(self.too_large, key=lambda option: option.peak_bytes)[:PLAYED]
-            self.found = self.model.fitting_or_error(smallest, self.refused)
+            smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
+            self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
         unlike = [*self._uneven_stages(fitting[:AKIN]), *self._unequal_stages(fitting[:AKIN])]
         fastest: dict[str, Option] = {}
@@ -344,10 +392,8 @@ class Search:
         others = [option for option in timed if option.name != best.name and option.step_s < math.inf]
         others.sort(key=lambda option: option.step_s)
         lost = [alternative(option, winner) for option in others[:SHOWN]]
-        lost += [
-            needs_memory(option, self.limit)
-            for option in sorted(self.too_large, key=lambda option: option.step_s)[: SHOWN // 2]
-        ]
+        nearest = sorted(self.too_large.values(), key=lambda each: each[0].step_s)[: SHOWN // 2]
+        lost += [needs_memory(plain, self.limit, smallest) for plain, smallest in nearest]
         if self.stopped or finalists.stopped:
             note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))

@@ -12,6 +12,23 @@ from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
 from meshwright.planner.reasons import complexity
 
 
+@dataclass(frozen=True)
+class Sketch:
+    """A ZeRO stage for a layout that does not fit (``plain``), before it is priced.
+
+    ``ideal`` is its option as if ZeRO took no time (``Pipelines.ideal``). ``bound_s`` is a lower bound on its seconds.
+    """
+
+    plain: Option
+    ideal: Option
+    bound_s: float
+
+    @property
+    def layout(self) -> Layout:
+        """The layout with the ZeRO stage, without recomputation."""
+        return msgspec.structs.replace(self.ideal.layout, recompute="none")
+
+
 @dataclass
 class Lighter:
     """Finds the fastest variant of a layout that fits in the limit of ``pipelines``.
@@ -29,41 +46,64 @@ class Lighter:
         """The layout itself if it fits; else its fastest variant that fits; else the variant that needs the least
         memory."""
         plain = self.pipelines.option(layout, RECOMPUTE[:1])
-        return plain if self._fits(plain) else self.of(plain)
-
-    def of(self, plain: Option) -> Option:
-        """The fastest variant of a layout that does not fit. If ZeRO stage 1 or 2 fits, it is taken at once, because it
-        moves no more bytes than the sums of gradients. Otherwise, all ZeRO stages are compared, each with the least
-        recomputation that fits. If nothing fits, the variant that needs the least memory."""
-        layout = plain.layout
-        zeros = (0, 1, 2, 3) if layout.dp > 1 else (0,)
-        every = [msgspec.structs.replace(layout, zero=zero) for zero in zeros]
-        if not self.whole and not self.offloads:  # the smallest variant says whether the others need to be priced
-            smallest = self.pipelines.option(every[-1], RECOMPUTE)
-            if not self._fits(smallest):
-                return smallest
-        levels = [level for level in every if self.pipelines.least_held_bytes(level) <= self.pipelines.limit_bytes]
-        options = [plain] if layout in levels else []
-        for level in levels:
-            if level != layout:
-                options.append(self.pipelines.option(level, RECOMPUTE[:1]))
-            if self._fits(options[-1]):
+        if self._fits(plain):
+            return plain
+        found: list[Option] = []
+        for sketch in sorted(self.sketches(plain), key=lambda sketch: (sketch.bound_s, sketch.layout.zero)):
+            fitting = [option.step_s for option in found if self._fits(option)]
+            if fitting and min(fitting) <= sketch.bound_s:
                 break
-        if options and self._fits(options[-1]) and options[-1].layout.zero < 3:
-            return options[-1]
-        for option in tuple(options):
-            options += self._recomputed(option)
-        if self.offloads and not any(map(self._fits, options)):
-            for level in every:
-                moved = msgspec.structs.replace(level, offload="optimizer")
-                options.append(self.pipelines.option(moved, RECOMPUTE[:1]))
-                options += self._recomputed(options[-1])
-        if not options:
-            return self.pipelines.option(every[-1], RECOMPUTE)
+            found.append(self.priced(sketch))
+            if self.is_free(found[-1]):
+                break
+        return self.best(found) if found else self.pipelines.option(self.smallest(plain).layout, RECOMPUTE)
+
+    def best(self, options: list[Option]) -> Option:
+        """The fastest option that fits; if none fits, the smallest."""
         fitting = list(filter(self._fits, options))
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
         return min(fitting, key=lambda option: (option.step_s, complexity(option.layout)))
+
+    def is_free(self, option: Option) -> bool:
+        """Whether no other variant of the same layout can be faster: it fits without recomputation, and ZeRO moves no
+        more bytes than the sums of gradients (stages 1 and 2)."""
+        return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {"none"}
+
+    def sketches(self, plain: Option) -> list[Sketch]:
+        """The ZeRO stages with which a layout can fit that does not fit without. A stage that frees too little memory
+        even if ZeRO divided everything evenly is left out."""
+        found = []
+        for level in self._levels(plain.layout):
+            ideal = self.pipelines.ideal(level)
+            if self._fits(ideal):
+                bound_s = self.pipelines.lighter_bound_s(ideal) if level.zero else ideal.step_s
+                found.append(Sketch(plain, ideal, bound_s))
+            elif self._may_be_careful(plain.layout) or self.offloads:
+                found.append(Sketch(plain, ideal, self.pipelines.lighter_bound_s(plain)))
+        return found
+
+    def smallest(self, plain: Option) -> Option:
+        """The variant that needs the least memory, as if ZeRO took no time."""
+        return min(map(self.pipelines.ideal, self._levels(plain.layout)), key=lambda option: option.peak_bytes)
+
+    def priced(self, sketch: Sketch) -> Option:
+        """The fastest variant of a sketch that fits, with the least recomputation that fits. If none fits, the variant
+        that needs the least memory."""
+        used = set(sketch.ideal.recompute)
+        options = [self.pipelines.option(sketch.layout, [kind for kind in RECOMPUTE if kind in used])]
+        if not self._fits(options[0]):
+            options += self._recomputed(options[0])
+        if self.offloads and not any(map(self._fits, options)):
+            moved = msgspec.structs.replace(sketch.layout, offload="optimizer")
+            options.append(self.pipelines.option(moved, RECOMPUTE[:1]))
+            options += self._recomputed(options[-1])
+        return self.best(options)
+
+    def _levels(self, layout: Layout) -> list[Layout]:
+        """The layout with every ZeRO stage that its ranks allow."""
+        zeros = (0, 1, 2, 3) if layout.dp > 1 else (0,)
+        return [msgspec.structs.replace(layout, zero=zero) for zero in zeros]
 
     def _fits(self, option: Option) -> bool:
         return option.peak_bytes <= self.pipelines.limit_bytes
@@ -73,13 +113,19 @@ class Lighter:
         need less memory (see ``_careful``). Nothing for an option that fits."""
         if self._fits(option):
             return
+        layout = msgspec.structs.replace(option.layout, recompute="none")
         if (careful := self._careful(option)) is not None:
             yield careful
-        for number in range(2, len(RECOMPUTE) + 1):
-            again = self.pipelines.option(option.layout, RECOMPUTE[:number])
+        for number in range(1, len(RECOMPUTE) + 1):
+            again = self.pipelines.option(layout, RECOMPUTE[:number])
             yield again
             if self._fits(again):
                 return
+
+    def _may_be_careful(self, layout: Layout) -> bool:
+        """Whether the integer program can choose strategies of ``layout`` that need less memory."""
+        by_rule = layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
+        return self.whole and not by_rule and (layout.tp > 1 or bool(layout.mixed))
 
     def _careful(self, option: Option) -> Option | None:
         """The option with strategies that the integer program chooses under the memory limit.
@@ -87,13 +133,13 @@ class Lighter:
         The result is None if no strategies fit, for layouts whose strategies the integer program does not choose, and
         for models whose equal blocks are priced once.
         """
-        layout = option.layout
-        by_rule = layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
-        if not self.whole or by_rule or (layout.tp == 1 and not layout.mixed):
+        if not self._may_be_careful(option.layout):
             return None
+        layout = msgspec.structs.replace(option.layout, recompute="none")
         light = msgspec.structs.replace(
-            option, recompute=("none",) * len(option.recompute), memory_bytes=self.pipelines.limit_bytes
-        )
+            option, layout=layout, recompute=("none",) * len(option.recompute),
+            memory_bytes=self.pipelines.limit_bytes,
+        )  # fmt: skip
         try:
             _, foretold = self.model.planned(light, explains=False)
         except (LayoutError, PlanError):

@@ -45,9 +45,12 @@ def alternative(loser: Option, winner: Option, *, searched: bool = True) -> Alte
     return Alternative(layout=loser.name, step_s=loser.step_s, peak_memory_bytes=loser.peak_bytes, why=why)
 
 
-def needs_memory(option: Option, limit: float) -> Alternative:
-    """The ``Alternative`` for a layout that does not fit in ``limit`` bytes."""
+def needs_memory(option: Option, limit: float, smallest: Option | None = None) -> Alternative:
+    """The ``Alternative`` for a layout that does not fit in ``limit`` bytes. ``smallest`` is its variant with ZeRO and
+    recomputation that needs the least memory."""
     why = f"needs {_gib(option.peak_bytes)} GiB at {option.memory.action or 'its peak'}, of {_gib(limit)}"
+    if smallest is not None and smallest.peak_bytes < option.peak_bytes:
+        why += f"; with ZeRO and recomputation at least {_gib(smallest.peak_bytes)}"
     return Alternative(layout=option.name, step_s=option.step_s, peak_memory_bytes=option.peak_bytes, why=why)
 
 

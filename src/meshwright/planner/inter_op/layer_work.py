@@ -4,6 +4,7 @@ Each layer of the shortened graph becomes a stage of its own. This pipeline is p
 plan, so that a layer costs here what its operators cost in a program.
 """
 
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -26,7 +27,10 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
+from meshwright.planner.inter_op.price_workers import PriceWorkers, num_workers
 
+WORKERS_AFTER_S = 1.0
+"""Seconds of pricing after which other processes help. Most searches take less."""
 GATHER = "gather of "
 """The names of gathers of parameters begin with these words in the work of layers."""
 
@@ -94,6 +98,8 @@ class LayerPrices:
             for names in of_stages.values() for term in names
         }  # fmt: skip
         self._known: dict[bytes, LayerWorks | MeshwrightError] = {}
+        self._spent_s = 0.0
+        self._workers: PriceWorkers | None = None
         # For layouts that differ in dp and micro-batches only: dp x micro-batches -> (dp, works).
         self._families: dict[bytes, dict[int, tuple[int, LayerWorks]]] = {}
 
@@ -118,9 +124,32 @@ class LayerPrices:
             raise found
         return found
 
+    def expect(self, layouts: Iterable[Layout]) -> None:
+        """Tell which layouts will probably be asked for, the next ones first, so that other processes price them."""
+        if self._workers is None:
+            number = num_workers() if self._spent_s > WORKERS_AFTER_S else 0
+            if not number:
+                return
+            self._workers = PriceWorkers(lambda single: msgspec.msgpack.encode(self._worked_out(single)), number)
+        wanted: dict[bytes, Layout] = {}
+        for layout in layouts:
+            single = self._single(layout)
+            if not self._knows(single):
+                shared = (_kin(single), single.dp * single.microbatches) if _shares_price(single) else single
+                wanted.setdefault(msgspec.json.encode(shared), single)
+        self._workers.want([(msgspec.json.encode(single), single) for single in wanted.values()])
+
+    def close(self) -> None:
+        """End the processes that price layouts."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
     def knows(self, layout: Layout) -> bool:
         """Whether ``of`` needs no lowering for this layout."""
-        single = self._single(layout)
+        return self._knows(self._single(layout))
+
+    def _knows(self, single: Layout) -> bool:
         dp = self._families.get(_kin(single), {}).get(single.dp * single.microbatches, (0,))[0]
         return msgspec.json.encode(single) in self._known or (
             _shares_price(single) and (dp > 1 or single.dp == dp == 1)
@@ -132,13 +161,19 @@ class LayerPrices:
         single = self._single(layout)
         parts, known = single.dp * single.microbatches, self._families.setdefault(_kin(single), {})
         fewer = [number for number in known if number <= parts]
-        if not fewer and parts > 1 and self.chain.graph.batch_size % 2 == 0:
-            half = msgspec.structs.replace(layout, dp=1, microbatches=2)
-            if _shares_price(half):
-                return self.of(half), 2 / parts
         if not fewer:
-            return self.of(layout), 1.0
+            least = self.largest(layout)
+            return self.of(least), least.dp * least.microbatches / parts
         return known[max(fewer)][1], max(fewer) / parts
+
+    def largest(self, layout: Layout) -> Layout:
+        """The layout with the largest micro-batches whose works say something about those of ``layout``: half of the
+        batch for each micro-batch of all ranks that must divide it. If prices are not shared, ``layout`` itself."""
+        dp = 1 if layout.ep == 1 else layout.ep if layout.dp == layout.ep else 2 * layout.ep
+        half = msgspec.structs.replace(layout, dp=dp, microbatches=2)
+        parts = layout.dp * layout.microbatches
+        divides = parts > 2 * dp and self.chain.graph.batch_size % (2 * dp) == 0
+        return half if divides and _shares_price(half) else layout
 
     def _single(self, layout: Layout) -> Layout:
         """The layout in which each priced layer is a stage."""
@@ -155,6 +190,15 @@ class LayerPrices:
         return works
 
     def _priced(self, single: Layout) -> LayerWorks:
+        key = msgspec.json.encode(single)
+        if self._workers is not None and (found := self._workers.take(key)):
+            return msgspec.msgpack.decode(found, type=LayerWorks)
+        start = time.perf_counter()
+        works = self._worked_out(single)
+        self._spent_s += time.perf_counter() - start
+        return works
+
+    def _worked_out(self, single: Layout) -> LayerWorks:
         plan = plan_layout(self.chain.graph, single, world_size=single.num_ranks, cluster=self.cluster, ask=self._ask)
         programs = self.lower(plan)
         work = step_work(
@@ -193,13 +237,16 @@ class LayerPrices:
 
 
 def _kin(single: Layout) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(single, dp=1, microbatches=1))
+    """The family of layouts that differ in dp and micro-batches only. If dp is ep, no ranks have the same experts, so
+    that gradients of experts are not summed."""
+    alone = single.ep > 1 and single.dp == single.ep
+    return msgspec.json.encode((msgspec.structs.replace(single, dp=single.ep, microbatches=1), alone))
 
 
 def _shares_price(layout: Layout) -> bool:
     """Whether only the size of a rank's micro-batch matters, not how many ranks and micro-batches divide the batch. If
     the step has one micro-batch, gradients are not accumulated."""
-    return layout.microbatches > 1 and not layout.zero and layout.ep == 1 and not layout.mixed
+    return layout.microbatches > 1 and not layout.zero and not layout.mixed
 
 
 def _derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:

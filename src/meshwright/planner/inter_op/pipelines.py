@@ -1,6 +1,7 @@
 """Make the stages of a layout from the work of layers: the cut, the recomputation of each stage, time and memory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Literal
 
@@ -134,6 +135,7 @@ class Pipelines:
         self.chain, self.cluster = prices.chain, prices.cluster
         self._slowest: dict[object, float] = {}
         self._once: dict[LayerWorks, tuple[float, float]] = {}
+        self._parts: dict[tuple[LayerWorks, int, int], LayerWorks] = {}
 
     def bound_s(self, layout: Layout) -> float:
         """A lower bound on the seconds of a step of ``layout`` in the closed form, whatever its recomputation.
@@ -179,21 +181,6 @@ class Pipelines:
             saved = max(saved, layout.chunks * (update_s * (1 - 1 / layout.dp) + sums_s / 2))
         return option.step_s - saved
 
-    def least_held_bytes(self, layout: Layout) -> float:
-        """A lower bound on the bytes that the fullest rank holds: the mean of all ranks' parameters, gradients and
-        optimizer state. ZeRO divides optimizer state, from stage 2 on gradients, and in stage 3 parameters."""
-        works = self.prices.of(msgspec.structs.replace(layout, zero=0, recompute="none", offload="none"))
-        facts = [works.facts[number] for number in self.chain.numbers]
-        trained = float(sum(fact.trained_bytes for fact in facts))
-        parameters = float(sum(fact.held.parameters_bytes for fact in facts))
-        for shared in works.shared.values():
-            more = sum(number in shared.layers for number in self.chain.numbers) - 1
-            parameters -= more * shared.num_bytes
-            trained -= more * shared.num_bytes * shared.trained
-        states = 0.0 if layout.offload != "none" else trained * self.prices.optimizer.states
-        parts = [layout.dp if layout.zero >= stage else 1 for stage in (1, 2, 3)]
-        return (states / parts[0] + trained / parts[1] + parameters / parts[2]) / layout.pp
-
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
         if works not in self._once:
@@ -219,8 +206,50 @@ class Pipelines:
             ScheduleError: the schedule is not defined for the number of micro-batches.
         """
         self._check(layout)
-        variants = {kind: self.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in kinds}
-        num_stages = layout.pp * layout.chunks
+        return self._best(
+            layout, {kind: self.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in kinds}
+        )
+
+    def ideal(self, layout: Layout) -> Option:
+        """The option of ``layout`` as if ZeRO only saved memory: it divides what ranks hold, and takes no time. No real
+        option needs less memory or recomputes less. It needs no prices of layouts with ZeRO.
+
+        Raises: the errors of ``option``.
+        """
+        self._check(layout)
+        plain = msgspec.structs.replace(layout, zero=0, zero_ranks=0)
+
+        def best(kinds: Sequence[Recompute]) -> Option:
+            variants = {kind: self.prices.of(msgspec.structs.replace(plain, recompute=kind)) for kind in kinds}
+            return self._best(layout, {kind: self._divided(works, layout) for kind, works in variants.items()})
+
+        option = best(RECOMPUTE[:1])  # nothing is faster than no recomputation
+        return option if option.peak_bytes <= self.limit_bytes else best(RECOMPUTE)
+
+    def _divided(self, works: LayerWorks, layout: Layout) -> LayerWorks:
+        """The works of a layout without ZeRO, with the parts of the state that ZeRO leaves on a rank."""
+        key = works, layout.zero, layout.dp
+        if layout.zero and key not in self._parts:
+            parts = [layout.dp if layout.zero >= stage else 1 for stage in (1, 2, 3)]
+            facts = tuple(
+                fact._replace(
+                    held=msgspec.structs.replace(
+                        fact.held,
+                        optimizer_bytes=fact.held.optimizer_bytes // parts[0],
+                        gradients_bytes=fact.held.gradients_bytes // parts[1],
+                        parameters_bytes=fact.held.parameters_bytes // parts[2],
+                        gathered_bytes=fact.held.gathered_bytes if layout.zero < 3 else 0,
+                    ),
+                    trained_bytes=fact.trained_bytes // parts[1],
+                )
+                for fact in works.facts
+            )
+            self._parts[key] = replace(works, facts=facts)
+        return self._parts[key] if layout.zero else works
+
+    def _best(self, layout: Layout, variants: Mapping[Recompute, LayerWorks]) -> Option:
+        """The option with the fastest stages, each of one of the variants."""
+        kinds, num_stages = tuple(variants), layout.pp * layout.chunks
         if num_stages == 1:
             stages = [range(len(self.chain.layers))]
             options = [self._made(layout, stages, [(kind, variants[kind])]) for kind in kinds]

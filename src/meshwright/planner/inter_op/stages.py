@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+FEW_COLUMNS = 4
+"""Number of table columns that are computed one by one, each for all layers at once."""
 GROWTH = 1.1
 """Factor by which the limit on a stage's seconds rises until stages are possible."""
 
@@ -223,7 +225,7 @@ class _Search:
         table = np.full((num + 1, prod(self.shape)), inf)
         table[num, 0] = 0.0
         tables = [table]
-        windows = [self._window(layer, limit) for layer in range(num + 1)]
+        windows = self._windows(limit)
         best, chosen = inf, -1
         for following in range(min(num, sum(self.pools), self._most + 1)):
             table = self._extended(table, following, limit, windows)
@@ -238,23 +240,20 @@ class _Search:
                     break
         return self._stages(tables[: chosen + 2], limit) if chosen >= 0 else None
 
-    def _window(self, layer: int, limit: float) -> NDArray[np.int64]:
-        """The flat indices for which the layers from ``layer`` on, and the layers before ``layer``, can both keep the
-        limit.
+    def _windows(self, limit: float) -> NDArray[np.bool_]:
+        """[layer, used]: whether the layers from ``layer`` on, and the layers before ``layer``, can both keep the limit
+        if the former use ``used`` devices (a flat index).
 
         Stages that each take at most ``limit`` on d devices together have at most d x ``limit`` device-seconds.
         """
-        every = np.arange(len(self._used))
         if not self.prunes or limit == inf:
-            return every
+            return np.ones((self.prices.num_layers + 1, len(self._used)), dtype=bool)
         ahead, behind = self._device_seconds
-        room = limit * (1 + 1e-12)
-        kept: NDArray[np.bool_] = np.logical_and(
-            self._used * room >= behind[layer], (sum(self.pools) - self._used) * room >= ahead[layer]
-        )
-        return every[kept]
+        room, rest = self._used * limit * (1 + 1e-12), (sum(self.pools) - self._used) * limit * (1 + 1e-12)
+        kept: NDArray[np.bool_] = np.logical_and(room >= behind[:, None], rest >= ahead[:, None])
+        return kept
 
-    def _extended(self, table: Floats, following: int, limit: float, windows: list[NDArray[np.int64]]) -> Floats:
+    def _extended(self, table: Floats, following: int, limit: float, windows: NDArray[np.bool_]) -> Floats:
         """The table with one more stage in front of ``following`` stages."""
         seconds = self._seconds(following)
         result = np.full_like(table, inf)
@@ -264,9 +263,13 @@ class _Search:
             if shifted is None:
                 continue
             possible = np.asarray(np.isfinite(shifted).any(axis=0))
+            if self.prunes and possible.sum() <= FEW_COLUMNS:
+                columns = np.flatnonzero(possible)
+                self._extend_columns(result, seconds[:, :, number], shifted, columns, limit, windows)
+                continue
             for layer in range(self.prices.num_layers):
-                row, window = seconds[layer, layer:, number], windows[layer]
-                window = window[possible[window]] if self.prunes else window
+                row = seconds[layer, layer:, number]
+                window = np.flatnonzero(windows[layer] & possible if self.prunes else windows[layer])
                 ends = np.flatnonzero((row <= limit) & reached[layer + 1 :]) if self.prunes else np.arange(len(row))
                 if not len(ends) or not len(window):
                     continue
@@ -276,6 +279,18 @@ class _Search:
                 self.entries += several.size
                 result[layer, window] = np.minimum(result[layer, window], (several + costs[:, None]).min(axis=0))
         return result
+
+    def _extend_columns(
+        self, result: Floats, seconds: Floats, shifted: Floats, columns: NDArray[np.int64], limit: float,
+        windows: NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        """Extend a table that has entries for few numbers of used devices (``columns``): all layers at once."""
+        costs = np.where((seconds <= limit) & np.tri(len(seconds), dtype=bool).T, seconds, inf)
+        for column in columns:
+            inside, rest = np.flatnonzero(windows[:-1, column]), shifted[1:, column]
+            self.entries += int(np.count_nonzero(np.isfinite(costs[inside][:, np.isfinite(rest)])))
+            least = (costs[inside] + rest).min(axis=1)
+            result[inside, column] = np.minimum(result[inside, column], least)
 
     def _seconds(self, following: int) -> Floats:
         if following not in self._before:

@@ -1,0 +1,117 @@
+"""Processes that price layouts before the search asks for them."""
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from threading import Condition, Thread
+from typing import Any
+
+import msgspec
+
+from meshwright.ir.layout import Layout
+
+MOST_WORKERS = 8
+"""Largest number of processes that price layouts."""
+LONGEST_S = 60.0
+"""Longest time that a worker may take for a layout. A worker that takes longer is given up."""
+
+Price = Callable[[Layout], bytes]
+
+
+def num_workers() -> int:
+    """The number of processes that can run beside this one. 0 where processes cannot be forked safely."""
+    if sys.platform != "linux" or multiprocessing.current_process().daemon:
+        return 0
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)
+
+
+class PriceWorkers:
+    """Forks of this process, which price layouts.
+
+    A fork shares the memory of the model, so that a request is only a layout. The answer is the result of ``price``,
+    a text of bytes. A worker answers with no bytes if ``price`` raises an error. The caller then calls ``price`` itself
+    and gets the same error, so that results never depend on workers.
+    """
+
+    def __init__(self, price: Price, number: int) -> None:
+        self._changed = Condition()
+        self._wanted: dict[bytes, Layout] = {}
+        self._begun: dict[bytes, Future[bytes]] = {}
+        self._open = True
+        context, others = multiprocessing.get_context("fork"), []
+        self._processes = []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            others.append(ours)
+            process = context.Process(target=_serve, args=(price, theirs, tuple(others)), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+        for connection in others:  # no threads run while processes are forked
+            Thread(target=self._ask, args=(connection,), daemon=True).start()
+
+    def want(self, layouts: Sequence[tuple[bytes, Layout]]) -> None:
+        """Price these layouts, the first ones first, instead of those that were wanted before and are not begun."""
+        with self._changed:
+            self._wanted = {key: layout for key, layout in layouts if key not in self._begun}
+            self._changed.notify_all()
+
+    def take(self, key: bytes) -> bytes:
+        """The answer of a worker that has begun with a layout. No bytes if no worker has begun, or it has failed."""
+        with self._changed:
+            self._wanted.pop(key, None)
+            begun = self._begun.pop(key, None)
+        return begun.result() if begun is not None else b""
+
+    def close(self) -> None:
+        """End all workers."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _ask(self, worker: Connection) -> None:
+        """The thread of a worker: sends wanted layouts, and waits for answers."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or not self._open)
+                if not self._open:
+                    worker.close()
+                    return
+                key = next(iter(self._wanted))
+                layout = self._wanted.pop(key)
+                answer = self._begun[key] = Future()
+            found, lost = b"", True
+            with suppress(OSError, EOFError):
+                worker.send_bytes(msgspec.msgpack.encode(layout))
+                if worker.poll(LONGEST_S):
+                    found, lost = worker.recv_bytes(), False
+            answer.set_result(found)
+            if lost:
+                return
+
+
+def _serve(price: Price, requests: Connection, others: Sequence[Connection]) -> None:
+    """Price layouts until the other end of the connection is closed."""
+    for connection in others:  # or this process would keep the connections of its siblings open
+        connection.close()
+    gc.freeze()
+    gc.enable()
+    layout: Any
+    while True:
+        try:
+            layout = msgspec.msgpack.decode(requests.recv_bytes(), type=Layout)
+        except (EOFError, OSError):
+            return
+        try:
+            found = price(layout)
+        except Exception:  # noqa: BLE001 - the caller meets the same error
+            found = b""
+        requests.send_bytes(found)
