@@ -267,7 +267,7 @@ class _Planner:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
-            memory = float(self.cluster.device.memory_bytes)
+            memory = self.ask.room_bytes or float(self.cluster.device.memory_bytes)
         limits = memory, self.ask.parameter_bytes
         rest = (self.mesh if memory else self.mesh.world_size, limits, self.ask.whole,
                 self.layout.batch_statistics, zero)  # fmt: skip
