@@ -201,8 +201,9 @@ class _Planner:
             algorithms = algorithms_of(self.mesh, self.axes, self.cluster)
             links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
             buckets, gathers, inside, notes = (), (), self._interiors(), self._explained()
-        reduced = reduced_members(graph, divided, placements, storage, Mover(self.axes, links))
-        gathered = gathered_members(graph, divided, storage, self.sizes)
+        zero = self._zero(graph.parameters)
+        reduced = reduced_members(graph, divided, placements, storage, Mover(self.axes, links), zero)
+        gathered = gathered_members(graph, divided, storage, self.sizes, zero)
         plan = Plan(
             model=graph.model,
             graph_fingerprint=graph.fingerprint,
@@ -268,8 +269,7 @@ class _Planner:
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
             memory = self.ask.room_bytes or float(self.cluster.device.memory_bytes)
-        limits = memory, self.ask.parameter_bytes
-        rest = (self.mesh if memory else self.mesh.world_size, limits, self.ask.whole,
+        rest = (self.mesh if memory else self.mesh.world_size, (memory, self.ask.parameter_bytes), self.ask.whole,
                 self.layout.batch_statistics, zero)  # fmt: skip
         key = (tuple(self.sizes.items()), *rest)
         once = self.ask.known.get((tuple(self.axes.items()), *rest)) if self.ask.reuses else None
