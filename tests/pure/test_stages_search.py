@@ -17,23 +17,28 @@ ANY = 99
 
 
 def brute_force(prices: StagePrices, pools: tuple[int, ...], microbatches: int, fill: float) -> float:
-    """The least step over all cuts and all submeshes."""
+    """The least step over all cuts, all submeshes and all variants."""
     num, best = prices.num_layers, inf
+    ways = list(itertools.product(range(len(prices.submeshes)), range(prices.seconds.shape[3])))
+    once = np.zeros_like(prices.seconds) if prices.once is None else prices.once
     for count in range(1, num + 1):
-        cells = [prices.before(following) for following in reversed(range(count))]
         for cut in itertools.combinations(range(1, num), count - 1):
             borders = [0, *cut, num]
-            for picked in itertools.product(range(len(prices.submeshes)), repeat=count):
+            for picked in itertools.product(ways, repeat=count):
                 used = [0] * len(pools)
-                for number in picked:
+                for number, _ in picked:
                     used[prices.submeshes[number].pool] += prices.submeshes[number].devices
-                if tuple(used) != pools:
+                cells = [(borders[place], borders[place + 1] - 1, *way) for place, way in enumerate(picked)]
+                fits = all(prices.most_after[cell] >= count - 1 - place for place, cell in enumerate(cells))
+                if tuple(used) != pools or not fits:
                     continue
-                times = [
-                    float(cells[index][borders[index], borders[index + 1] - 1, number])
-                    for index, number in enumerate(picked)
-                ]
-                best = min(best, fill * sum(times) + (microbatches - fill) * max(times))
+                times = [float(prices.seconds[cell]) for cell in cells]
+                if inf in times:
+                    continue
+                busy = max(
+                    (microbatches - fill) * time + float(once[cell]) for time, cell in zip(times, cells, strict=True)
+                )
+                best = min(best, fill * sum(times) + busy)
     return best
 
 
@@ -53,7 +58,8 @@ def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float
     seconds[random.random(seconds.shape) < draw(st.sampled_from([0.0, 0.3]))] = inf
     after = random.integers(-1, layers + 1, seconds.shape) if draw(st.booleans()) else np.full(seconds.shape, ANY)
     fill = draw(st.sampled_from([1.0, 0.5, 1 / 3]))
-    return StagePrices(tuple(sizes), seconds, after), pools, draw(st.sampled_from([1, 2, 8, 64])), fill
+    once = random.random(seconds.shape) * draw(st.sampled_from([0.1, 10.0])) if draw(st.booleans()) else None
+    return StagePrices(tuple(sizes), seconds, after, once), pools, draw(st.sampled_from([1, 2, 8, 64])), fill
 
 
 @given(instances())
@@ -69,7 +75,12 @@ def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int,
         assert found is not None
         assert found.step_s == pytest.approx(expected, rel=1e-9)
         times = [stage.seconds for stage in found.stages]
-        assert fill * sum(times) + (microbatches - fill) * max(times) == pytest.approx(found.step_s)
+        once = [
+            0.0 if prices.once is None else prices.once[stage.first, stage.last, stage.submesh, stage.variant]
+            for stage in found.stages
+        ]
+        busy = max((microbatches - fill) * time + more for time, more in zip(times, once, strict=True))
+        assert fill * sum(times) + busy == pytest.approx(found.step_s)
         borders = [(stage.first, stage.last) for stage in found.stages]
         assert [first for first, _ in borders] == [0, *(last + 1 for _, last in borders[:-1])]
         assert borders[-1][1] == prices.num_layers - 1
@@ -154,6 +165,21 @@ def test_a_slow_pool_gets_fewer_layers() -> None:
     found = assign_stages(prices, (8, 8), 64)
     assert found is not None
     assert sorted(stage.last - stage.first + 1 for stage in found.stages) == [4, 8]
+
+
+def test_what_a_stage_does_once_is_weighed_by_the_micro_batches() -> None:
+    """The last layer is as fast as the others, but its update takes as long as four micro-batches of a layer."""
+    layers = 6
+    seconds = np.full((layers, layers, 1, 1), inf)
+    once = np.zeros(seconds.shape)
+    for first, last in itertools.combinations_with_replacement(range(layers), 2):
+        seconds[first, last] = last - first + 1
+        once[first, last] = 4.0 * (last == layers - 1)
+    prices = StagePrices((Submesh(0, 1),), seconds, np.full(seconds.shape, ANY), once)
+    for microbatches, expected in ((3, [4, 2]), (100, [3, 3])):
+        found = assign_stages(prices, (2,), microbatches)
+        assert found is not None
+        assert [stage.last - stage.first + 1 for stage in found.stages] == expected
 
 
 def test_memory_limits_the_stages_that_follow() -> None:

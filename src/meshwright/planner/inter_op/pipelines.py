@@ -285,10 +285,12 @@ class Pipelines:
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         shape = (count, count, 1, len(variants))
         seconds, most_after = np.full(shape, inf), np.full(shape, -1, dtype=np.int64)
+        once = np.zeros(shape)
         for number, works in enumerate(variants):
             seconds[:, :, 0, number] = self._stage_seconds(layout, works)
+            once[:, :, 0, number] = self._stage_once_s(works)
             most_after[:, :, 0, number] = self._most_after(layout, works, limit_bytes)
-        prices = StagePrices((Submesh(0, 1),), seconds, most_after)
+        prices = StagePrices((Submesh(0, 1),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
         found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
         return found.stages if found is not None else None
@@ -297,12 +299,26 @@ class Pipelines:
         """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
         numbers, network = self.chain.numbers, self.prices.network
         ranks = layout.num_ranks // layout.pp
-        up = np.array([network.send_s(works.works[number].sent_up_bytes, ranks) for number in numbers])
-        down = np.array([network.send_s(works.works[number].sent_down_bytes, ranks) for number in numbers])
+        stages = [works.works[number] for number in numbers]
+        up, down = (
+            np.array([network.send_s(size, ranks) if size else 0.0 for size in sizes])  # without bytes, no message
+            for sizes in ([stage.sent_up_bytes for stage in stages], [stage.sent_down_bytes for stage in stages])
+        )
         up[-1] = down[0] = 0.0
         each = np.array(self.prices.seconds(works, _passes(layout)))[numbers]
         seconds: NDArray[np.float64] = _spans(each) + up[None, :] + down[:, None]
         return seconds
+
+    def _stage_once_s(self, works: LayerWorks) -> NDArray[np.float64]:
+        """[i, j]: the seconds that layers i to j take once a step, to sum gradients and to update parameters. Where
+        collectives run beside kernels, only the update counts."""
+        each = []
+        for stage in works.works:
+            updates = [piece for piece in stage.after if isinstance(piece, Compute)]
+            sums = (*stage.pieces.get(ActionKind.REDUCE_GRAD.value, ()), *filter(is_sum, stage.after))
+            pieces = updates if self._overlaps else (*updates, *sums)
+            each.append(pieces_s(pieces, works.mesh, self.prices.network))
+        return _spans(np.array(each)[self.chain.numbers])
 
     def _most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
         """[i, j]: the largest number of stages that may follow a stage of layers i to j within the limit; -1: the stage
