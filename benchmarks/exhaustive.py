@@ -7,7 +7,7 @@ nothing is left out: layouts x cuts into stages x recomputation of each stage x 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -35,14 +35,29 @@ from meshwright.planner.time_limit import TimeLimit
 from meshwright.schedules.pipeline import training_schedule
 from meshwright.simulate.engine import play
 
+MUCH = 1e15
+"""Bytes of memory that are always enough."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """One plan: its name, its estimated seconds and the bytes of the fullest rank."""
+    """One plan: where it is cut, what each stage recomputes, its estimated seconds, the bytes of the fullest rank."""
 
-    name: str
+    layout: Layout
+    cut: tuple[int, ...]
+    recompute: tuple[str, ...]
     step_s: float
     peak_bytes: float
+
+    @property
+    def plain(self) -> bool:
+        """Whether the plan uses neither ZeRO nor recomputation."""
+        return not self.layout.zero and set(self.recompute) == {"none"}
+
+    @property
+    def name(self) -> str:
+        """The plan as text."""
+        return f"{layout_text(self.layout)}, cut at {self.cut}, recompute {' '.join(self.recompute)}"
 
 
 class Residual(nn.Module):
@@ -134,10 +149,50 @@ def _of_layout(layout: Layout, cluster: Cluster, prices: LayerPrices) -> Iterato
             else:
                 step_s = predict_step(work, schedule, layout.mesh(), cluster).step_s
             peak = max(memory.peak_bytes for memory in peak_memory(work, schedule))
-            yield Step(f"{layout_text(layout)} cut at {cut}, recompute {chosen}", step_s, peak)
+            yield Step(layout, cut, chosen, step_s, peak)
 
 
-def best_of(steps: list[Step], limit_bytes: float) -> Step:
-    """The fastest that fits."""
-    return min((step for step in steps if step.peak_bytes <= limit_bytes), key=lambda step: step.step_s,
-               default=Step("nothing fits", inf, inf))  # fmt: skip
+def _without_zero(step: Step) -> str:
+    return layout_text(msgspec.structs.replace(step.layout, zero=0))
+
+
+def best_of(steps: Sequence[Step], limit_bytes: float, promised: bool) -> Step:
+    """The fastest that fits. ``promised``: ZeRO only for layouts that do not fit without it, as the search promises."""
+    fits = [step for step in steps if step.peak_bytes <= limit_bytes]
+    whole = {_without_zero(step) for step in fits if step.plain}
+    if promised:
+        fits = [step for step in fits if not step.layout.zero or _without_zero(step) not in whole]
+    return min(fits, key=lambda step: step.step_s)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How much longer the fastest layout of a search takes than the best of all plans: than all plans that the search
+    promises to consider, and than all plans. ``plans`` is their number."""
+
+    promised: float
+    all: float
+    plans: int
+    ours: str
+    best: str
+
+
+def gap(seed: int, most_layers: int = 5) -> list[Gap]:
+    """The gaps of a random model on a random cluster, with much memory and with little; empty if the model has more
+    than ``most_layers`` layers."""
+    random = np.random.default_rng(seed)
+    graph, cluster = random_graph(random), random_cluster(random)
+    search = searched(graph, cluster, MUCH)
+    if len(search.prices.chain.layers) > most_layers:
+        return []
+    steps = list(every_step(graph, cluster, search.prices, search.most_tp))
+    peaks = sorted({step.peak_bytes for step in steps})
+    limit = peaks[int(random.uniform(0, 1) * (len(peaks) - 1))]
+    gaps = []
+    for limit_bytes in (MUCH, limit):
+        search = searched(graph, cluster, limit_bytes) if limit_bytes < MUCH else search
+        ours = min(search.found, key=lambda option: option.step_s, default=None)
+        bests = [best_of(steps, limit_bytes, promised) for promised in (True, False)]
+        found = [(ours.step_s if ours else inf) / best.step_s - 1 for best in bests]
+        gaps.append(Gap(found[0], found[1], len(steps), ours.name if ours else "nothing", bests[0].name))
+    return gaps

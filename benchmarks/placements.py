@@ -22,7 +22,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.placement import describe
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Collective
+from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.intra_op.assign import Assigned
@@ -36,7 +36,7 @@ SCALARS = 8
 """Bytes up to which a collective is not counted: the loss and the number of labels, which Alpa's steps do not give
 back."""
 
-Price = Callable[[str, float, str], float]
+Price = Callable[[CollectiveKind, float, str], float]
 """The seconds of a collective: its kind, its bytes and its axis."""
 Pins = Mapping[str, str]
 

@@ -27,7 +27,8 @@ def brute_force(prices: StagePrices, pools: tuple[int, ...], microbatches: int, 
             for picked in itertools.product(ways, repeat=count):
                 used = [0] * len(pools)
                 for number, _ in picked:
-                    used[prices.submeshes[number].pool] += prices.submeshes[number].devices
+                    for pool, devices in enumerate(prices.submeshes[number].counts):
+                        used[pool] += devices
                 cells = [(borders[place], borders[place + 1] - 1, *way) for place, way in enumerate(picked)]
                 fits = all(prices.most_after[cell] >= count - 1 - place for place, cell in enumerate(cells))
                 if tuple(used) != pools or not fits:
@@ -42,11 +43,18 @@ def brute_force(prices: StagePrices, pools: tuple[int, ...], microbatches: int, 
     return best
 
 
+def alone(pool: int, devices: int) -> Submesh:
+    """Devices of one pool."""
+    return Submesh((0,) * pool + (devices,))
+
+
 @st.composite
 def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float]:
     layers, variants = draw(st.integers(1, 5)), draw(st.integers(1, 2))
     pools = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
-    sizes = [Submesh(pool, devices) for pool, most in enumerate(pools) for devices in (1, 2, 4) if devices <= most]
+    sizes = [alone(pool, devices) for pool, most in enumerate(pools) for devices in (1, 2, 4) if devices <= most]
+    if len(pools) > 1 and draw(st.booleans()):  # a stage on unlike devices
+        sizes.append(Submesh((1, 1)))
     random = np.random.default_rng(draw(st.integers(0, 10**6)))
     seconds = random.random((layers, layers, len(sizes), variants))
     if draw(st.booleans()):  # as real stages: more layers take longer, more devices shorter
@@ -91,7 +99,7 @@ def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int,
 
 
 def alike(seconds: np.ndarray, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> StagePrices:
-    return StagePrices(tuple(Submesh(0, size) for size in sizes), seconds, np.full(seconds.shape, ANY))
+    return StagePrices(tuple(Submesh((size,)) for size in sizes), seconds, np.full(seconds.shape, ANY))
 
 
 def layered(layers: int, sizes: tuple[int, ...], seed: int = 3, exponent: float = 0.92) -> StagePrices:
@@ -161,10 +169,32 @@ def test_a_slow_pool_gets_fewer_layers() -> None:
     seconds = np.full((layers, layers, 2, 1), inf)
     for first, last in itertools.combinations_with_replacement(range(layers), 2):
         seconds[first, last, :, 0] = (last - first + 1), 2.0 * (last - first + 1)
-    prices = StagePrices((Submesh(0, 8), Submesh(1, 8)), seconds, np.full(seconds.shape, ANY))
+    prices = StagePrices((alone(0, 8), alone(1, 8)), seconds, np.full(seconds.shape, ANY))
     found = assign_stages(prices, (8, 8), 64)
     assert found is not None
     assert sorted(stage.last - stage.first + 1 for stage in found.stages) == [4, 8]
+
+
+def test_a_stage_may_join_unlike_devices() -> None:
+    """12 fast devices, and 4 that are a quarter as fast: the slow ones alone would hold up the others, so they join 4
+    fast devices in a stage. Metis (2024) finds such stages on 12 A100 and 4 T4."""
+    layers, submeshes = 10, [alone(0, count) for count in (4, 8, 12)] + [alone(1, 4), Submesh((4, 4))]
+    seconds = np.full((layers, layers, len(submeshes), 1), inf)
+    for (first, last), (number, submesh) in itertools.product(
+        itertools.combinations_with_replacement(range(layers), 2), enumerate(submeshes)
+    ):
+        fast, slow = (*submesh.counts, 0)[:2]
+        seconds[first, last, number] = (last - first + 1) / (fast + slow / 4)
+    prices = StagePrices(tuple(submeshes), seconds, np.full(seconds.shape, ANY))
+    found = assign_stages(prices, (12, 4), 8)
+    assert found is not None
+    assert {submeshes[stage.submesh].counts: stage.last - stage.first + 1 for stage in found.stages} == {
+        (4, 4): 4, (8,): 6,
+    }  # fmt: skip
+    apart = StagePrices(tuple(submeshes[:4]), seconds[:, :, :4], prices.most_after[:, :, :4])
+    separate = assign_stages(apart, (12, 4), 8)
+    assert separate is not None
+    assert found.step_s < separate.step_s
 
 
 def test_what_a_stage_does_once_is_weighed_by_the_micro_batches() -> None:
@@ -175,7 +205,7 @@ def test_what_a_stage_does_once_is_weighed_by_the_micro_batches() -> None:
     for first, last in itertools.combinations_with_replacement(range(layers), 2):
         seconds[first, last] = last - first + 1
         once[first, last] = 4.0 * (last == layers - 1)
-    prices = StagePrices((Submesh(0, 1),), seconds, np.full(seconds.shape, ANY), once)
+    prices = StagePrices((Submesh((1,)),), seconds, np.full(seconds.shape, ANY), once)
     for microbatches, expected in ((3, [4, 2]), (100, [3, 3])):
         found = assign_stages(prices, (2,), microbatches)
         assert found is not None

@@ -15,6 +15,7 @@ from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
@@ -273,7 +274,7 @@ class Pipelines:
         if key not in self._slowest:
             each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))
             seconds = _spans(each[self.chain.numbers])[:, :, None, None]
-            prices = StagePrices((Submesh(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
+            prices = StagePrices((Submesh((1,)),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
             found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
             self._slowest[key] = max(stage.seconds for stage in found.stages) if found else 0.0
         return self._slowest[key]
@@ -290,7 +291,7 @@ class Pipelines:
             seconds[:, :, 0, number] = self._stage_seconds(layout, works)
             once[:, :, 0, number] = self._stage_once_s(works)
             most_after[:, :, 0, number] = self._most_after(layout, works, limit_bytes)
-        prices = StagePrices((Submesh(0, 1),), seconds, most_after, once)
+        prices = StagePrices((Submesh((1,)),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
         found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
         return found.stages if found is not None else None
@@ -328,18 +329,30 @@ class Pipelines:
             return np.full((count, count), num_stages, dtype=np.int64)
         facts = [works.facts[number] for number in self.chain.numbers]
         stages = [works.works[number] for number in self.chain.numbers]
-        step_bytes = max(fact.held.prologue_bytes + fact.held.inputs_bytes for fact in works.facts)
-        held = np.array([
-            fact.held.total_bytes - fact.held.prologue_bytes - fact.held.inputs_bytes
-            + (fact.trained_bytes if layout.microbatches == 1 else 0)  # otherwise they are among the held bytes
-            for fact in facts
-        ], dtype=float)  # fmt: skip
+        prologue, inputs = (
+            np.array(sizes, dtype=float)
+            for sizes in zip(*((fact.held.prologue_bytes, fact.held.inputs_bytes) for fact in facts), strict=True)
+        )
+        own = np.array([fact.held.total_bytes for fact in facts], dtype=float) - prologue - inputs
         saved = np.array([stage.saved_bytes for stage in stages], dtype=float) * works.heap_factor
         workspace = np.array([stage.workspace_bytes for stage in stages], dtype=float) * works.heap_factor
+        trained = np.array([fact.trained_bytes for fact in facts], dtype=float) * works.heap_factor
+        pieces = (piece for stage in works.works for kind in stage.pieces.values() for piece in (*kind, *stage.after))
+        bucket = BUCKET_BYTES * works.heap_factor if any(map(is_reduction, pieces)) else 0.0
         most = np.zeros((count, count), dtype=np.int64)
         for first in range(count):
-            room = limit_bytes - step_bytes - np.cumsum(held[first:]) - np.maximum.accumulate(workspace[first:])
-            alive = np.floor(room / np.maximum(np.cumsum(saved[first:]), 1.0))
+            ahead = np.maximum.accumulate(prologue[first:]) + np.maximum.accumulate(inputs[first:])
+            room = limit_bytes - np.cumsum(own[first:]) - ahead
+            kept = np.cumsum(saved[first:])
+            if layout.microbatches == 1:  # gradients live to the end of the step, and are not among the held bytes
+                peaks, peak = [], 0.0
+                for last in range(first, count):
+                    peak = trained[last] + max(peak, kept[last - first] + workspace[last])
+                    peaks.append(peak)
+                most[first, first:] = np.where(room < np.array(peaks) + bucket, -1, num_stages)
+                continue
+            room -= np.maximum.accumulate(workspace[first:])
+            alive = np.floor(room / np.maximum(kept, 1.0))
             if layout.schedule == "zb-h1":  # all ranks keep as many micro-batches as there are stages
                 after = np.where(alive >= min(num_stages, layout.microbatches), num_stages, -1)
             else:

@@ -21,10 +21,15 @@ GROWTH = 1.1
 
 @dataclass(frozen=True)
 class Submesh:
-    """The devices of a stage: ``devices`` devices of one pool. A pool is a group of like devices."""
+    """The devices of a stage. ``counts`` has the number of devices of each pool; pools at the end may be left out. A
+    pool is a group of like devices. A stage may join devices of several pools."""
 
-    pool: int
-    devices: int
+    counts: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all pools."""
+        return sum(self.counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,15 +292,15 @@ class _Search:
 
     def _shifted(self, table: Floats, submesh: Submesh) -> Floats | None:
         """The table of the later stages, indexed by the devices that the later stages and ``submesh`` use together.
-        None if the pool of ``submesh`` is too small."""
-        if submesh.devices > self.pools[submesh.pool]:
+        None if a pool is too small for ``submesh``."""
+        if any(count > size for count, size in zip(submesh.counts, self.pools, strict=False)):
             return None
         whole = table.reshape(len(table), *self.shape)
         result = np.full_like(whole, inf)
-        axis = submesh.pool + 1
-        into = [slice(None)] * whole.ndim
-        come = list(into)
-        into[axis], come[axis] = slice(submesh.devices, None), slice(None, whole.shape[axis] - submesh.devices)
+        into, come = [slice(None)], [slice(None)]
+        for count, size in zip(submesh.counts, self.shape, strict=False):
+            into.append(slice(count, None))
+            come.append(slice(None, size - count))
         result[tuple(into)] = whole[tuple(come)]
         return result.reshape(table.shape)
 
@@ -318,10 +323,11 @@ class _Search:
         for (number, submesh), last in itertools.product(
             enumerate(self.prices.submeshes), range(layer, self.prices.num_layers)
         ):
-            rest = list(counts)
-            if rest[submesh.pool] < submesh.devices or seconds[layer, last, number] == inf:
+            rest = [int(count) for count in counts]
+            for pool, count in enumerate(submesh.counts):
+                rest[pool] -= count
+            if min(rest) < 0 or seconds[layer, last, number] == inf:
                 continue
-            rest[submesh.pool] -= submesh.devices
             after = int(np.ravel_multi_index(rest, self.shape))
             best = min(best, (float(seconds[layer, last, number] + later[last + 1, after]), last, number, after))
         _, last, number, after = best
