@@ -1,12 +1,15 @@
-"""All plans of a small model on a small cluster, under the prices of the search: the simplest correct search.
+"""The planner beside brute force, on random small models, clusters and stage prices.
 
-The search estimates layouts from priced layers, cuts by dynamic programming, and leaves out what bounds exclude. Here
-nothing is left out: layouts x cuts into stages x recomputation of each stage x ZeRO stages.
+Run as part of ``make bench-planning``. The search estimates layouts from priced layers, cuts by dynamic programming,
+and leaves out what bounds exclude. Here nothing is left out: layouts x cuts into stages x recomputation of each stage x
+ZeRO stages, under the same prices. ``tests/end_to_end/test_exhaustive.py`` asserts the same of a few.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -30,11 +33,15 @@ from meshwright.planner.auto import Search
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import RECOMPUTE
+from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
+from meshwright.planner.inter_op.stages import StagePrices, Submesh, assign_stages
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.schedules.pipeline import training_schedule
 from meshwright.simulate.engine import play
+from tests.pure.test_stages_search import ANY, brute_force
 
+COMMAND = "python -m benchmarks.exhaustive"
+CASES = 200
 MUCH = 1e15
 """Bytes of memory that are always enough."""
 
@@ -196,3 +203,60 @@ def gap(seed: int, most_layers: int = 5) -> list[Gap]:
         found = [(ours.step_s if ours else inf) / best.step_s - 1 for best in bests]
         gaps.append(Gap(found[0], found[1], len(steps), ours.name if ours else "nothing", bests[0].name))
     return gaps
+
+
+def stage_prices(random: np.random.Generator) -> tuple[StagePrices, tuple[int, ...], int]:
+    """Random prices of stages, the pools of devices, and the number of micro-batches. Half of the cases have two pools
+    of unlike devices."""
+    pools = tuple(int(size) for size in random.integers(1, 5, random.integers(1, 3)))
+    submeshes = [
+        Submesh((0,) * pool + (devices,)) for pool, size in enumerate(pools) for devices in (1, 2, 4) if devices <= size
+    ]
+    submeshes += [Submesh((1, 1))] if len(pools) > 1 else []
+    layers = int(random.integers(1, 6))
+    work, seconds = 0.1 + random.random(layers), np.full((layers, layers, len(submeshes), 1), inf)
+    speeds = random.uniform(0.2, 1.0, len(submeshes))
+    for first, last in itertools.combinations_with_replacement(range(layers), 2):
+        for number, submesh in enumerate(submeshes):
+            seconds[first, last, number] = work[first : last + 1].sum() / submesh.devices ** speeds[number]
+    after = np.where(random.random(seconds.shape) < 0.2, random.integers(-1, layers, seconds.shape), ANY)
+    prices = StagePrices(tuple(submeshes), seconds, after, 0.3 * random.random(seconds.shape))
+    return prices, pools, int(random.choice([1, 4, 16, 64]))
+
+
+def stages_agree(count: int) -> tuple[int, float]:
+    """How many of ``count`` random cases of the dynamic program agree with brute force, pruned and unpruned; and the
+    part of the work that pruning leaves in cases with stages."""
+    right, pruned, whole = 0, 0, 0
+    for seed in range(count):
+        prices, pools, microbatches = stage_prices(np.random.default_rng(seed))
+        expected = brute_force(prices, pools, microbatches, 1.0)
+        found = [assign_stages(prices, pools, microbatches, prunes=prunes) for prunes in (True, False)]
+        steps = [inf if one is None else one.step_s for one in found]
+        right += all(step == expected or abs(step - expected) <= 1e-9 * expected for step in steps)
+        pruned, whole = (total + (one.entries if one else 0) for total, one in zip((pruned, whole), found, strict=True))
+    return right, pruned / whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print how many cases agree. The exit code is 1 if stages differ from brute force."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=CASES, help=f"cases of each kind (default {CASES})")
+    count: int = parser.parse_args(arguments).cases
+    right, part = stages_agree(count)
+    print(f"stages: {right} of {count} as brute force, pruned and unpruned; pruning leaves {part:.0%} of the work")
+    gaps: list[Gap] = []
+    seed = 0
+    while len(gaps) < 2 * count:  # each with much memory and with little
+        gaps += gap(seed)
+        seed += 1
+    for name, values in (
+        ("plans that are promised", [one.promised for one in gaps]), ("all plans", [one.all for one in gaps]),
+    ):  # fmt: skip
+        near = sum(value <= ALIKE for value in values)
+        print(f"searches: {near} of {len(gaps)} within {ALIKE:.0%} of the best of {name}; at most {max(values):.1%}")
+    return int(right < count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -342,7 +342,7 @@ class Pipelines:
         most = np.zeros((count, count), dtype=np.int64)
         for first in range(count):
             ahead = np.maximum.accumulate(prologue[first:]) + np.maximum.accumulate(inputs[first:])
-            room = limit_bytes - np.cumsum(own[first:]) - ahead
+            room = limit_bytes + 1 - np.cumsum(own[first:]) - ahead  # 1: ``peak_memory`` rounds to whole bytes
             kept = np.cumsum(saved[first:])
             if layout.microbatches == 1:  # gradients live to the end of the step, and are not among the held bytes
                 peaks, peak = [], 0.0
