@@ -352,7 +352,7 @@ class Pipelines:
                 most[first, first:] = np.where(room < np.array(peaks) + bucket, -1, num_stages)
                 continue
             room -= np.maximum.accumulate(workspace[first:])
-            alive = np.floor(room / np.maximum(kept, 1.0))
+            alive = np.where(kept > 0, np.floor(room / np.maximum(kept, 1.0)), MANY)
             if layout.schedule == "zb-h1":  # all ranks keep as many micro-batches as there are stages
                 after = np.where(alive >= min(num_stages, layout.microbatches), num_stages, -1)
             else:
