@@ -18,6 +18,8 @@ from meshwright.ir.placement import Placements, describe, input_placements, outp
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.intra_op.assign import Assigned, assign
+from meshwright.planner.intra_op.eliminate import simplify
+from meshwright.planner.intra_op.integer import solve_core
 
 
 def named(case: str) -> Row:
@@ -30,6 +32,16 @@ def test_placements_and_collectives_are_those_of_alpa_or_cheaper(row: Row) -> No
     assert problems(row, published) == []
     if row.pins or row.whole:
         assert find(row).assigned.solution.seconds < published.assigned.solution.seconds
+
+
+@pytest.mark.parametrize("case", ["mlp6-2d", "bert2-tp", "embed-tied-2d"])
+def test_the_integer_program_proves_what_elimination_finds(case: str) -> None:
+    found = find(named(case)).assigned
+    core = simplify(found.formulated.problem, widest=1)
+    assert len(core.nodes) > 1
+    other = solve_core(core)
+    assert other.proven
+    assert other.bound == pytest.approx(found.solution.seconds, rel=1e-6)
 
 
 def tried(row: Row, modules: list[str], axis: str) -> dict[tuple[str, ...], float]:
