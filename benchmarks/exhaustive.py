@@ -253,8 +253,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, values in (
         ("plans that are promised", [one.promised for one in gaps]), ("all plans", [one.all for one in gaps]),
     ):  # fmt: skip
-        near = sum(value <= ALIKE for value in values)
-        print(f"searches: {near} of {len(gaps)} within {ALIKE:.0%} of the best of {name}; at most {max(values):.1%}")
+        near, finite = sum(value <= ALIKE for value in values), [value for value in values if value < inf]
+        print(
+            f"searches: {near} of {len(gaps)} within {ALIKE:.0%} of the best of {name}; at most {max(finite):.1%}; "
+            f"none fits by the search, although one does: {len(values) - len(finite)}"
+        )
     return int(right < count)
 
 
