@@ -149,7 +149,7 @@ def test_options_do_not_change_the_tables_they_are_put_into() -> None:
         (["--steps", "3"], "--steps: there is no such key in RUN.toml\n  -> did you mean `--train.steps`?"),
         (["--optimizer.lr", "high"], "--optimizer.lr: 'high': Expected `float`, got `str`"),
         (["--train.steps", "0"], "--train.steps: '0': Expected `int` >= 1"),
-        (["--layout.zero", "4"], "--layout.zero: '4': Invalid enum value 4\n  -> give one of 0, 1, 2, 3"),
+        (["--layout.zero", "4"], "--layout.zero: '4': Invalid enum value 4\n  -> give one of -1, 0, 1, 2, 3"),
         (["--train.steps"], "--train.steps: has no value"),
         (["--optimizer", "sgd"], "--optimizer: is a table\n  -> give one of its keys"),
         (["--optimizer.momentum", "1"], "--optimizer.momentum: there is no such key in RUN.toml\n  -> only another"),

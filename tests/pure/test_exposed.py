@@ -9,8 +9,8 @@ from meshwright.ir.plan import Bucket
 from meshwright.planner.bucket_size import ALIKE, BucketSizes, ranked
 from meshwright.planner.buckets import BUCKET_BYTES, BucketMember, filled
 
-KEY = ((0,), "dp", (), False, "float32")
-OTHER = ((1,), "dp", (), False, "float32")
+KEY = ((0,), "dp", (), False, 0, "float32")
+OTHER = ((1,), "dp", (), False, 0, "float32")
 Made = list[tuple[float, int]]
 made = st.lists(st.tuples(st.floats(0.1, 3.0), st.integers(1, 100)), min_size=1, max_size=8)
 
@@ -33,7 +33,7 @@ def reductions(gradients: Made, most: int, alpha_s: float, byte_s: float = 0.01,
 
 @given(st.lists(st.tuples(st.sampled_from([KEY, OTHER]), st.integers(1, 100)), max_size=20), st.integers(0, 300))
 def test_buckets_hold_every_member_in_order_and_no_more_than_they_may(
-    sizes: list[tuple[tuple[tuple[int, ...], str, tuple[str, ...], bool, str], int]], most: int
+    sizes: list[tuple[tuple[tuple[int, ...], str, tuple[str, ...], bool, int, str], int]], most: int
 ) -> None:
     members = [BucketMember(key, f"p{n}", size) for n, (key, size) in enumerate(sizes)]
     buckets = filled(members, most, {"dp": "ring"})

@@ -24,31 +24,45 @@ def brute_force(
     fill: float,
     possible: Callable[[Sequence[Submesh]], bool] = lambda _: True,
 ) -> float:
-    """The least step over all cuts and all submeshes that are possible."""
+    """The least step over all cuts, all submeshes and all variants."""
     num, best = prices.num_layers, inf
+    ways = list(itertools.product(range(len(prices.submeshes)), range(prices.seconds.shape[3])))
+    once = np.zeros_like(prices.seconds) if prices.once is None else prices.once
     for count in range(1, num + 1):
-        cells = [prices.before(following) for following in reversed(range(count))]
         for cut in itertools.combinations(range(1, num), count - 1):
             borders = [0, *cut, num]
-            for picked in itertools.product(range(len(prices.submeshes)), repeat=count):
+            for picked in itertools.product(ways, repeat=count):
                 used = [0] * len(pools)
-                for number in picked:
-                    used[prices.submeshes[number].pool] += prices.submeshes[number].devices
-                if tuple(used) != pools or not possible([prices.submeshes[number] for number in picked]):
+                for number, _ in picked:
+                    for pool, devices in enumerate(prices.submeshes[number].counts):
+                        used[pool] += devices
+                cells = [(borders[place], borders[place + 1] - 1, *way) for place, way in enumerate(picked)]
+                fits = all(prices.most_after[cell] >= count - 1 - place for place, cell in enumerate(cells))
+                picked_meshes = [prices.submeshes[number] for number, _ in picked]
+                if tuple(used) != pools or not fits or not possible(picked_meshes):
                     continue
-                times = [
-                    float(cells[index][borders[index], borders[index + 1] - 1, number])
-                    for index, number in enumerate(picked)
-                ]
-                best = min(best, fill * sum(times) + (microbatches - fill) * max(times))
+                times = [float(prices.seconds[cell]) for cell in cells]
+                if inf in times:
+                    continue
+                busy = max(
+                    (microbatches - fill) * time + float(once[cell]) for time, cell in zip(times, cells, strict=True)
+                )
+                best = min(best, fill * sum(times) + busy)
     return best
+
+
+def alone(pool: int, devices: int) -> Submesh:
+    """Devices of one pool."""
+    return Submesh((0,) * pool + (devices,))
 
 
 @st.composite
 def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float]:
     layers, variants = draw(st.integers(1, 5)), draw(st.integers(1, 2))
     pools = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
-    sizes = [Submesh(pool, devices) for pool, most in enumerate(pools) for devices in (1, 2, 4) if devices <= most]
+    sizes = [alone(pool, devices) for pool, most in enumerate(pools) for devices in (1, 2, 4) if devices <= most]
+    if len(pools) > 1 and draw(st.booleans()):  # a stage on unlike devices
+        sizes.append(Submesh((1, 1)))
     random = np.random.default_rng(draw(st.integers(0, 10**6)))
     seconds = random.random((layers, layers, len(sizes), variants))
     if draw(st.booleans()):  # as real stages: more layers take longer, more devices shorter
@@ -60,7 +74,8 @@ def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float
     seconds[random.random(seconds.shape) < draw(st.sampled_from([0.0, 0.3]))] = inf
     after = random.integers(-1, layers + 1, seconds.shape) if draw(st.booleans()) else np.full(seconds.shape, ANY)
     fill = draw(st.sampled_from([1.0, 0.5, 1 / 3]))
-    return StagePrices(tuple(sizes), seconds, after), pools, draw(st.sampled_from([1, 2, 8, 64])), fill
+    once = random.random(seconds.shape) * draw(st.sampled_from([0.1, 10.0])) if draw(st.booleans()) else None
+    return StagePrices(tuple(sizes), seconds, after, once), pools, draw(st.sampled_from([1, 2, 8, 64])), fill
 
 
 @given(instances())
@@ -76,7 +91,12 @@ def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int,
         assert found is not None
         assert found.step_s == pytest.approx(expected, rel=1e-9)
         times = [stage.seconds for stage in found.stages]
-        assert fill * sum(times) + (microbatches - fill) * max(times) == pytest.approx(found.step_s)
+        once = [
+            0.0 if prices.once is None else prices.once[stage.first, stage.last, stage.submesh, stage.variant]
+            for stage in found.stages
+        ]
+        busy = max((microbatches - fill) * time + more for time, more in zip(times, once, strict=True))
+        assert fill * sum(times) + busy == pytest.approx(found.step_s)
         borders = [(stage.first, stage.last) for stage in found.stages]
         assert [first for first, _ in borders] == [0, *(last + 1 for _, last in borders[:-1])]
         assert borders[-1][1] == prices.num_layers - 1
@@ -95,6 +115,8 @@ def test_stages_in_the_order_of_ranks_equal_brute_force(
     prices, pools, microbatches, fill = instance
 
     def possible(picked: Sequence[Submesh]) -> bool:
+        if any(submesh.joins for submesh in picked):
+            return False
         order = [submesh.pool for submesh in picked]
         first = dict.fromkeys(order, 0)
         for submesh in picked:
@@ -116,7 +138,7 @@ def test_stages_in_the_order_of_ranks_equal_brute_force(
 
 
 def alike(seconds: np.ndarray, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> StagePrices:
-    return StagePrices(tuple(Submesh(0, size) for size in sizes), seconds, np.full(seconds.shape, ANY))
+    return StagePrices(tuple(Submesh((size,)) for size in sizes), seconds, np.full(seconds.shape, ANY))
 
 
 def layered(layers: int, sizes: tuple[int, ...], seed: int = 3, exponent: float = 0.92) -> StagePrices:
@@ -186,10 +208,47 @@ def test_a_slow_pool_gets_fewer_layers() -> None:
     seconds = np.full((layers, layers, 2, 1), inf)
     for first, last in itertools.combinations_with_replacement(range(layers), 2):
         seconds[first, last, :, 0] = (last - first + 1), 2.0 * (last - first + 1)
-    prices = StagePrices((Submesh(0, 8), Submesh(1, 8)), seconds, np.full(seconds.shape, ANY))
+    prices = StagePrices((alone(0, 8), alone(1, 8)), seconds, np.full(seconds.shape, ANY))
     found = assign_stages(prices, (8, 8), 64)
     assert found is not None
     assert sorted(stage.last - stage.first + 1 for stage in found.stages) == [4, 8]
+
+
+def test_a_stage_may_join_unlike_devices() -> None:
+    """12 fast devices, and 4 that are a quarter as fast: the slow ones alone would hold up the others, so they join 4
+    fast devices in a stage. Metis (2024) finds such stages on 12 A100 and 4 T4."""
+    layers, submeshes = 10, [alone(0, count) for count in (4, 8, 12)] + [alone(1, 4), Submesh((4, 4))]
+    seconds = np.full((layers, layers, len(submeshes), 1), inf)
+    for (first, last), (number, submesh) in itertools.product(
+        itertools.combinations_with_replacement(range(layers), 2), enumerate(submeshes)
+    ):
+        fast, slow = (*submesh.counts, 0)[:2]
+        seconds[first, last, number] = (last - first + 1) / (fast + slow / 4)
+    prices = StagePrices(tuple(submeshes), seconds, np.full(seconds.shape, ANY))
+    found = assign_stages(prices, (12, 4), 8)
+    assert found is not None
+    assert {submeshes[stage.submesh].counts: stage.last - stage.first + 1 for stage in found.stages} == {
+        (4, 4): 4, (8,): 6,
+    }  # fmt: skip
+    apart = StagePrices(tuple(submeshes[:4]), seconds[:, :, :4], prices.most_after[:, :, :4])
+    separate = assign_stages(apart, (12, 4), 8)
+    assert separate is not None
+    assert found.step_s < separate.step_s
+
+
+def test_what_a_stage_does_once_is_weighed_by_the_micro_batches() -> None:
+    """The last layer is as fast as the others, but its update takes as long as four micro-batches of a layer."""
+    layers = 6
+    seconds = np.full((layers, layers, 1, 1), inf)
+    once = np.zeros(seconds.shape)
+    for first, last in itertools.combinations_with_replacement(range(layers), 2):
+        seconds[first, last] = last - first + 1
+        once[first, last] = 4.0 * (last == layers - 1)
+    prices = StagePrices((Submesh((1,)),), seconds, np.full(seconds.shape, ANY), once)
+    for microbatches, expected in ((3, [4, 2]), (100, [3, 3])):
+        found = assign_stages(prices, (2,), microbatches)
+        assert found is not None
+        assert [stage.last - stage.first + 1 for stage in found.stages] == expected
 
 
 def test_memory_limits_the_stages_that_follow() -> None:

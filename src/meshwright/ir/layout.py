@@ -38,9 +38,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sequence_parallel: bool = False
     """Whether tp ranks split the sequence outside of tensor-parallel blocks, as in Megatron: reduce-scatters and
     all-gathers replace all-reduces."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Literal[-1, 0, 1, 2, 3] = 0
     """The ZeRO stage: data-parallel ranks store parts of the optimizer state (1), also of gradients (2), also of
-    parameters (3), which are then gathered for every use."""
+    parameters (3), which are then gathered for every use. With -1, the planner chooses the stage of each parameter:
+    the fastest that fits in memory."""
     zero_ranks: int = 0
     """The number of neighbouring dp ranks that together hold one copy of the state divided by ZeRO; 0: all dp ranks."""
     offload: Literal["none", "optimizer"] = "none"
@@ -193,6 +194,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield "layout", f"zero_ranks={share} does not divide dp={dp}", "give a divisor of dp"
         if self.stage_sizes and self.zero_ranks:
             yield "layout", "zero_ranks with stage_sizes", "leave zero_ranks out: all dp ranks of a stage share"
+        ruled = self.ep > 1 or self.cp > 1 or self.sequence_parallel
+        if self.zero == -1 and (ruled or self.pp > 1):
+            problem = (
+                "zero=-1 with ep, cp, sequence_parallel or pp"  # explicit rules choose strategies, or parts of them
+            )
+            yield "layout", problem, "give zero 0, 1, 2 or 3"
         if self.ep > 1 and self.zero_ranks:
             yield "layout", "zero_ranks with ep", "leave one of them out"
 
@@ -257,7 +264,7 @@ def layout_text(layout: Layout) -> str:
             axes += " x " * bool(axes) + f"{name} " + "x".join(map(str, parts))
     groups = f" in groups of {layout.zero_ranks}" if layout.zero_ranks else ""
     words = (
-        (layout.zero, f"zero{layout.zero}{groups}"),
+        (layout.zero, f"zero{layout.zero if layout.zero > 0 else ' by parameter'}{groups}"),
         (layout.offload != "none", f"{layout.offload} on the host"),
         (layout.precision, layout.precision),
         (layout.microbatches > 1, f"{layout.microbatches} micro-batches"),

@@ -39,7 +39,8 @@ def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> d
 
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
-    """Whether the ranks of each group of ``axis`` are CPU ranks of one box. Without a cluster, the result is True."""
+    """Whether the ranks of each group of ``axis`` are CPU ranks of one box. Without a cluster, the result is True. A
+    mesh of more ranks than the cluster has (stages that are priced one by one) lies on the cluster several times."""
     if cluster is None:
         return True
     if cluster.device.kind != "cpu" or not cluster.levels:

@@ -20,7 +20,8 @@ class BucketMember(NamedTuple):
     """A parameter or its gradient, which may share a bucket with members of the same ``key``.
 
     ``key`` has the stages, the axis, the other axes over which the gradient is summed, whether the parameter is stored
-    Flat, and the dtype. If several modules share a gathered parameter, the names of these modules follow the dtype.
+    Flat, its ZeRO stage, and the dtype. If several modules share a gathered parameter, the names of these modules
+    follow the dtype.
     ``num_bytes`` is the size on one rank before ZeRO shards the parameter or gradient.
     """
 
@@ -29,7 +30,7 @@ class BucketMember(NamedTuple):
     num_bytes: int
 
 
-_Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, str]
+_Together = tuple[tuple[int, ...], str, tuple[str, ...], bool, int, str]
 
 
 def filled(
@@ -43,7 +44,7 @@ def filled(
     buckets: list[Bucket] = []
 
     def close(held: list[BucketMember]) -> None:
-        _, axis, across, _, _ = held[0].key
+        _, axis, across, _, _, _ = held[0].key
         buckets.append(
             Bucket(
                 axis=axis, parameters=tuple(m.name for m in held), num_bytes=sum(m.num_bytes for m in held),
@@ -64,9 +65,14 @@ def filled(
 
 
 def gathered_members(
-    graph: Graph, divided: Cut, storage: dict[str, dict[str, Placement]], axis_sizes: dict[str, int]
+    graph: Graph,
+    divided: Cut,
+    storage: dict[str, dict[str, Placement]],
+    axis_sizes: dict[str, int],
+    zero: Mapping[str, int],
 ) -> tuple[BucketMember, ...]:
-    """The parameters that are stored Flat, in the order of their first use. A parameter of several modules shares a
+    """The parameters that are stored Flat, in the order of their first use. ``zero`` has the ZeRO stage of each
+    parameter; parameters of different stages do not share buckets. A parameter of several modules shares a
     bucket only with parameters of the same modules. The reason is that all parameters of a bucket stay in memory until
     the last use of any of them."""
     consumers = graph.consumers()
@@ -84,7 +90,8 @@ def gathered_members(
             num_bytes = part_bytes(tensor, unflattened(here), axis_sizes)
             modules = sorted({operator.module for operator, _ in consumers.get(name, ()) if not operator.backward})
             shared = " ".join(modules) if len(modules) > 1 else ""
-            members.append(BucketMember((divided.owners[name], axis, (), True, tensor.dtype + shared), name, num_bytes))
+            key = (divided.owners[name], axis, (), True, zero.get(name, 0), tensor.dtype + shared)
+            members.append(BucketMember(key, name, num_bytes))
     return tuple(members)
 
 
@@ -94,6 +101,7 @@ def reduced_members(
     placements: dict[str, Placements],
     storage: dict[str, dict[str, Placement]],
     mover: Mover,
+    zero: Mapping[str, int],
 ) -> tuple[BucketMember, ...]:
     """The gradients that only need a sum over ranks, in the order in which backward makes them.
 
@@ -124,7 +132,7 @@ def reduced_members(
             continue
         tensor = graph.tensors[gradient]
         num_bytes = part_bytes(tensor, rest, mover.sizes)
-        key = (tuple(stages), axis, tuple(across), bool(flat), tensor.dtype)
+        key = (tuple(stages), axis, tuple(across), bool(flat), zero.get(entry.parameter, 0), tensor.dtype)
         members.append(BucketMember(key, entry.parameter, num_bytes))
     return tuple(members)
 

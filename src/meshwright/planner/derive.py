@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import TIME, Layout
+from meshwright.ir.layout import TIME
 from meshwright.ir.placement import (
     Flat,
     Partial,
@@ -126,20 +126,20 @@ def zero_storage(
 
 
 def in_parts(
-    graph: Graph, layout: Layout, storage: Mapping[str, Placements], base: Stage | None
+    graph: Graph, zero: Mapping[str, int], storage: Mapping[str, Placements], base: Stage | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The Flat parameters of a stage whose gradients are reduced in every micro-batch, then those gathered for every
     use.
 
     ``storage`` has the parameters of the stage. If ``base`` (the stage of an existing plan) is given, both lists are
-    the same as in ``base``. Otherwise the ZeRO setting of ``layout`` decides.
+    the same as in ``base``. Otherwise ``zero``, the ZeRO stage of each parameter, decides.
     """
     flat = [name for name, placements in storage.items() if flat_axis(placements)]
     if base is not None:
         reduced, released = set(base.gradients), set(base.released)
     else:
-        reduced = _trained(graph) if layout.zero >= 2 else set()
-        released = set(flat) if layout.zero == 3 else set()
+        reduced = _trained(graph) & {name for name, stage in zero.items() if stage >= 2}
+        released = {name for name, stage in zero.items() if stage == 3}
     return tuple(name for name in flat if name in reduced), tuple(name for name in flat if name in released)
 
 

@@ -5,7 +5,7 @@ Explicit rules or the integer program choose the factors.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, PlanError, Problem, refuse
+from meshwright.errors import LayoutError, PlanError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
@@ -27,13 +27,14 @@ from meshwright.ir.stages import Cut, cut
 from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
-from meshwright.planner.checks import check_microbatches, check_precision
+from meshwright.planner.checks import batch_problems, check_microbatches, check_precision
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
 from meshwright.planner.derive import grouped, in_parts, parameter_storage, pass_partials, recomputed, zero_storage
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, assign
+from meshwright.planner.intra_op.costs import ClusterCosts, CostModel
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.join_plans import join_plans
@@ -56,7 +57,8 @@ class Ask:
     chosen (default: the device's memory). ``known`` caches the solutions of the integer program. ``firsts``: the first
     operators of all stages except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of
     recomputation of each stage, if stages differ. ``reuses``: layouts that differ only in their number of micro-batches
-    share their strategies.
+    share their strategies. ``costs``: the cost model of the integer program (None: the cluster's).
+    ``parameter_bytes``: the limit of the parameters that a rank stores between steps; the integer program respects it.
 
     ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
     axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
@@ -74,6 +76,8 @@ class Ask:
     firsts: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ()
     reuses: bool = False
+    costs: CostModel | None = None
+    parameter_bytes: float | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
 
 
@@ -151,7 +155,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         base, layout, graph = self.base, self.layout, self.graph
-        refuse(LayoutError, self._batch_problems())
+        refuse(LayoutError, batch_problems(graph, layout, runs_forward=base is not None and not graph.gradients))
         if layout.pp > 1 and (graph.gradients or base is None):  # an evaluation runs forwards only
             build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
         firsts = follow_cut(graph, base.firsts) if base is not None else ()
@@ -185,8 +189,9 @@ class _Planner:
             algorithms = algorithms_of(self.mesh, self.axes, self.cluster)
             links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
             buckets, gathers, inside, notes = (), (), self._interiors(), self._explained()
-        reduced = reduced_members(graph, divided, placements, storage, Mover(self.axes, links))
-        gathered = gathered_members(graph, divided, storage, self.sizes)
+        zero = self._zero(graph.parameters)
+        reduced = reduced_members(graph, divided, placements, storage, Mover(self.axes, links), zero)
+        gathered = gathered_members(graph, divided, storage, self.sizes, zero)
         plan = Plan(
             model=graph.model,
             graph_fingerprint=graph.fingerprint,
@@ -223,7 +228,7 @@ class _Planner:
                 for axis, letter in self.pins.get(operator.name, {}).items():
                     self.strategies[operator.name][axis] = letter
                     self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}", "pinned"
-        elif "tp" in self.axes or self.pins or mixes:
+        elif "tp" in self.axes or self.pins or mixes or self.layout.zero == -1:
             self._require_heads("tp")
             self._solve(self._of_space() if self.space else self.pins)
 
@@ -249,8 +254,11 @@ class _Planner:
 
     def _solve(self, pins: dict[str, Strategy]) -> None:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
-        rest = (self.mesh if self.ask.memory_bytes else self.mesh.world_size, self.ask.memory_bytes, self.ask.whole,
-                self.layout.batch_statistics)  # fmt: skip
+        memory, zero = self.ask.memory_bytes, self.layout.zero == -1
+        if zero and memory is None and self.cluster is not None:
+            memory = self.ask.room_bytes or float(self.cluster.device.memory_bytes)
+        rest = (self.mesh if memory else self.mesh.world_size, (memory, self.ask.parameter_bytes), self.ask.whole,
+                self.layout.batch_statistics, zero)  # fmt: skip
         key = (tuple(self.sizes.items()), *rest)
         once = self.ask.known.get((tuple(self.axes.items()), *rest)) if self.ask.reuses else None
         if once is not None and self._leaves_batch(once):
@@ -267,8 +275,11 @@ class _Planner:
                 pins=pins,
                 uses_axes=True,
                 optimizer=self.ask.optimizer,
-                memory_bytes=self.ask.memory_bytes,
+                memory_bytes=memory,
                 whole=self.ask.whole,
+                costs=self.ask.costs,
+                zero=self.layout.zero_axis if zero else "",
+                parameter_bytes=self.ask.parameter_bytes,
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
@@ -304,14 +315,19 @@ class _Planner:
             storage = self.solved.storage
         else:
             storage = parameter_storage(self.graph, self.strategies, self.sizes) | {name: {} for name in self.ask.whole}
-        axis = self.layout.zero_axis
+        axis = self.layout.zero_axis if self.layout.zero > 0 else ""
         return zero_storage(self.graph, storage, axis, self.layout.zero, self.ask.whole) if axis else storage
+
+    def _zero(self, held: Iterable[str]) -> dict[str, int]:
+        """The ZeRO stage of each parameter in ``held``."""
+        chosen = self.solved.zero if self.solved is not None else {}
+        return {name: self.layout.zero if self.layout.zero >= 0 else chosen.get(name, 0) for name in held}
 
     def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
         operators = [op for op in self.graph.operators if divided.stage_of.get(op.name, index) == index]
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
-        reduced, released = in_parts(self.graph, self.layout, held, base)
+        reduced, released = in_parts(self.graph, self._zero(held), held, base)
         return Stage(
             strategies=grouped({op.name: self.strategies[op.name] for op in operators}),
             storage=held,
@@ -330,27 +346,11 @@ class _Planner:
         if self.cluster is None or self.lower is None:
             return ()
         known = {name: {a: c for a, c in strategy.items() if a != TIME} for name, strategy in self.strategies.items()}
-        prices = Prices(self.graph, self.mesh, self.axes, self.cluster, self.lower, self.layout.microbatches)
-        hides = self.cluster.device.kind != "cpu"  # on CPUs, the computing cores also move the rows
-        return interiors(self.graph, prices, known, hides)
+        costs = ClusterCosts(self.mesh, self.axes, self.cluster)
+        prices = Prices(self.graph, self.axes, costs, self.lower, self.layout.microbatches)
+        return interiors(self.graph, prices, known, self.cluster.device.kind != "cpu")  # CPU cores move the rows, too
 
     # --- data parallel -------------------------------------------------------------------------------------------
-
-    def _batch_problems(self) -> Iterator[Problem]:
-        layout, size = self.layout, self.graph.batch_size
-        parts = layout.dp * layout.microbatches
-        whole = layout.microbatches == 1  # parts may be unequal, micro-batches may not
-        if self.base is not None and not self.graph.gradients:  # an evaluation of too few samples runs whole
-            return
-        if whole and size < parts:
-            remedy = f"use a batch of {parts} or more, or drop the last batch"
-            yield "batch", f"a global batch of {size} is too small for dp={layout.dp}", remedy
-        if not whole and size % parts:
-            lower = size // parts * parts
-            fits = f"{lower} or {lower + parts}" if lower else str(parts)
-            over = f"{layout.microbatches} micro-batches" + (f" on dp={layout.dp}" if layout.dp > 1 else "")
-            remedy = f"use a batch of {fits}, or drop the ragged last batch"
-            yield "batch", f"a global batch of {size} does not divide over {over}", remedy
 
     def _split_batch(self, axis: str) -> None:
         """Split the batch over ``axis`` in all operators that have no factor on this axis yet. Add notes on operators

@@ -45,5 +45,5 @@ def played_s(prices: Prices, program: OperatorProgram, operator: Operator, hides
             now = now if hides else ready[node.name]
         elif node.waits:
             now = max(now, ready[node.waits])
-        now += prices.costs.of([node]).seconds
+        now += prices.costs.nodes_s([node])
     return now

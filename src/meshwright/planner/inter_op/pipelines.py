@@ -17,6 +17,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
@@ -311,7 +312,7 @@ class Pipelines:
         if key not in self._slowest:
             each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))
             seconds = spans(each[self.chain.numbers])[:, :, None, None]
-            prices = StagePrices((Submesh(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
+            prices = StagePrices((Submesh.of(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
             found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
             self._slowest[key] = max(stage.seconds for stage in found.stages) if found else 0.0
         return self._slowest[key]
@@ -323,10 +324,12 @@ class Pipelines:
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         shape = (count, count, 1, len(variants))
         seconds, most_after = np.full(shape, inf), np.full(shape, -1, dtype=np.int64)
+        once = np.zeros(shape)
         for number, works in enumerate(variants):
             seconds[:, :, 0, number] = self._stage_seconds(layout, works)
+            once[:, :, 0, number] = self._stage_once_s(works)
             most_after[:, :, 0, number] = self.most_after(layout, works, limit_bytes)
-        prices = StagePrices((Submesh(0, 1),), seconds, most_after)
+        prices = StagePrices((Submesh.of(0, 1),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
         found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
         return found.stages if found is not None else None
@@ -335,12 +338,26 @@ class Pipelines:
         """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
         numbers, network = self.chain.numbers, self.prices.network
         ranks = layout.num_ranks // layout.pp
-        up = np.array([network.send_s(works.works[number].sent_up_bytes, ranks) for number in numbers])
-        down = np.array([network.send_s(works.works[number].sent_down_bytes, ranks) for number in numbers])
+        stages = [works.works[number] for number in numbers]
+        up, down = (
+            np.array([network.send_s(size, ranks) if size else 0.0 for size in sizes])  # without bytes, no message
+            for sizes in ([stage.sent_up_bytes for stage in stages], [stage.sent_down_bytes for stage in stages])
+        )
         up[-1] = down[0] = 0.0
         each = np.array(self.prices.seconds(works, _passes(layout)))[numbers]
         seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]
         return seconds
+
+    def _stage_once_s(self, works: LayerWorks) -> NDArray[np.float64]:
+        """[i, j]: the seconds that layers i to j take once a step, to sum gradients and to update parameters. Where
+        collectives run beside kernels, only the update counts."""
+        each = []
+        for stage in works.works:
+            updates = [piece for piece in stage.after if isinstance(piece, Compute)]
+            sums = (*stage.pieces.get(ActionKind.REDUCE_GRAD.value, ()), *filter(is_sum, stage.after))
+            pieces = updates if self._overlaps else (*updates, *sums)
+            each.append(pieces_s(pieces, works.mesh, self.prices.network))
+        return spans(np.array(each)[self.chain.numbers])
 
     def most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
         """[i, j]: the largest number of stages that may follow a stage of layers i to j within the limit; -1: the stage
@@ -350,20 +367,32 @@ class Pipelines:
             return np.full((count, count), num_stages, dtype=np.int64)
         facts = [works.facts[number] for number in self.chain.numbers]
         stages = [works.works[number] for number in self.chain.numbers]
-        step_bytes = max(fact.held.prologue_bytes + fact.held.inputs_bytes for fact in works.facts)
-        held = np.array([
-            fact.held.total_bytes - fact.held.prologue_bytes - fact.held.inputs_bytes
-            + (fact.trained_bytes if layout.microbatches == 1 else 0)  # otherwise they are among the held bytes
-            for fact in facts
-        ], dtype=float)  # fmt: skip
+        prologue, inputs = (
+            np.array(sizes, dtype=float)
+            for sizes in zip(*((fact.held.prologue_bytes, fact.held.inputs_bytes) for fact in facts), strict=True)
+        )
+        own = np.array([fact.held.total_bytes for fact in facts], dtype=float) - prologue - inputs
         saved = np.array([stage.saved_bytes for stage in stages], dtype=float) * works.heap_factor
         workspace = np.array([stage.workspace_bytes for stage in stages], dtype=float) * works.heap_factor
+        trained = np.array([fact.trained_bytes for fact in facts], dtype=float) * works.heap_factor
+        pieces = (piece for stage in works.works for kind in stage.pieces.values() for piece in (*kind, *stage.after))
+        bucket = BUCKET_BYTES * works.heap_factor if any(map(is_reduction, pieces)) else 0.0
         most = np.zeros((count, count), dtype=np.int64)
         for first in range(count):
-            room = limit_bytes - step_bytes - np.cumsum(held[first:]) - np.maximum.accumulate(workspace[first:])
-            alive = np.floor(room / np.maximum(np.cumsum(saved[first:]), 1.0))
-            if kept := {"zb-h1": num_stages, "zb-h2": 2 * num_stages - 1}.get(layout.schedule):  # on all ranks
-                after = np.where(alive >= min(kept, layout.microbatches), num_stages, -1)
+            ahead = np.maximum.accumulate(prologue[first:]) + np.maximum.accumulate(inputs[first:])
+            room = limit_bytes + 1 - np.cumsum(own[first:]) - ahead  # 1: ``peak_memory`` rounds to whole bytes
+            kept = np.cumsum(saved[first:])
+            if layout.microbatches == 1:  # gradients live to the end of the step, and are not among the held bytes
+                peaks, peak = [], 0.0
+                for last in range(first, count):
+                    peak = trained[last] + max(peak, kept[last - first] + workspace[last])
+                    peaks.append(peak)
+                most[first, first:] = np.where(room < np.array(peaks) + bucket, -1, num_stages)
+                continue
+            room -= np.maximum.accumulate(workspace[first:])
+            alive = np.where(kept > 0, np.floor(room / np.maximum(kept, 1.0)), MANY)
+            if most_alive := {"zb-h1": num_stages, "zb-h2": 2 * num_stages - 1}.get(layout.schedule):  # on all ranks
+                after = np.where(alive >= min(most_alive, layout.microbatches), num_stages, -1)
             else:
                 after = np.where(alive >= layout.microbatches, num_stages, alive - 1)
             most[first, first:] = np.where(room < 0, -1, after)

@@ -23,10 +23,30 @@ GROWTH = 1.1
 
 @dataclass(frozen=True)
 class Submesh:
-    """The devices of a stage: ``devices`` devices of one pool. A pool is a group of like devices."""
+    """The devices of a stage. ``counts`` has the number of devices of each pool; pools at the end may be left out. A
+    pool is a group of like devices. A stage may join devices of several pools."""
 
-    pool: int
-    devices: int
+    counts: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all pools."""
+        return sum(self.counts)
+
+    @property
+    def pool(self) -> int:
+        """The first pool with devices of the stage."""
+        return next(pool for pool, count in enumerate(self.counts) if count)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the stage joins devices of several pools."""
+        return sum(count > 0 for count in self.counts) > 1
+
+    @classmethod
+    def of(cls, pool: int, devices: int) -> "Submesh":
+        """Devices of one pool."""
+        return cls((0,) * pool + (devices,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +57,14 @@ class StagePrices:
     backward, on ``submeshes[k]`` in variant c; infinite: impossible. A variant is, for example, a logical shape of the
     submesh with a kind of recomputation. ``most_after[i, j, k, c]`` is the largest number of stages that may follow the
     stage. Memory limits this number: under 1F1B, a stage with a stages after it keeps the activations of a + 1
-    micro-batches.
+    micro-batches. ``once[i, j, k, c]`` is the time that the stage takes once a step, after its last micro-batch, for
+    example to update its parameters; None: none.
     """
 
     submeshes: tuple[Submesh, ...]
     seconds: Floats
     most_after: NDArray[np.int64]
+    once: Floats | None = None
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +92,7 @@ class AssignedStage:
 @dataclass(frozen=True)
 class Assignment:
     """The stages of the fastest pipeline. ``step_s`` is its objective. ``entries`` is the number of table entries that
-    the search computed, over ``tables`` tables (one for each limit on the slowest stage)."""
+    the search computed, over ``tables`` tables (one for each limit on the busiest stage)."""
 
     stages: tuple[AssignedStage, ...]
     step_s: float
@@ -88,48 +110,51 @@ def assign_stages(
     boxes: Sequence[int] = (),
     in_order: bool = False,
 ) -> Assignment | None:
-    """The stages with the least ``fill`` x (seconds of all stages) + (``microbatches`` - ``fill``) x (slowest stage).
+    """The stages with the least ``fill`` x (seconds of all stages) + (busy seconds of the busiest stage).
 
     The first term is the time to fill and drain the pipeline. ``fill`` is 1 under 1F1B, and less under schedules with
-    smaller bubbles. The second term is the time of the steady state. All devices of all ``pools`` are used. Stages of
-    any order fit into boxes if the sizes of submeshes are powers of two within a box and whole boxes beyond (Alpa,
-    appendix A).
+    smaller bubbles. The second term is the time of the steady state: a stage is busy for (``microbatches`` - ``fill``)
+    x (its seconds) + (its seconds once a step). All devices of all ``pools`` are used. Stages of any order fit into
+    boxes if the sizes of submeshes are powers of two within a box and whole boxes beyond (Alpa, appendix A).
 
     Args:
         pools: the number of devices in each pool.
         fill: above 0, and at most ``microbatches``.
         boxes: the number of devices in each box of each pool. The stages of a pool then take its devices in order, and
-            a stage lies in one box or has whole boxes. Without ``boxes``, this does not matter.
-        in_order: no stage lies in an earlier pool than a stage before it.
+            a stage lies in one box or has whole boxes. No stage joins pools. Without ``boxes``, this does not matter.
+        in_order: no stage lies in an earlier pool than a stage before it, and none joins pools.
         prunes: leave out parts of the search in which two bounds exclude an optimum. The result is the same without the
             bounds.
 
     Returns:
         None if no stages use all devices within the memory limits.
     """
-    search = _Search(prices, tuple(pools), prunes, tuple(boxes), in_order)
-    steady = microbatches - fill
+    search = _Search(prices, tuple(pools), microbatches - fill, prunes, tuple(boxes), in_order)
 
     def value(stages: tuple[AssignedStage, ...]) -> float:
-        return fill * _total(stages) + steady * _slowest(stages)
+        return fill * _total(stages) + search.busiest(stages)
 
-    best = search.any_stages() if prunes and steady > 0 else search.solve(inf)
+    waits = bool(search.limits.any())  # else only the sum counts
+    best = search.any_stages() if prunes and waits else search.solve(inf)
     if best is None:
         return None
     step_s, limits = value(best), search.limits
     # Spans of limits: the first and the last limit of each, and a lower bound of its sums of seconds. The sum under a
-    # limit is a lower bound for all smaller limits. No stage of the optimum takes more than step_s / microbatches.
-    high = search.place(step_s / microbatches * (1 + 1e-12)) if prunes else search.place(_slowest(best)) - 1
-    spans = [(search.least_limit, min(high, len(limits) - 1), 0.0)] if steady > 0 else []
+    # limit is a lower bound for all smaller limits. A stage of the optimum takes at most step_s for all micro-batches
+    # and what it does once: so much follows for the time that it is busy.
+    share = fill / microbatches
+    most_s = (1 - share) * step_s + share * search.most_once_s
+    high = search.place(most_s * (1 + 1e-12)) if prunes else search.place(search.busiest(best)) - 1
+    spans = [(search.least_limit, min(high, len(limits) - 1), 0.0)] if waits else []
     while spans:
         low, high, least = spans.pop()
-        if low > high or least + steady * limits[low] >= step_s:
+        if low > high or least + limits[low] >= step_s:
             continue
         middle = high if least == 0.0 else (low + high) // 2  # at first the largest limit, for a lower bound
-        found = search.solve(float(limits[middle]), (step_s - steady * limits[low]) / fill)
+        found = search.solve(float(limits[middle]), (step_s - float(limits[low])) / fill)
         spans.append((middle + 1, high, least))
         if found is not None:
-            spans.append((low, search.place(_slowest(found)) - 1, fill * _total(found)))
+            spans.append((low, search.place(search.busiest(found)) - 1, fill * _total(found)))
             if value(found) < step_s:
                 best, step_s = found, value(found)
     return Assignment(best, step_s, search.tables, search.entries)
@@ -139,32 +164,38 @@ def _total(stages: tuple[AssignedStage, ...]) -> float:
     return sum(stage.seconds for stage in stages)
 
 
-def _slowest(stages: tuple[AssignedStage, ...]) -> float:
-    return max(stage.seconds for stage in stages)
-
-
 class _Search:
-    """The dynamic program under a limit on the seconds of a stage.
+    """The dynamic program under a limit on the seconds that a stage is busy: ``steady`` x its seconds, and what it does
+    once a step.
 
     Its tables have ``[layer, used]``: the least seconds of the layers from ``layer`` to the end, in a given number of
     stages on ``used`` devices. ``used`` counts the devices of each pool, as one flat index."""
 
     def __init__(
-        self, prices: StagePrices, pools: tuple[int, ...], prunes: bool, boxes: tuple[int, ...], in_order: bool
-    ) -> None:
+        self, prices: StagePrices, pools: tuple[int, ...], steady: float, prunes: bool, boxes: tuple[int, ...],
+        in_order: bool,
+    ) -> None:  # fmt: skip
         self.prices, self.pools, self.prunes = prices, pools, prunes
         self.boxes, self.in_order = boxes, in_order
+        possible = np.isfinite(prices.seconds)
+        once = np.zeros_like(prices.seconds) if prices.once is None else prices.once
+        self.busy: Floats = np.where(possible, steady * np.where(possible, prices.seconds, 0.0) + once, inf)
+        self.most_once_s = float(np.max(once[possible], initial=0.0))
         # In order, the devices of all pools are one line: how many are used says which.
         self.shape = (sum(pools) + 1,) if in_order else tuple(size + 1 for size in pools)
         self.tables = self.entries = 0
         self._before: dict[int, Floats] = {}
+        self._limit = inf
         self._most = int(prices.most_after.max(initial=-1))
 
     @cached_property
     def limits(self) -> Floats:
-        """All seconds that a stage may take, rising."""
-        seconds = self.prices.seconds
-        return np.unique(seconds[np.isfinite(seconds)])
+        """All seconds that a stage may be busy, rising."""
+        return np.unique(self.busy[np.isfinite(self.busy)])
+
+    def busiest(self, stages: tuple[AssignedStage, ...]) -> float:
+        """The seconds that the busiest stage is busy."""
+        return max(float(self.busy[stage.first, stage.last, stage.submesh, stage.variant]) for stage in stages)
 
     def place(self, seconds: float) -> int:
         """The index of ``seconds`` in ``limits``."""
@@ -180,8 +211,8 @@ class _Search:
         return float(self._device_seconds[1][0] / sum(self.pools))
 
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
-        """Some stages whose slowest stage is nearly as fast as possible; None if there are no stages."""
-        limit, found = max(self._floor, float(self.limits[0])) if len(self.limits) else inf, None
+        """Some stages whose busiest stage is nearly as little busy as possible; None if there are no stages."""
+        limit, found = max(self._floor, float(self.limits[self.limits > 0][0])), None
         while found is None and limit < inf:
             limit = limit * GROWTH if limit < self.limits[-1] else inf
             found = self.solve(limit, first=True)
@@ -195,15 +226,15 @@ class _Search:
 
     @cached_property
     def _device_seconds(self) -> tuple[Floats, Floats]:
-        """The least device-seconds (devices x seconds) of the layers before each layer, and of all layers from this
-        layer on."""
+        """The least device-seconds (devices x busy seconds) of the layers before each layer, and of all layers from
+        this layer on."""
         devices = np.array([submesh.devices for submesh in self.prices.submeshes])
-        return self._bounds((self._seconds(0) * devices).min(axis=2))
+        return self._bounds((self.busy.min(axis=3) * devices).min(axis=2))
 
     @cached_property
     def _sums(self) -> Floats:
         """The least sum of seconds of the layers before each layer."""
-        return self._bounds(self._seconds(0).min(axis=2))[0]
+        return self._bounds(self.prices.before(0).min(axis=2))[0]
 
     def _bounds(self, least: Floats) -> tuple[Floats, Floats]:
         """The least sums, over all cuts into stages, of the layers before each layer and of all layers from this layer
@@ -218,9 +249,10 @@ class _Search:
         return ahead, behind
 
     def solve(self, limit: float, most: float = inf, *, first: bool = False) -> tuple[AssignedStage, ...] | None:
-        """The stages with the least sum of seconds, each of at most ``limit`` seconds; None if there are none with a
-        sum of at most ``most``. ``first``: any stages, with as few stages as possible."""
+        """The stages with the least sum of seconds, each busy for at most ``limit`` seconds; None if there are none
+        with a sum of at most ``most``. ``first``: any stages, with as few stages as possible."""
         self.tables += 1
+        self._before, self._limit = {}, limit
         num = self.prices.num_layers
         table = np.full((num + 1, prod(self.shape)), inf)
         table[num, 0] = 0.0
@@ -228,7 +260,7 @@ class _Search:
         windows = self._windows(limit)
         best, chosen = inf, -1
         for following in range(min(num, sum(self.pools), self._most + 1)):
-            table = self._extended(table, following, limit, windows)
+            table = self._extended(table, following, windows)
             if self.prunes and most < inf:
                 table[table > (most * (1 + 1e-12) - self._sums)[:, None]] = inf
             if not np.isfinite(table).any():
@@ -238,13 +270,13 @@ class _Search:
                 best, chosen = float(table[0, -1]), following
                 if first:
                     break
-        return self._stages(tables[: chosen + 2], limit) if chosen >= 0 else None
+        return self._stages(tables[: chosen + 2]) if chosen >= 0 else None
 
     def _windows(self, limit: float) -> NDArray[np.bool_]:
         """[layer, used]: whether the layers from ``layer`` on, and the layers before ``layer``, can both keep the limit
         if the former use ``used`` devices (a flat index).
 
-        Stages that each take at most ``limit`` on d devices together have at most d x ``limit`` device-seconds.
+        Stages that are each busy for at most ``limit`` on d devices together have at most d x ``limit`` device-seconds.
         """
         if not self.prunes or limit == inf:
             return np.ones((self.prices.num_layers + 1, len(self._used)), dtype=bool)
@@ -253,7 +285,7 @@ class _Search:
         kept: NDArray[np.bool_] = np.logical_and(room >= behind[:, None], rest >= ahead[:, None])
         return kept
 
-    def _extended(self, table: Floats, following: int, limit: float, windows: NDArray[np.bool_]) -> Floats:
+    def _extended(self, table: Floats, following: int, windows: NDArray[np.bool_]) -> Floats:
         """The table with one more stage in front of ``following`` stages."""
         seconds = self._seconds(following)
         result = np.full_like(table, inf)
@@ -264,16 +296,15 @@ class _Search:
                 continue
             possible = np.asarray(np.isfinite(shifted).any(axis=0))
             if self.prunes and possible.sum() <= FEW_COLUMNS:
-                columns = np.flatnonzero(possible)
-                self._extend_columns(result, seconds[:, :, number], shifted, columns, limit, windows)
+                self._extend_columns(result, seconds[:, :, number], shifted, np.flatnonzero(possible), windows)
                 continue
             for layer in range(self.prices.num_layers):
                 row = seconds[layer, layer:, number]
                 window = np.flatnonzero(windows[layer] & possible if self.prunes else windows[layer])
-                ends = np.flatnonzero((row <= limit) & reached[layer + 1 :]) if self.prunes else np.arange(len(row))
+                ends = np.flatnonzero(np.isfinite(row) & reached[layer + 1 :]) if self.prunes else np.arange(len(row))
                 if not len(ends) or not len(window):
                     continue
-                costs = np.where(row[ends] <= limit, row[ends], inf)
+                costs = row[ends]
                 rest = shifted[layer + 1 + ends]
                 several = rest[:, window] if len(window) < rest.shape[1] else rest
                 self.entries += several.size
@@ -281,11 +312,10 @@ class _Search:
         return result
 
     def _extend_columns(
-        self, result: Floats, seconds: Floats, shifted: Floats, columns: NDArray[np.int64], limit: float,
-        windows: NDArray[np.bool_],
-    ) -> None:  # fmt: skip
+        self, result: Floats, seconds: Floats, shifted: Floats, columns: NDArray[np.int64], windows: NDArray[np.bool_]
+    ) -> None:
         """Extend a table that has entries for few numbers of used devices (``columns``): all layers at once."""
-        costs = np.where((seconds <= limit) & np.tri(len(seconds), dtype=bool).T, seconds, inf)
+        costs = np.where(np.tri(len(seconds), dtype=bool).T, seconds, inf)
         for column in columns:
             inside, rest = np.flatnonzero(windows[:-1, column]), shifted[1:, column]
             self.entries += int(np.count_nonzero(np.isfinite(costs[inside][:, np.isfinite(rest)])))
@@ -293,30 +323,45 @@ class _Search:
             result[inside, column] = np.minimum(result[inside, column], least)
 
     def _seconds(self, following: int) -> Floats:
+        """[i, j, k]: the least seconds of a stage that keeps the limit and has ``following`` stages after it."""
         if following not in self._before:
-            self._before[following] = self.prices.before(following)
+            kept = self._kept(following)
+            self._before[following] = np.where(kept, self.prices.seconds, inf).min(axis=3)
         return self._before[following]
+
+    def _kept(self, following: int) -> NDArray[np.bool_]:
+        kept: NDArray[np.bool_] = np.logical_and(self.prices.most_after >= following, self.busy <= self._limit)
+        return kept
 
     def _shifted(self, table: Floats, submesh: Submesh) -> Floats | None:
         """The table of the later stages, indexed by the devices that the later stages and ``submesh`` use together.
-        None if the pool of ``submesh`` is too small."""
-        if submesh.devices > self.pools[submesh.pool]:
+        None if a pool is too small for ``submesh``."""
+        if any(count > size for count, size in zip(submesh.counts, self.pools, strict=False)):
             return None
         whole = table.reshape(len(table), *self.shape)
         result = np.full_like(whole, inf)
-        axis = self._place(submesh) + 1
-        into = [slice(None)] * whole.ndim
-        come = list(into)
-        into[axis], come[axis] = slice(submesh.devices, None), slice(None, whole.shape[axis] - submesh.devices)
+        into, come = [slice(None)], [slice(None)]
+        for count, size in zip(self._counts(submesh), self.shape, strict=False):
+            into.append(slice(count, None))
+            come.append(slice(None, size - count))
         result[tuple(into)] = whole[tuple(come)]
         result[:, ~self._allowed(submesh)] = inf
         return result.reshape(table.shape)
 
+    def _counts(self, submesh: Submesh) -> tuple[int, ...]:
+        """The devices of a submesh along each axis of ``shape``."""
+        return (submesh.devices,) if self.in_order else submesh.counts
+
     def _allowed(self, submesh: Submesh) -> NDArray[np.bool_]:
         """For each number of used devices of each pool, whether a stage on ``submesh`` and the stages after it may use
         them: the stage begins at the first of these devices of its pool."""
-        used, pool = np.indices(self.shape)[self._place(submesh)], self.pools[submesh.pool]
         allowed = np.ones(self.shape, dtype=bool)
+        if not self.boxes and not self.in_order:
+            return allowed
+        if submesh.joins:
+            return ~allowed
+        pool = self.pools[submesh.pool]
+        used = np.indices(self.shape)[0 if self.in_order else submesh.pool]
         first = (sum(self.pools[submesh.pool :]) if self.in_order else pool) - used
         if self.in_order:
             allowed &= (first >= 0) & (first + submesh.devices <= pool)
@@ -326,40 +371,34 @@ class _Search:
             allowed &= inside | ((first % box == 0) & (submesh.devices % box == 0))
         return allowed
 
-    def _place(self, submesh: Submesh) -> int:
-        """The position of a submesh's pool in ``shape``."""
-        return 0 if self.in_order else submesh.pool
-
-    def _stages(self, tables: list[Floats], limit: float) -> tuple[AssignedStage, ...]:
+    def _stages(self, tables: list[Floats]) -> tuple[AssignedStage, ...]:
         """Read the stages from the tables, from the first stage to the last."""
         stages = []
         layer, used = 0, tables[0].shape[1] - 1
         for following in reversed(range(len(tables) - 1)):
-            stage, used = self._stage(tables[following], following, layer, used, limit)
+            stage, used = self._stage(tables[following], following, layer, used)
             stages.append(stage)
             layer = stage.last + 1
         return tuple(stages)
 
-    def _stage(self, later: Floats, following: int, layer: int, used: int, limit: float) -> tuple[AssignedStage, int]:
+    def _stage(self, later: Floats, following: int, layer: int, used: int) -> tuple[AssignedStage, int]:
         """The stage that begins at ``layer`` in the solution with the least sum, and the flat index of the devices that
         the later stages use."""
         seconds = self._seconds(following)
         counts = np.unravel_index(used, self.shape)
-        allowed = [self._allowed(submesh) for submesh in self.prices.submeshes]
+        possible = [self._allowed(submesh).flat[used] for submesh in self.prices.submeshes]
         best: tuple[float, int, int, int] = (inf, 0, 0, 0)
         for (number, submesh), last in itertools.product(
             enumerate(self.prices.submeshes), range(layer, self.prices.num_layers)
         ):
-            rest = list(counts)
-            if not allowed[number].flat[used]:
+            rest = [int(count) for count in counts]
+            for axis, count in enumerate(self._counts(submesh)):
+                rest[axis] -= count
+            if not possible[number] or min(rest) < 0 or seconds[layer, last, number] == inf:
                 continue
-            place = self._place(submesh)
-            if rest[place] < submesh.devices or seconds[layer, last, number] > limit:
-                continue
-            rest[place] -= submesh.devices
             after = int(np.ravel_multi_index(rest, self.shape))
             best = min(best, (float(seconds[layer, last, number] + later[last + 1, after]), last, number, after))
         _, last, number, after = best
-        fits = self.prices.most_after[layer, last, number] >= following
-        variant = int(np.where(fits, self.prices.seconds[layer, last, number], inf).argmin())
+        allowed = self._kept(following)[layer, last, number]
+        variant = int(np.where(allowed, self.prices.seconds[layer, last, number], inf).argmin())
         return AssignedStage(layer, last, number, variant, float(seconds[layer, last, number])), after

@@ -83,7 +83,7 @@ class UnequalStages:
         self.limits = [memory_bytes or memory_of(cluster, pool.ranks) for pool in pools]
         self.memory_bytes = memory_bytes
         self.submeshes = [
-            Submesh(number, devices)
+            Submesh.of(number, devices)
             for number, pool in enumerate(pools)
             for devices in _sizes(len(pool.ranks), pool.box)
             if devices <= most_ranks

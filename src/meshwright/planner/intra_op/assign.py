@@ -10,9 +10,18 @@ from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import COMPUTE, kind_of
 from meshwright.ir.layout import DATA_AXES, MIXED, SPATIAL_AXES
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Partial, Placement, Placements, input_placements, is_linear, output_placements
+from meshwright.ir.placement import (
+    Partial,
+    Placement,
+    Placements,
+    input_placements,
+    is_linear,
+    output_placements,
+    unflattened,
+)
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Lower
+from meshwright.planner.intra_op.costs import ClusterCosts, CostModel
 from meshwright.planner.intra_op.formulate import Formulation
 from meshwright.planner.intra_op.moments import Moments
 from meshwright.planner.intra_op.options import classes_of, follow
@@ -26,10 +35,12 @@ operator must not be split over the axis."""
 
 @dataclass(frozen=True)
 class Assigned:
-    """The chosen strategies and storage, with the problem from which they were chosen and its solution."""
+    """The chosen strategies and storage, with the problem from which they were chosen and its solution. ``zero`` has
+    the ZeRO stage of each parameter whose storage ZeRO divides."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
+    zero: dict[str, int]
     formulated: Formulation
     solution: Solution
 
@@ -47,6 +58,9 @@ def assign(
     optimizer: OptimizerCost = ADAMW,
     memory_bytes: float | None = None,
     whole: Collection[str] = (),
+    costs: CostModel | None = None,
+    zero: str = "",
+    parameter_bytes: float | None = None,
 ) -> Assigned:
     """The cheapest strategies of all operators and storage of all parameters, over the axes of ``mesh`` except ``pp``.
 
@@ -62,6 +76,9 @@ def assign(
             factor over mixed axes.
         memory_bytes: the limit of a rank's parameters, gradients, optimizer state and activations together.
         whole: parameters that are stored whole; operators may still read parts of them.
+        costs: the cost model; None: the costs of ``cluster``.
+        zero: the axis over which ZeRO may divide the storage of each parameter; empty: none.
+        parameter_bytes: the limit of the parameters that a rank stores between steps, without optimizer state.
 
     Raises:
         LayoutError: pins contradict what an operator can do, or nothing fits in memory.
@@ -96,25 +113,29 @@ def assign(
                 met += 2 * (operator.classes.get(strategy.get(axis, "")) is not None)
         return met
 
-    prices = Prices(graph, mesh, sizes, cluster, lower, microbatches)
+    prices = Prices(graph, sizes, costs or ClusterCosts(mesh, sizes, cluster), lower, microbatches)
     marks = {name: tuple(sorted(pin.items())) for name, pin in asked.items()}
     stages = mesh.size("pp") if "pp" in mesh.names else 1
     moments = Moments(graph, prices, memory_bytes, stages) if memory_bytes is not None else None
-    formulated = Formulation(graph, prices, allows, keeps, merit, marks, optimizer, moments, whole, own_statistics)
+    formulated = Formulation(
+        graph, prices, allows, keeps, merit, marks, optimizer, moments, whole, own_statistics,
+        zero if zero in sizes else "", parameter_bytes,
+    )  # fmt: skip
     try:
         solution = solve(formulated.problem)
     except TimeoutError as error:
         raise LayoutError(str(error), where="memory", remedy="give more memory, or leave more open") from None
-    if solution is None and memory_bytes is not None:
+    limits = [limit for limit in (memory_bytes, parameter_bytes) if limit is not None]
+    if solution is None and limits:
         raise LayoutError(
-            f"no strategies of the operators fit in {memory_bytes / 2**30:.3g} GiB a rank",
+            f"no strategies of the operators fit in {min(limits) / 2**30:.3g} GiB a rank",
             where="memory",
             remedy="give more memory, use more ranks or a smaller batch, or recompute",
         )
     if solution is None:
         raise LayoutError("no strategies of all operators go together", where="layout: pin", remedy="leave out a pin")
-    strategies, storage = read_out(formulated, solution.choices)
-    return Assigned(strategies, storage, formulated, solution)
+    strategies, storage, divided = read_out(formulated, solution.choices)
+    return Assigned(strategies, storage, divided, formulated, solution)
 
 
 def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
@@ -154,10 +175,10 @@ def _weight_letters(graph: Graph) -> dict[str, set[str]]:
 
 
 def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
-    dict[str, Strategy], dict[str, dict[str, Placement]]
+    dict[str, Strategy], dict[str, dict[str, Placement]], dict[str, int]
 ]:  # fmt: skip
-    """Read every operator's strategy and every parameter's storage from ``choices``. A follower (a view with one
-    reader) is split as its reader needs its output."""
+    """Read every operator's strategy, every parameter's storage and its ZeRO stage from ``choices``. A follower (a view
+    with one reader) is split as its reader needs its output."""
     graph, decisions = formulated.graph, formulated.decisions
     strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
     for index, decision in enumerate(decisions.found):
@@ -165,10 +186,15 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
             for name in twins:
                 strategies[name] = dict(strategy)
     storage: dict[str, dict[str, Placement]] = {}
-    for node, (names, places) in formulated.stored.items():
-        storage |= {name: dict(places[choices[node]]) for name in names}
+    stages: dict[str, int] = {}
+    for node, (names, ways) in formulated.stored.items():
+        way = ways[choices[node]]
+        storage |= {name: dict(way.placements) for name in names}
+        stages |= {name: way.zero for name in names if way.zero}
+    if 3 in stages.values():  # what backward does not read may share the buckets of stage 3: its costs are equal
+        stages |= {name: 3 for name in stages if name not in formulated.late and formulated.prices.microbatches == 1}
     wanted: dict[str, Placements] = {
-        entry.gradient: storage[entry.parameter] for entry in graph.gradients if entry.gradient is not None
+        entry.gradient: unflattened(storage[entry.parameter]) for entry in graph.gradients if entry.gradient is not None
     }
     for operator in reversed(graph.operators):
         if operator.name in decisions.followers:
@@ -178,7 +204,7 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
             for position, name in enumerate(operator.inputs):
                 wanted[name] = input_placements(operator.rule, strategies[operator.name], position, formulated.sizes)
     _pass_gradients(graph, decisions.followers, strategies, formulated.sizes)
-    return strategies, storage
+    return strategies, storage, stages
 
 
 def _pass_gradients(

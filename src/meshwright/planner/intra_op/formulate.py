@@ -11,16 +11,18 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.own_samples import owned
-from meshwright.ir.placement import Placements, Shard, input_placements, output_placements
+from meshwright.ir.placement import Flat, Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.stages import given_batch
+from meshwright.planner.buckets import part_bytes
 from meshwright.planner.intra_op.decisions import Decision, decisions_of
 from meshwright.planner.intra_op.moments import Moments, copies
 from meshwright.planner.intra_op.options import Allows, Choice, Options, follow
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Costs, Places, Problem, ProblemNode, ProblemTensor
+from meshwright.planner.intra_op.storage import Storage, storages
 
-P = TypeVar("P", bound=Placements | None)
+P = TypeVar("P", bound="Storage | None")
 Path = tuple[Operator, ...]
 """The view operators between a tensor and its reader, in order from the tensor to the reader."""
 
@@ -39,6 +41,8 @@ class Formulation:
         marks: maps an operator to its pins (see ``decisions_of``).
         moments: the moments at which memory is limited; None: memory is not limited.
         uncut: parameters that are stored whole.
+        zero: the axis over which ZeRO may divide the storage of each parameter; empty: none.
+        parameter_bytes: the limit of the parameters that a rank stores between steps; None: not limited.
         own_statistics: whether batch norm computes statistics from each rank's own samples.
 
     Raises:
@@ -48,10 +52,13 @@ class Formulation:
     def __init__(
         self, graph: Graph, prices: Prices, allows: Allows, keeps: Callable[[Operator, Strategy], bool],
         merit: Callable[[Operator, Strategy], int], marks: Mapping[str, object], optimizer: OptimizerCost,
-        moments: Moments | None, uncut: Collection[str], own_statistics: bool,
+        moments: Moments | None, uncut: Collection[str], own_statistics: bool, zero: str = "",
+        parameter_bytes: float | None = None,
     ) -> None:  # fmt: skip
         self.graph, self.prices, self.optimizer, self.moments, self.uncut = graph, prices, optimizer, moments, uncut
+        self.zero, self.times = zero, len(moments.limits) if moments is not None else 0
         self.limits = moments.limits if moments is not None else np.zeros(0)
+        self.limits = np.append(self.limits, [] if parameter_bytes is None else [parameter_bytes])
         self.sizes = prices.sizes
         self.decisions = decisions_of(graph, marks)
         options = Options(graph, self.sizes, allows)
@@ -67,12 +74,13 @@ class Formulation:
         self.outputs_of = {operator.name: operator.outputs for operator in graph.operators}
         self.nodes: list[ProblemNode] = []
         self.tensors: list[ProblemTensor] = []
-        self.stored: dict[int, tuple[list[str], list[Placements]]] = {}
+        self.stored: dict[int, tuple[list[str], list[Storage]]] = {}
         self.parameter_node: dict[str, int] = {}
         self.gradient_of: dict[str, list[str]] = defaultdict(list)
         for entry in graph.gradients:
             if entry.gradient is not None:
                 self.gradient_of[entry.gradient].append(entry.parameter)
+        self.late = {graph.tensors[name].storage for op in graph.operators if op.backward for name in op.inputs}
         self.whole = {graph.loss, *graph.metrics.values(), *graph.buffer_updates.values()}
         self.reads: dict[str, list[tuple[Operator, int, Path]]] = defaultdict(list)
         """Maps a tensor that no follower makes (see ``Decisions``) to its readers: (operator, input number, views on
@@ -90,7 +98,9 @@ class Formulation:
         self.problem = Problem(tuple(self.nodes), tuple(self.tensors), self.limits)
 
     def _node(self, name: str, costs: Costs, memory: Costs | None = None) -> int:
-        held = np.zeros((len(self.limits), len(costs))) if memory is None else memory
+        held = np.zeros((len(self.limits), len(costs)))
+        if memory is not None:
+            held[: len(memory)] = memory
         self.nodes.append(ProblemNode(name, costs.astype(float), held))
         return len(self.nodes) - 1
 
@@ -104,7 +114,7 @@ class Formulation:
         """An array [moments, choices]: the bytes of a decision's results, summed over all repetitions of its block."""
         if self.moments is None:
             return None
-        held = np.zeros((len(self.limits), len(choices)))
+        held = np.zeros((self.times, len(choices)))
         for member, (operator, twins) in enumerate(zip(decision.members, decision.twins, strict=True)):
             for output, name in enumerate(operator.outputs):
                 alive = self.moments.owned(self.outputs_of[twin][output] for twin in twins)
@@ -125,14 +135,16 @@ class Formulation:
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
         """The placement that a tensor must have before the views of ``path``, so that it has the placement ``wanted``
-        after them. None if there is no such placement."""
+        after them. None if there is no such placement. A Flat part is as large before a view as after it."""
         placements: Placements = {axis: placement for axis, placement in wanted.items() if axis in self.sizes}
+        flat: Placements = {axis: placement for axis, placement in placements.items() if isinstance(placement, Flat)}
+        placements = {axis: placement for axis, placement in placements.items() if axis not in flat}
         for view in reversed(path):
             followed = follow(view, placements, self.sizes)
             if followed is None:
                 return None
             placements = followed[1]
-        return placements
+        return placements | flat
 
     def _place(self, operator: Operator) -> tuple[int, int, Operator]:
         """The index of the operator's decision, the index of its member there, and the member that stands for the
@@ -160,7 +172,8 @@ class Formulation:
 
     def _parameters(self) -> None:
         """Add a node for every parameter (one node for equal parameters of repeated blocks). The choices of a node are
-        to store the parameter whole or, unless it is ``uncut``, in any split that a reader wants."""
+        to store the parameter whole or, unless it is ``uncut``, in any split that a reader wants; and each of these
+        with ZeRO."""
         trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         known: dict[object, int] = {}
         for name in self.graph.parameters:
@@ -176,12 +189,20 @@ class Formulation:
                 for wanted in self._wants(operator, position, path):
                     cuts: Placements = {axis: part for axis, part in (wanted or {}).items() if isinstance(part, Shard)}
                     places.setdefault(repr(sorted(cuts.items())) if cuts else "", cuts)
-            options = list(places.values())
-            costs = [self.prices.update_s(tensor, cut, self.optimizer) if name in trained else 0.0 for cut in options]
-            memory = None
-            if self.moments is not None:
-                states = self.optimizer.states
-                memory = np.stack([self.moments.parameter(name, cut, states, name in trained) for cut in options], 1)
+            axis = self.zero if name in trained and name not in self.uncut else ""
+            accumulates = self.prices.microbatches > 1
+            stages = (1, 2, 3) if accumulates else (2, 3) if name in self.late else (2,)
+            options = storages(places.values(), axis, stages)
+            costs = [
+                self.prices.update_s(tensor, option.placements, self.optimizer) if name in trained else 0.0
+                for option in options
+            ]
+            memory = np.zeros((len(self.limits), len(options)))
+            for number, option in enumerate(options):
+                if self.moments is not None:
+                    states = self.optimizer.states
+                    memory[: self.times, number] = self.moments.parameter(name, option, states, name in trained)
+                memory[self.times :, number] = part_bytes(tensor, option.placements, self.sizes)
             node = self._node(name, np.array(costs), memory)
             known[key] = self.parameter_node[name] = node
             self.stored[node] = ([name], options)
@@ -218,37 +239,44 @@ class Formulation:
         name = names[0]
         tensor, maker = self.graph.tensors[name], self.producers.get(name)
         node, haves = self._made(name)
-        reads = [
-            (self.decisions.place[operator.name][0], self._wants(operator, position, path))
+        reads: list[tuple[int, list[Storage | None]]] = [
+            (self.decisions.place[operator.name][0], _stored(self._wants(operator, position, path)))
             for operator, position, path in self.reads[name]
         ]
         gradient = False
         for tail, path in self.ends[name]:
             for parameter in self.gradient_of.get(tail, ()):
                 stored = self.parameter_node[parameter]
-                reads.append((stored, [self._pulled(place, path) for place in self.stored[stored][1]]))
+                ways = self.stored[stored][1]
+                pulled = [(self._pulled(way.placements, path), way.zero) for way in ways]
+                reads.append((stored, [None if lies is None else Storage(lies, zero) for lies, zero in pulled]))
                 gradient = True
             if tail in self.whole:
-                reads.append((self._node(f"{tail} whole", np.zeros(1)), [self._pulled({}, path)]))
-        wanted: dict[str, Placements | None] = {}
+                reads.append((self._node(f"{tail} whole", np.zeros(1)), _stored([self._pulled({}, path)])))
+        wanted: dict[str, Storage | None] = {}
         readers = tuple((reader, _numbered(wants, wanted)) for reader, wants in reads)
-        offered: dict[str, Placements] = {}
+        offered: dict[str, Storage] = {}
         have = _numbered(haves, offered)
         owned = len(reads) == 1 and maker is not None
+        late = name in self.late
         often = 1 if maker is None or gradient else self.prices.times(maker)
-        prices = np.array([
-            [
-                np.inf if want is None else self.prices.reshard_s(tensor, offer, want, owned, often, gradient)
-                for want in wanted.values()
-            ]
-            for offer in offered.values()
-        ])  # fmt: skip
+
+        def price(offer: Storage, want: Storage | None) -> float:
+            if want is None:
+                return np.inf
+            micro = self.prices.microbatches
+            times = offer.gathers(micro, late) if offer.zero else want.reductions(micro) if want.zero else often
+            return self.prices.reshard_s(tensor, offer.placements, want.placements, owned, times, gradient)
+
+        prices = np.array([[price(offer, want) for want in wanted.values()] for offer in offered.values()])
         memory = None
         if self.moments is not None:
-            memory, alive = np.zeros((len(self.limits), *prices.shape)), self.moments.read(names)
+            memory = np.zeros((len(self.limits), *prices.shape))
             for (h, offer), (w, want) in itertools.product(enumerate(offered.values()), enumerate(wanted.values())):
-                if want is not None and copies(offer, want):
-                    memory[:, h, w] = alive * self.moments.size(name, want)
+                if want is not None and copies(offer.placements, want.placements):
+                    zero = offer.zero
+                    alive = self.moments.gathered(names, zero) if zero else self.moments.read(names)
+                    memory[: self.times, h, w] = alive * self.moments.size(name, want.placements)
         if prices.any():
             self.tensors.append(ProblemTensor(node, have, readers, prices * len(names), memory))
         self._halos(node, names)
@@ -276,23 +304,28 @@ class Formulation:
                 ProblemTensor(node, have, tuple(readers), len(names) * np.array([list(priced.values())]))
             )
 
-    def _made(self, name: str) -> tuple[int, list[Placements]]:
+    def _made(self, name: str) -> tuple[int, list[Storage]]:
         """The node that decides a tensor's placement, and the placement for each choice of the node. Inputs of the step
         are split over dp (and dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)
         if maker is not None:
             index, member, first = self._place(maker)
             if first.rule is None:
-                return index, [{} for _ in self.choices[index]]
+                return index, [Storage({}) for _ in self.choices[index]]
             output = maker.outputs.index(name)
             return index, [
-                output_placements(first.rule, choice[member], output, self.sizes) for choice in self.choices[index]
+                Storage(output_placements(first.rule, choice[member], output, self.sizes))
+                for choice in self.choices[index]
             ]
         if name in self.parameter_node:
             node = self.parameter_node[name]
             return node, self.stored[node][1]
         given = given_batch(self.graph, name, self.sizes) if self.graph.tensors[name].kind == "input" else {}
-        return self._node(f"{name} given", np.zeros(1)), [given]
+        return self._node(f"{name} given", np.zeros(1)), [Storage(given)]
+
+
+def _stored(places: list[Placements | None]) -> list[Storage | None]:
+    return [None if place is None else Storage(place) for place in places]
 
 
 def _patterns(path: Path) -> tuple[str, ...]:
@@ -300,8 +333,8 @@ def _patterns(path: Path) -> tuple[str, ...]:
 
 
 def _numbered(places: list[P], known: dict[str, P]) -> Places:
-    """Replace placements by their indices in ``known``. Placements that ``known`` lacks are added to it."""
-    keys = ["none" if place is None else repr(sorted(place.items())) for place in places]
+    """Replace ways to store by their indices in ``known``. Ways that ``known`` lacks are added to it."""
+    keys = ["none" if place is None else f"{place.zero} {sorted(place.placements.items())}" for place in places]
     for key, place in zip(keys, places, strict=True):
         known.setdefault(key, place)
     number = {key: index for index, key in enumerate(known)}

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.ir.graph import Graph
-from meshwright.ir.placement import Placements
+from meshwright.ir.placement import Placements, unflattened
 from meshwright.planner.buckets import part_bytes
 from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.intra_op.problem import Costs
+from meshwright.planner.intra_op.storage import Storage
 
 MOST_MOMENTS = 6
 
@@ -39,11 +40,14 @@ class Moments:
         place = {operator.name: index for index, operator in enumerate(order)}
         made_at = {name: place[operator.name] for operator in order for name in operator.outputs}
         self._reads: dict[str, _Life] = {}
+        self._uses: dict[tuple[str, bool], _Life] = {}
         last: dict[str, int] = {}
         for operator in order:
             for name in operator.inputs:
                 at, storage = place[operator.name], graph.tensors[name].storage
                 self._reads[name] = _Life(min(at, self._reads.get(name, _Life(at, at)).first), at)
+                use = storage, operator.backward
+                self._uses[use] = _Life(min(at, self._uses.get(use, _Life(at, at)).first), at)
                 last[storage] = max(at, last.get(storage, -1))
         for entry in graph.gradients:
             if entry.gradient is not None and self.whole:
@@ -76,6 +80,15 @@ class Moments:
         """For each moment, the number of tensors in ``names`` that are between their first and their last reader."""
         return self._count(self._reads[name] for name in names if name in self._reads)
 
+    def gathered(self, names: Iterable[str], zero: int) -> Costs:
+        """For each moment, the number of parameters in ``names`` that a rank holds whole under a ZeRO stage: from the
+        first to the last reader of the parameter or a view of it. Stage 3 frees it between forward and backward."""
+        lives = []
+        for name in names:
+            uses = [self._uses[name, backward] for backward in (False, True) if (name, backward) in self._uses]
+            lives += uses if zero == 3 else [_Life(uses[0].first, uses[-1].last)] if uses else []
+        return self._count(lives)
+
     def size(self, name: str, placements: Placements) -> float:
         """The bytes of a rank's part of a tensor, for all micro-batches that are in memory at once."""
         tensor = self.graph.tensors[name]
@@ -83,12 +96,16 @@ class Moments:
         parts = self.prices.microbatches if batch else 1
         return self.alive * part_bytes(tensor, placements, self.prices.sizes) / parts
 
-    def parameter(self, name: str, placements: Placements, states: int, trained: bool) -> Costs:
+    def parameter(self, name: str, storage: Storage, states: int, trained: bool) -> Costs:
         """The bytes of a parameter, its optimizer state and, if gradients are accumulated, its gradient, at each
-        moment."""
-        size = part_bytes(self.graph.tensors[name], placements, self.prices.sizes)
-        numbers = 1 + (states + (0 if self.whole else 1) if trained else 0)
-        return np.full(len(self.positions), float(size * numbers))
+        moment. Under ZeRO 1, a rank accumulates the gradients of all parts."""
+        tensor = self.graph.tensors[name]
+        size = part_bytes(tensor, storage.placements, self.prices.sizes)
+        held = size * (1 + (states if trained else 0))
+        if trained and not self.whole:
+            lies = unflattened(storage.placements) if storage.zero == 1 else storage.placements
+            held += part_bytes(tensor, lies, self.prices.sizes)
+        return np.full(len(self.positions), float(held))
 
     def _count(self, lives: Iterable[_Life]) -> Costs:
         positions, total = np.array(self.positions), np.zeros(len(self.positions))

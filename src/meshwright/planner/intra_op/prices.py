@@ -3,20 +3,15 @@
 from collections.abc import Mapping
 from math import inf, prod
 
-from meshwright.cost.collective import Network
-from meshwright.cost.fabric import axis_group
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.cost.program import NodeCosts
-from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph, Operator, Tensor
 from meshwright.ir.layout import TIME
-from meshwright.ir.mesh import Mesh
-from meshwright.ir.placement import Partial, Placements, Shard, input_placements
+from meshwright.ir.placement import Flat, Partial, Placements, Shard, input_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Lower, Node, OperatorProgram
 from meshwright.ir.resharding import Mover
-from meshwright.planner.algorithms import links_of
-from meshwright.planner.buckets import BUCKET_BYTES, part_bytes
+from meshwright.planner.buckets import part_bytes
+from meshwright.planner.intra_op.costs import CostModel
 
 
 class Prices:
@@ -28,17 +23,13 @@ class Prices:
     """
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, sizes: Mapping[str, int], cluster: Cluster, lower: Lower, microbatches: int
+        self, graph: Graph, sizes: Mapping[str, int], costs: CostModel, lower: Lower, microbatches: int
     ) -> None:
         self.graph, self.sizes, self.microbatches, self.lower = graph, dict(sizes), microbatches, lower
-        self.costs = NodeCosts(mesh, cluster)
-        self.rates = self.costs.rates
-        self.network = Network(cluster)
-        links = links_of(mesh, (axis for axis in sizes if axis in mesh.names), self.network)
-        self.mover = Mover(self.sizes, links)
-        self.groups = {axis: axis_group(mesh, axis) for axis in (*sizes, *links)}
+        self.costs = costs
+        self.mover = Mover(self.sizes, costs.links)
         gradients = {entry.gradient for entry in graph.gradients if entry.gradient is not None}
-        self.bucket_bytes = min(BUCKET_BYTES, sum(graph.tensors[name].num_bytes for name in gradients))
+        self.bucket_bytes = min(costs.bucket_bytes, sum(graph.tensors[name].num_bytes for name in gradients))
         self._known: dict[object, float] = {}
         self._batch = {name for name, factor_class in graph.factor_classes.items() if factor_class.role == "batch"}
 
@@ -47,7 +38,7 @@ class Prices:
         program = self.program(operator, strategy)
         if program not in self._known:
             nodes = [node for node in program.nodes if node.name not in program.fetches]
-            self._known[program] = self.costs.of(program.nodes).seconds + sum(map(self.node_exchanges_s, nodes))
+            self._known[program] = self.costs.nodes_s(program.nodes) + sum(map(self.node_exchanges_s, nodes))
         return self.times(operator) * self._known[program]
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
@@ -73,10 +64,7 @@ class Prices:
     def node_exchanges_s(self, node: Node) -> float:
         """The seconds of the collectives that a node starts, plus the seconds of the collectives inside its kernel."""
         every = (*([node.starts] if node.starts is not None else ()), *node.inside)
-        return sum(
-            self.network.collective_s(collective.kind, collective.bytes, self.groups[collective.axis])
-            for collective in every
-        )
+        return sum(self.costs.collective_s(collective.kind, collective.bytes, collective.axis) for collective in every)
 
     def times(self, operator: Operator) -> int:
         """How often a step runs the operator."""
@@ -99,7 +87,7 @@ class Prices:
 
         The result is infinite if ``want`` has a Partial that ``have`` lacks. ``owned``: nothing else reads the tensor,
         so it may be overwritten. If a ``gradient`` only needs an all-reduce, its cost is a share of the all-reduce of a
-        bucket.
+        bucket. The gathers of parameters that ZeRO divides, and the reductions of their gradients, share buckets, too.
         """
         for axis, placement in want.items():
             if isinstance(placement, Partial) and have.get(axis) != placement:
@@ -125,24 +113,23 @@ class Prices:
             before, after = (
                 part_bytes(tensor, placements, self.sizes) // parts for placements in (move.before, move.after)
             )
-            largest, group = max(before, after), self.groups[move.axis]
-            if gradient and len(steps) == 1 and move.kind == "all_reduce":
+            largest = max(before, after)
+            shares = (gradient and move.kind == "all_reduce") or isinstance(move.placement, Flat)
+            if shares and len(steps) == 1:
                 bucket = max(largest, self.bucket_bytes)
-                seconds += self.network.collective_s(move.kind, bucket, group) * largest / bucket
+                seconds += self.costs.collective_s(move.kind, bucket, move.axis) * largest / bucket
                 continue
-            seconds += self.network.collective_s(move.kind, largest, group)
+            seconds += self.costs.collective_s(move.kind, largest, move.axis)
             if move.kind == "all_reduce" and not owned:
-                seconds += self.rates.memory_bound("copy", 2 * before).seconds
+                seconds += self.costs.copy_s(2 * before)
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
             if move.kind != "all_reduce" and inner:  # a copy puts the parts in order
-                seconds += self.rates.memory_bound("copy", 2 * largest).seconds
+                seconds += self.costs.copy_s(2 * largest)
             if move.target is not None:  # a copy takes the parts apart
-                seconds += self.rates.memory_bound("copy", 2 * before).seconds
+                seconds += self.costs.copy_s(2 * before)
             owned = True
         return seconds
 
     def update_s(self, tensor: Tensor, placements: Placements, optimizer: OptimizerCost) -> float:
         """The seconds of the update of a parameter by the optimizer."""
-        size = part_bytes(tensor, placements, self.sizes)
-        each = self.rates.memory_bound("update", optimizer.moved / optimizer.kernels * size).seconds
-        return optimizer.kernels * each
+        return self.costs.update_s(part_bytes(tensor, placements, self.sizes), optimizer)

@@ -1,0 +1,64 @@
+"""The planner chooses the ZeRO stage of each parameter: training equals one process, whatever the mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.ir.graph import Graph
+from meshwright.lower.plans import PlanLowering
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.intra_op.assign import Assigned
+from tests.distributed import oracle, pipelines
+from tests.distributed.pool import Ranks
+
+CASES = {
+    "dp2": (mw.Layout(dp=2, zero=-1), 0.99),
+    "dp2 x tp2": (mw.Layout(dp=2, tp=2, zero=-1), 0.98),
+    "m4": (mw.Layout(dp=2, microbatches=4, zero=-1), 0.95),
+}
+"""Layouts, and the fraction of the memory that makes the planner mix stages."""
+
+
+def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[mw.Plan, set[int]]:
+    """A plan in which a rank stores seven tenths of its parameters at most, in the fraction ``share`` of the memory
+    that the fastest such plan needs; and the ZeRO stages that the plan mixes."""
+    total = sum(graph.tensors[name].num_bytes for name in graph.parameters) / layout.tp
+    cluster = mw.Cluster.load("h100-80gb-dgx-ndr400x8", layout.num_ranks)
+
+    def solved(memory_bytes: float) -> tuple[mw.Plan, Assigned]:
+        ask = Ask(explains=False, lower=PlanLowering(graph), memory_bytes=memory_bytes, parameter_bytes=0.7 * total)
+        plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
+        return plan, next(iter(ask.known.values()))
+
+    _, free = solved(1e15)
+    problem = free.formulated.problem
+    spare = float(np.min(problem.limits[:-1] - problem.memory(free.solution.choices)[:-1]))
+    plan, found = solved(share * (1e15 - spare))
+    return plan, {found.zero.get(name, 0) for name in found.storage}
+
+
+def compare(name: str) -> tuple[set[int], oracle.LargestErrors | None]:
+    """The ZeRO stages in the plan, and on rank 0 the comparison with one process."""
+    (layout, share), settings = CASES[name], (oracle.OPTIMIZERS["AdamW"], oracle.CLIPPING["clipped"])
+    subject = pipelines.subject_of("GPT", "ragged")
+    plan, stages = planned(mw.capture(subject.model, subject.loss_fn, subject.batches[0]), layout, share)
+    found, trainer = oracle.in_parallel(subject, plan, *settings)
+    if trainer.rank != 0:
+        return stages, None
+    serial = pipelines.subject_of("GPT", "ragged")
+    before: dict[str, Any] = {key: value.clone() for key, value in serial.model.state_dict().items()}
+    return stages, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mixture_of_stages_equals_one_process(ranks: Ranks, name: str) -> None:
+    results = ranks(CASES[name][0].num_ranks, compare, name)
+    stages, found = results[0]
+    assert len(stages) > 1, "parameters differ in their stages"
+    assert found is not None
+    assert found.error <= oracle.TOLERANCE, found
+    assert found.moved > 1e-3, "the parameters were trained"
