@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Callable
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,11 +27,11 @@ from meshwright.models import GPT, GPTConfig, ResNet, WideResNet, classification
 from meshwright.planner.candidates import Axes, runs, shapes
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.inter_op import pipelines as pipelines_module
+from meshwright.planner.inter_op import layer_work, rounds
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import Pipelines
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Pipelines
 from meshwright.planner.inter_op.shorten import shorten
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face
@@ -241,12 +244,109 @@ def test_a_long_step_is_a_short_step_with_more_rounds(
     prices = LayerPrices(chain, CPU, PlanLowering(chain.graph), ADAMW, False, 4)
     layout = mw.Layout(pp=pp, microbatches=32, schedule=schedule, chunks=chunks, tp=4 // pp)  # type: ignore[arg-type]
     short = Pipelines(prices, float("inf")).option(layout, ("none",))
-    monkeypatch.setattr(pipelines_module, "LONG", 1000)
+    monkeypatch.setattr(rounds, "LONG", 1000)
     whole = Pipelines(prices, float("inf")).option(layout, ("none",))
     assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
     # The rank with the most computing in few rounds may be another than in the whole step.
     assert short.predicted.compute_s == pytest.approx(whole.predicted.compute_s, rel=3e-3)
     assert short.memory.peak_bytes == whole.memory.peak_bytes
+
+
+@cache
+def mixture() -> Graph:
+    subject = hugging_face.subject("Mixtral", 1)
+    tokens = {name: value.repeat(4, 1)[:BATCH] for name, value in subject.batches[0].items()}
+    return mw.capture(subject.model, subject.loss_fn, tokens)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (mw.Layout(dp=4, microbatches=2), mw.Layout(dp=2, microbatches=4)),
+        (mw.Layout(dp=2, microbatches=4), mw.Layout(dp=1, microbatches=8)),
+        (mw.Layout(dp=4, ep=2, microbatches=2), mw.Layout(dp=8, ep=2, microbatches=1)),
+        (mw.Layout(dp=4, ep=2, microbatches=4), mw.Layout(dp=8, ep=2, microbatches=2)),
+        (mw.Layout(dp=2, ep=2, microbatches=4), mw.Layout(dp=4, ep=2, microbatches=2)),
+    ],
+    ids=layout_text,
+)
+def test_a_shared_price_is_the_price_of_the_layout(first: mw.Layout, second: mw.Layout) -> None:
+    graph = mixture()
+    chain = chain_of(graph, GPU, RANKS)
+    lower, kinds = PlanLowering(chain.graph), ("F", "B", "REDUCE_GRAD")
+    shared, alone = (LayerPrices(chain, GPU, lower, ADAMW, False, RANKS) for _ in "ab")
+    shared.of(first)
+    found, expected = shared.of(second), alone.of(second)
+    for kind in kinds:
+        # One rank has one small kernel less: nothing joins label counts.
+        less_s = 3e-6 if second.dp == 1 else 0.0
+        assert shared.seconds(found, [kind]) == pytest.approx(alone.seconds(expected, [kind]), rel=1e-6, abs=less_s)
+    assert [fact.held.persistent_bytes for fact in found.facts] == [
+        fact.held.persistent_bytes for fact in expected.facts
+    ]
+
+
+def test_other_processes_find_the_same_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_of(gpt(4), CPU, 4)
+    lower, layouts = PlanLowering(chain.graph), [mw.Layout(tp=2, microbatches=2), mw.Layout(tp=4), mw.Layout(dp=4)]
+    alone, helped = (LayerPrices(chain, CPU, lower, ADAMW, False, 4) for _ in "ab")
+    expected = [msgspec.msgpack.encode(alone.of(layout)) for layout in layouts]
+    monkeypatch.setattr(layer_work, "WORKERS_AFTER_S", -1.0)
+    monkeypatch.setattr(layer_work, "num_workers", lambda: 2)
+    here: list[mw.Layout] = []
+    worked_out = helped._worked_out
+
+    def counted(single: mw.Layout) -> layer_work.LayerWorks:
+        here.append(single)
+        return worked_out(single)
+
+    monkeypatch.setattr(helped, "_worked_out", counted)
+    helped.expect(layouts)
+    assert helped._workers is not None
+    try:
+        until = time.monotonic() + 60
+        while helped._workers.waiting and time.monotonic() < until:
+            time.sleep(0.01)
+        assert [msgspec.msgpack.encode(helped.of(layout)) for layout in layouts] == expected
+        assert not here, "nothing was priced in this process"
+        helped.expect([mw.Layout(tp=2, microbatches=3)])
+        with pytest.raises(MeshwrightError, match="micro"):
+            helped.of(mw.Layout(tp=2, microbatches=3))
+    finally:
+        helped.close()
+
+
+def test_a_worker_that_dies_leaves_its_layout_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_of(gpt(4), CPU, 4)
+    prices = LayerPrices(chain, CPU, PlanLowering(chain.graph), ADAMW, False, 4)
+    monkeypatch.setattr(layer_work, "WORKERS_AFTER_S", -1.0)
+    monkeypatch.setattr(layer_work, "num_workers", lambda: 1)
+    real, parent = prices._worked_out, os.getpid()
+    monkeypatch.setattr(prices, "_worked_out", lambda single: real(single) if os.getpid() == parent else os._exit(1))
+    prices.expect([mw.Layout(dp=4)])
+    assert prices._workers is not None
+    try:
+        until = time.monotonic() + 60
+        while prices._workers.waiting and time.monotonic() < until:
+            time.sleep(0.01)
+        assert prices.of(mw.Layout(dp=4)).works
+    finally:
+        prices.close()
+
+
+@pytest.mark.parametrize("layout", [mw.Layout(dp=4, pp=2), mw.Layout(dp=8, microbatches=2), mw.Layout(dp=4, tp=2)])
+def test_no_layout_with_zero_is_better_than_its_ideal(layout: mw.Layout) -> None:
+    chain = chain_of(gpt(9, tied=False), GPU, RANKS)
+    prices = LayerPrices(chain, GPU, PlanLowering(chain.graph), ADAMW, False, RANKS)
+    for zero in (1, 2, 3):
+        level = msgspec.structs.replace(layout, zero=zero)
+        plain = Pipelines(prices, float("inf")).option(level, RECOMPUTE)
+        for limit in (float("inf"), plain.peak_bytes * 0.9, plain.peak_bytes * 0.7):
+            pipelines = Pipelines(prices, limit)
+            ideal, real = pipelines.ideal(level), pipelines.option(level, RECOMPUTE)
+            if real.peak_bytes <= limit:
+                assert ideal.peak_bytes <= limit
+                assert pipelines.lighter_bound_s(ideal) <= real.step_s * (1 + 1e-9)
 
 
 def small(_: int) -> nn.Module:

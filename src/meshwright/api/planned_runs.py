@@ -21,7 +21,7 @@ from meshwright.ir.run import Run
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner import compare
-from meshwright.planner.auto import Only
+from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_strict
 from meshwright.planner.compare import SearchComparison, SearchCosts
 from meshwright.planner.foretell import foretell

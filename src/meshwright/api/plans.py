@@ -27,7 +27,8 @@ from meshwright.ir.precision import Precision
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.ops.base import OperatorRule, Target
-from meshwright.planner.auto import Only, plan_auto
+from meshwright.planner.auto import plan_auto
+from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -21,34 +20,30 @@ from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
-from meshwright.ir.part import memory_of, part_of, pools_of
+from meshwright.ir.part import memory_of, part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import axes_of, divisors, runs, shapes, variations
+from meshwright.planner.candidates import Only, axes_of, is_plain, runs, shapes, variations
 from meshwright.planner.checks import check_precision
 from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
-from meshwright.planner.inter_op.unequal import Pool, UnequalStages
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
+from meshwright.planner.unlike_stages import UnlikeStages
 
 PLAYED = 6
 """Number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
 SHOWN = 8
 """Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
 memory."""
-Only = Literal["both", "intra", "inter"]
-"""What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
 AHEAD = 16
 """Number of entries for which other processes may price layouts before their turn."""
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
 there are more, only those akin to the fastest plain layouts are considered."""
-MOST_UNEQUAL, MOST_MICROBATCHES = 128, 64
-"""Largest number of ranks, and of micro-batches, for which unequal stages are considered."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
 Entry = Layout | Option | Sketch
@@ -258,7 +253,7 @@ class Search:
                 self._sketch(entry)
             else:
                 taken += 1
-                if akin < AKIN and every and _is_plain(entry.layout):
+                if akin < AKIN and every and is_plain(entry.layout):
                     akin += 1
                     self._push_akin(entry.layout, every)
         self.weighed = self.count
@@ -380,7 +375,10 @@ class Search:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
-        unlike = [*self._uneven_stages(fitting[:AKIN]), *self._unequal_stages(fitting[:AKIN])]
+        unlike = UnlikeStages(
+            self.cluster, self.world_size, self.pipelines, self.of_chain, self.most_tp, self.only, self.memory_bytes,
+            self.clock,
+        ).options(fitting[:AKIN])  # fmt: skip
         fastest: dict[str, Option] = {}
         for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
             fastest.setdefault(option.name, option)
@@ -398,49 +396,3 @@ class Search:
             note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
-
-    def _uneven_stages(self, fastest: list[Option]) -> Iterator[Option]:
-        """Options whose stages differ in dp and tp, of the fastest layouts with stages."""
-        for option in fastest:
-            layout = option.layout
-            if layout.pp == 1 or layout.chunks > 1 or layout.zero or not _is_plain(layout) or self.clock.over:
-                continue
-            ranks, works = layout.dp * layout.tp, {}
-            for dp in divisors(ranks):
-                own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute="none")
-                if self.batch % (dp * layout.microbatches) == 0 and own.tp <= self.most_tp:
-                    with suppress(*REFUSALS):
-                        works[own.dp, own.tp] = self.prices.of(own)
-            uneven = self.pipelines.uneven(option, works) if len(works) > 1 else None
-            if uneven is not None and uneven.peak_bytes <= self.limit:
-                yield uneven
-
-    def _unequal_stages(self, fastest: list[Option]) -> Iterator[Option]:
-        """Options whose stages differ in their number of ranks. If devices are equal, only divisions of stages that are
-        priced already are considered, and as many micro-batches as the fastest layouts with stages have."""
-        if self.only == "intra" or self.clock.over or self.world_size == 1:
-            return
-        alike = self.cluster.homogeneous
-        if alike:
-            plain = [option.layout for option in fastest if option.layout.pp > 1 and _is_plain(option.layout)]
-            counts = sorted({layout.microbatches for layout in plain if not layout.zero})
-        else:
-            counts = [count for count in divisors(self.batch) if 1 < count <= MOST_MICROBATCHES]
-        if self.world_size > MOST_UNEQUAL or not counts:
-            return
-        self.clock.say("simulating unequal stages")
-        pools = []
-        for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
-            part = part_of(self.cluster, ranks)
-            box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
-            prices = LayerPrices(self.prices.chain, part, self.of_chain, self.optimizer, self.clips, len(ranks))
-            pools.append(Pool(ranks, box, self.pipelines if alike else Pipelines(prices, self.limit)))
-        most_ranks = 1 if self.only == "inter" else self.world_size
-        unequal = UnequalStages(
-            self.cluster, pools, self.batch, self.memory_bytes, known_only=alike, most_ranks=most_ranks
-        )
-        yield from (option for option in unequal.options(counts) if not alike or option.layout.stage_sizes)
-
-
-def _is_plain(layout: Layout) -> bool:
-    return layout.cp == layout.ep == 1 and not layout.sequence_parallel and not layout.mixed

@@ -17,6 +17,8 @@ from meshwright.schedules.pipeline import least_microbatches
 MOST_MICROBATCHES = 32
 """Largest number of micro-batches of a step, for up to 4 stages. With p stages, it is 8 p if that is more."""
 MOST_CHUNKS = 3
+Only = Literal["both", "intra", "inter"]
+"""What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
 ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 """Schedules that split backwards."""
 
@@ -109,3 +111,8 @@ def divisors(number: int) -> list[int]:
     """All divisors of ``number``, in rising order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def is_plain(layout: Layout) -> bool:
+    """Whether a layout has only dp, tp and pp."""
+    return layout.cp == layout.ep == 1 and not layout.sequence_parallel and not layout.mixed

@@ -15,8 +15,7 @@ from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
 from meshwright.ir.schedule import ActionKind, Schedule
-from meshwright.planner.auto import Only
-from meshwright.planner.candidates import divisors
+from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell

@@ -13,16 +13,14 @@ from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
-from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.pipeline import Pipeline
-from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
+from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
-from meshwright.schedules.pipeline import training_schedule
-from meshwright.simulate.engine import play
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -34,8 +32,6 @@ LEAST = 0.7
 gradients moves three times their bytes, beside kernels that move as many bytes of weights at least twice."""
 MANY = 10**6
 """A number of micro-batches with which filling a pipeline takes no time."""
-LONG = 4
-"""A step has many micro-batches if there are more than this number for each stage."""
 ALIKE = 0.02
 """Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
 the planner takes the simplest."""
@@ -69,65 +65,6 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return self.memory.peak_bytes
 
 
-def fill_of(layout: Layout) -> float:
-    """The time to fill and drain a pipeline, as a fraction of the time under ``1f1b``. Under ``1f1b``, p stages take
-    p - 1 times the time of a micro-batch. Schedules that wait only for their first forward wait for a quarter of a
-    stage's time, because backward takes up to three times as long as forward (with recomputation)."""
-    waits = {"interleaved": 1.0, "zb-h1": 1 / 3, "zb-h2": 1 / 4, "zb-v": 1 / 4, "dualpipe-v": 1 / 4}
-    return waits.get(layout.schedule, 1.0) / layout.chunks
-
-
-def _filled_s(layout: Layout, total_s: float) -> float:
-    """A lower bound on the seconds of a pipeline whose stages take ``total_s`` for one micro-batch together.
-
-    Stage k works m x s_k, and it cannot begin and end before the first and the last micro-batch have passed the stages
-    before it: T >= m s_k + f (s_0 + ... + s_{k-1}), where f is the part of a stage's work that its neighbours must wait
-    for (``fill_of``). The stages with the smallest T fulfil all of these with equality. Then s_k falls by the factor
-    1 - f / m from stage to stage, and their sum gives T.
-    """
-    fill = min(fill_of(layout), layout.microbatches)
-    return fill * total_s / (1 - (1 - fill / layout.microbatches) ** layout.pp)
-
-
-def periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
-    """Schedules with few and with more micro-batches, and how often their difference is added to a step with few.
-
-    A pipeline that is full repeats itself: every further round of p micro-batches takes as long as the round before,
-    and keeps no more in memory. Of a long step, two and three rounds are therefore enough; three and four under
-    schedules that take longer to be full. If stages differ by half, the result may be some percent too short, because
-    ranks that wait first use up what they are ahead. A short step is complete: nothing is added.
-    """
-    pp, m = layout.pp, layout.microbatches
-    long = pp > 1 and m > LONG * pp
-    rounds = 3 if layout.schedule in ("zb-h2", "zb-v", "dualpipe-v") else 2
-    numbers = (rounds * pp, (rounds + 1) * pp) if long else (m, m)
-    few, more = (training_schedule(layout.schedule, pp, number, layout.chunks) for number in numbers)
-    return few, more, m / pp - rounds if long else 0.0
-
-
-def _passes(layout: Layout) -> tuple[str, ...]:
-    """The kinds of actions of one micro-batch on a stage; ``dualpipe-v`` splits few backwards."""
-    split = layout.schedule in ("zb-h1", "zb-h2", "zb-v")
-    return (ActionKind.F.value, *((ActionKind.I.value, ActionKind.W.value) if split else (ActionKind.B.value,)))
-
-
-def spans(each: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[i, j]: the sum from i to j (both included); infinite where j is before i."""
-    before = np.concatenate([[0.0], np.cumsum(each)])
-    spans: NDArray[np.float64] = before[None, 1:] - before[:-1, None]
-    return np.where(np.tri(len(each), k=-1, dtype=bool), inf, spans)
-
-
-def simulated_s(layout: Layout, work: StepWork, cluster: Cluster) -> float:
-    """Simulated seconds of a step."""
-
-    def played(schedule: Schedule) -> float:
-        return play(schedule, work, layout.mesh(), cluster, overlap=cluster.device.kind != "cpu").step_s
-
-    few, more, steps = periods(layout)
-    return played(few) + steps * (played(more) - played(few)) if steps else played(few)
-
-
 class Pipelines:
     """Makes the best stages of a layout, within a memory limit of ``limit_bytes`` per rank."""
 
@@ -142,7 +79,7 @@ class Pipelines:
         """A lower bound on the seconds of a step of ``layout`` in the closed form, whatever its recomputation.
 
         It is the largest of three: the mean work of a rank; the work of the slowest stage in the best cut; and the
-        time of a pipeline whose stages do not begin before the first micro-batch has come (``_filled_s``). If the
+        time of a pipeline whose stages do not begin before the first micro-batch has come (``filled_s``). If the
         layout is not priced yet, its work follows from that of larger micro-batches, as if smaller ones were as
         efficient.
 
@@ -152,13 +89,13 @@ class Pipelines:
         """
         self._check(layout)
         works, factor = self._bounding(layout)
-        each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))[self.chain.numbers]
+        each = np.array(self.prices.seconds(works, passes(layout), hidden=not self._overlaps))[self.chain.numbers]
         total = float(each.sum()) * factor
         sums_s, update_s = self.once_s(works)
         once_s = update_s / layout.dp + (0.0 if self._overlaps or layout.dp == 1 else sums_s)
         busy_s = (layout.microbatches * total + once_s * LEAST) / layout.pp
         slowest_s = layout.microbatches * self._slowest_s(layout, works) * factor
-        return max(busy_s, slowest_s, _filled_s(layout, total))
+        return max(busy_s, slowest_s, filled_s(layout, total))
 
     def _bounding(self, layout: Layout) -> tuple[LayerWorks, float]:
         """The works from which a bound follows, and a factor on them."""
@@ -308,9 +245,9 @@ class Pipelines:
         time."""
         if layout.pp == 1:
             return 0.0
-        key = (works, layout.pp, layout.chunks, _passes(layout))
+        key = (works, layout.pp, layout.chunks, passes(layout))
         if key not in self._slowest:
-            each = np.array(self.prices.seconds(works, _passes(layout), hidden=not self._overlaps))
+            each = np.array(self.prices.seconds(works, passes(layout), hidden=not self._overlaps))
             seconds = spans(each[self.chain.numbers])[:, :, None, None]
             prices = StagePrices((Submesh.of(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
             found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
@@ -344,7 +281,7 @@ class Pipelines:
             for sizes in ([stage.sent_up_bytes for stage in stages], [stage.sent_down_bytes for stage in stages])
         )
         up[-1] = down[0] = 0.0
-        each = np.array(self.prices.seconds(works, _passes(layout)))[numbers]
+        each = np.array(self.prices.seconds(works, passes(layout)))[numbers]
         seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]
         return seconds
 

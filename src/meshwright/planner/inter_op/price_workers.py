@@ -61,6 +61,11 @@ class PriceWorkers:
             self._wanted = {key: layout for key, layout in layouts if key not in self._begun}
             self._changed.notify_all()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are layouts that no worker has begun with."""
+        return bool(self._wanted)
+
     def take(self, key: bytes) -> bytes:
         """The answer of a worker that has begun with a layout. No bytes if no worker has begun, or it has failed."""
         with self._changed:

@@ -25,15 +25,8 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerWorks
-from meshwright.planner.inter_op.pipelines import (
-    RECOMPUTE,
-    Option,
-    Pipelines,
-    Recompute,
-    periods,
-    simulated_s,
-    spans,
-)
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines, Recompute
+from meshwright.planner.inter_op.rounds import periods, simulated_s, spans
 from meshwright.planner.inter_op.stages import Assignment, StagePrices, Submesh, assign_stages
 from meshwright.schedules.pipeline import training_schedule
 
