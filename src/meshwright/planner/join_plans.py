@@ -6,6 +6,7 @@ import msgspec
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
+from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.plan import Bucket, Note, Plan, starred
 from meshwright.ir.stages import Cut, cut
 
@@ -13,10 +14,10 @@ from meshwright.ir.stages import Cut, cut
 def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
     """The plan of ``layout``. ``plans`` has one plan for each pipeline rank, in which all stages have the sizes of this
     pipeline rank; they have equal cuts. Each stage is taken from the plan of its pipeline rank."""
-    divided = cut(graph, plans[0].firsts)
+    divided, places = cut(graph, plans[0].firsts), layout.pipeline
     stages = []
     for index in range(divided.num_stages):
-        plan = plans[index % layout.pp]
+        plan = plans[places.rank_of(index)]
         stages.append(msgspec.structs.replace(plan.stages[index], algorithms=plan.algorithms, links=plan.links))
 
     def of_all(buckets: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
@@ -24,7 +25,7 @@ def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
             bucket
             for index, own in enumerate(buckets)
             for bucket in own
-            if all(stage % layout.pp == index for stage in divided.owners[bucket.parameters[0]])
+            if all(places.rank_of(stage) == index for stage in divided.owners[bucket.parameters[0]])
         )
 
     return msgspec.structs.replace(
@@ -36,16 +37,16 @@ def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
         gathers=of_all([plan.gathers for plan in plans]),
         algorithms={},
         links={},
-        notes=_notes(graph, divided, plans),
+        notes=_notes(graph, divided, plans, places),
     )
 
 
-def _notes(graph: Graph, divided: Cut, plans: Sequence[Plan]) -> tuple[Note, ...]:
+def _notes(graph: Graph, divided: Cut, plans: Sequence[Plan], places: Pipeline) -> tuple[Note, ...]:
     """The notes on the modules of each stage. A note that does not hold for all stages names its pipeline rank."""
     modules: dict[int, set[str]] = {index: set() for index in range(len(plans))}
     for operator in graph.operators:
         if operator.name in divided.stage_of:
-            modules[divided.stage_of[operator.name] % len(plans)].add(starred(operator.module))
+            modules[places.rank_of(divided.stage_of[operator.name])].add(starred(operator.module))
     every = set().union(*modules.values())
     notes: dict[Note, None] = {}
     for index, plan in enumerate(plans):
