@@ -73,7 +73,7 @@ class Pipelines:
         self.chain, self.cluster = prices.chain, prices.cluster
         self._slowest: dict[object, float] = {}
         self._once: dict[LayerWorks, tuple[float, float]] = {}
-        self._parts: dict[tuple[LayerWorks, int, int], LayerWorks] = {}
+        self._parts: dict[tuple[LayerWorks, int, int, bool], LayerWorks] = {}
 
     def bound_s(self, layout: Layout) -> float:
         """A lower bound on the seconds of a step of ``layout`` in the closed form, whatever its recomputation.
@@ -166,9 +166,10 @@ class Pipelines:
 
     def _divided(self, works: LayerWorks, layout: Layout) -> LayerWorks:
         """The works of a layout without ZeRO, with the parts of the state that ZeRO leaves on a rank."""
-        key = works, layout.zero, layout.dp
+        once = layout.microbatches == 1  # each gradient is reduced at once, and only a part of it is kept
+        key = works, layout.zero, layout.dp, once
         if layout.zero and key not in self._parts:
-            parts = [layout.dp if layout.zero >= stage else 1 for stage in (1, 2, 3)]
+            parts = [layout.dp if layout.zero >= stage else 1 for stage in (1, 1 if once else 2, 3)]
             facts = tuple(
                 fact._replace(
                     held=msgspec.structs.replace(
