@@ -34,7 +34,8 @@ from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
-from meshwright.planner.inter_op.stages import StagePrices, Submesh, assign_stages
+from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
+from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.schedules.pipeline import training_schedule
 from meshwright.simulate.engine import play

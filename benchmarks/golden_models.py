@@ -207,7 +207,7 @@ def moe_layer() -> Graph:
 
 @cache
 def moe_language_model() -> Graph:
-    """A language model of 2 layers, of which the first has 16 experts."""
+    """A language model with 2 layers. The first layer has 16 experts."""
 
     def make() -> nn.Module:
         layers = [BertLayer(64, 16, Experts(64, 16, 32)), BertLayer(64, 16)]

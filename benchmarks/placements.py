@@ -82,7 +82,7 @@ class Row:
 
 
 def numel(graph: Graph, but: str = "") -> list[int]:
-    """The elements of each trained parameter, but those that the glob ``but`` matches."""
+    """The number of elements of each trained parameter whose name does not match the glob ``but``."""
     return [graph.tensors[name].num_elements for name in graph.parameters if not fnmatch(name, but)]
 
 

@@ -13,7 +13,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from meshwright.planner.inter_op.stages import StagePrices, Submesh, assign_stages
+from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
+from meshwright.planner.inter_op.stages import assign_stages
 
 BATCH = 128
 # Micro-batch: milliseconds of dp8, dp4 x pp2, dp2 x pp4, pp8. SamsungLabs/Metis at 4b24046, results/homo_cost_model.

@@ -40,7 +40,7 @@ def test_the_closed_form_is_the_schedule_where_stages_are_alike(schedule: str, c
 
 
 def test_a_step_under_zb_h2_ends_for_all_ranks_together() -> None:
-    """Its closed form is that of the paper, whose ranks begin the next step at once."""
+    """The closed form of ``zb-h2`` is the paper's: a rank begins the next step without waiting for the others."""
     one = setup(model=ALIKE, schedule="zb-h2")
     cluster = load_cluster(DGX, 4)
     together, at_once, h1 = rehearse(one, cluster), estimate_step(one, cluster).step_s, setup(schedule="zb-h1")

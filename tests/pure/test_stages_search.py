@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.inter_op.stages import StagePrices, Submesh, assign_stages
+from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
+from meshwright.planner.inter_op.stages import assign_stages
 
 ANY = 99
 """More stages than there are."""

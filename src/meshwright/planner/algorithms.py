@@ -49,6 +49,6 @@ def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     if box.name == NETWORK:
         return False
     one_box = len(cluster.levels) == 1  # a single box may hold more ranks than devices
-    # The search prices layers as stages of their own, of which there may be more than devices.
+    # The search prices each layer as a stage of its own. There may be more such stages than devices.
     groups = [ranks for ranks in mesh.groups(axis) if max(ranks) < cluster.num_devices]
     return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in groups)

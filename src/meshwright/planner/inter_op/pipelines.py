@@ -20,7 +20,8 @@ from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
-from meshwright.planner.inter_op.stages import AssignedStage, StagePrices, Submesh, assign_stages
+from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
+from meshwright.planner.inter_op.stages import assign_stages
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -265,7 +266,7 @@ class Pipelines:
         once = np.zeros(shape)
         for number, works in enumerate(variants):
             seconds[:, :, 0, number] = self._stage_seconds(layout, works)
-            once[:, :, 0, number] = self._stage_once_s(works)
+            once[:, :, 0, number] = self.stage_once_s(works)
             most_after[:, :, 0, number] = self.most_after(layout, works, limit_bytes)
         prices = StagePrices((Submesh.of(0, 1),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
@@ -274,19 +275,27 @@ class Pipelines:
 
     def _stage_seconds(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
-        numbers, network = self.chain.numbers, self.prices.network
-        ranks = layout.num_ranks // layout.pp
-        stages = [works.works[number] for number in numbers]
+        stages = [works.works[number] for number in self.chain.numbers]
+        sent = [stage.sent_up_bytes for stage in stages], [stage.sent_down_bytes for stage in stages]
+        return self.stage_seconds(works, passes(layout), *sent, layout.num_ranks // layout.pp)
+
+    def stage_seconds(
+        self, works: LayerWorks, kinds: Sequence[str], up_bytes: Sequence[float], down_bytes: Sequence[float],
+        num_ranks: int,
+    ) -> NDArray[np.float64]:  # fmt: skip
+        """[i, j]: the seconds of layers i to j in actions of ``kinds``, with their messages. ``up_bytes`` and
+        ``down_bytes`` are what a rank of a stage sends to the next and to the previous stage if the stage ends, or
+        begins, with a layer. A stage has ``num_ranks`` ranks."""
         up, down = (
-            np.array([network.send_s(size, ranks) if size else 0.0 for size in sizes])  # without bytes, no message
-            for sizes in ([stage.sent_up_bytes for stage in stages], [stage.sent_down_bytes for stage in stages])
-        )
+            np.array([self.prices.network.send_s(size, num_ranks) if size else 0.0 for size in sizes])
+            for sizes in (up_bytes, down_bytes)
+        )  # without bytes, there is no message
         up[-1] = down[0] = 0.0
-        each = np.array(self.prices.seconds(works, passes(layout)))[numbers]
+        each = np.array(self.prices.seconds(works, kinds))[self.chain.numbers]
         seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]
         return seconds
 
-    def _stage_once_s(self, works: LayerWorks) -> NDArray[np.float64]:
+    def stage_once_s(self, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the seconds that layers i to j take once a step, to sum gradients and to update parameters. Where
         collectives run beside kernels, only the update counts."""
         each = []

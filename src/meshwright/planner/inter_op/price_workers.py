@@ -56,7 +56,8 @@ class PriceWorkers:
             Thread(target=self._ask, args=(connection,), daemon=True).start()
 
     def want(self, layouts: Sequence[tuple[bytes, Layout]]) -> None:
-        """Price these layouts, the first ones first, instead of those that were wanted before and are not begun."""
+        """Ask for the prices of these layouts, in this order. They replace layouts that were wanted before and that no
+        worker has begun with."""
         with self._changed:
             self._wanted = {key: layout for key, layout in layouts if key not in self._begun}
             self._changed.notify_all()

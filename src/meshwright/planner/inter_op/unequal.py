@@ -14,26 +14,28 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.closed_form import pieces_s, predict_step
+from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
-from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
+from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout
 from meshwright.ir.part import memory_of
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
-from meshwright.planner.inter_op.assemble import assemble, is_reduction, is_sum
+from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerWorks
 from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines, Recompute
-from meshwright.planner.inter_op.rounds import periods, simulated_s, spans
-from meshwright.planner.inter_op.stages import Assignment, StagePrices, Submesh, assign_stages
+from meshwright.planner.inter_op.rounds import periods, simulated_s
+from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
+from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.schedules.pipeline import training_schedule
 
 SIMULATED = 3
 """Number of pipelines that are assembled and simulated: those with the shortest steps in the dynamic program."""
 SMALL_BOX = 4
-"""A stage may have any number of ranks in a box of at most so many devices; in larger boxes, powers of two."""
+"""Largest number of devices of a box in which a stage may have any number of ranks. In larger boxes, stages have 1, 2,
+4, ... ranks, or whole boxes."""
 _REFUSALS = (LayoutError, PlanError, ScheduleError)
 
 
@@ -124,33 +126,26 @@ class UnequalStages:
                     continue
 
     def _prices(self, variants: list[list[_Variant]], microbatches: int) -> StagePrices:
-        """The prices of all stages. What a stage does once a step counts in parts, one for each micro-batch."""
+        """The prices of all stages."""
         count = len(self.chain.layers)
         shape = (count, count, len(self.submeshes), max(map(len, variants)))
         seconds, most_after = np.full(shape, math.inf), np.full(shape, -1, dtype=np.int64)
+        once = np.zeros(shape)
         for number, submesh in enumerate(self.submeshes):
             pipelines = self.pools[submesh.pool].pipelines
             for place, variant in enumerate(variants[number]):
                 layout = Layout(pp=count, microbatches=microbatches, recompute=variant.recompute)
                 most = pipelines.most_after(layout, variant.works, self.limits[submesh.pool])
-                seconds[:, :, number, place] = self._seconds(pipelines, submesh, variant.works, microbatches)
+                seconds[:, :, number, place] = self._seconds(pipelines, submesh, variant.works)
+                once[:, :, number, place] = pipelines.stage_once_s(variant.works)
                 most_after[:, :, number, place] = most
-        return StagePrices(tuple(self.submeshes), seconds, most_after)
+        return StagePrices(tuple(self.submeshes), seconds, most_after, once)
 
-    def _seconds(
-        self, pipelines: Pipelines, submesh: Submesh, works: LayerWorks, microbatches: int
-    ) -> NDArray[np.float64]:
+    def _seconds(self, pipelines: Pipelines, submesh: Submesh, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
-        numbers, prices = self.chain.numbers, pipelines.prices
-        network, ranks = prices.network, submesh.devices
-        passes = prices.seconds(works, (ActionKind.F.value, ActionKind.B.value))
-        once = [_once_s(pipelines, works, work) / microbatches for work in works.works]
-        each = np.array([of_pass + of_step for of_pass, of_step in zip(passes, once, strict=True)])[numbers]
-        up = np.array([network.send_s(works.facts[number].up_bytes / ranks, ranks) for number in numbers])
-        down = np.array([network.send_s(works.facts[number].down_bytes / ranks, ranks) for number in numbers])
-        up[-1] = down[0] = 0.0
-        seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]
-        return seconds
+        facts, ranks = [works.facts[number] for number in self.chain.numbers], submesh.devices
+        sent = [fact.up_bytes / ranks for fact in facts], [fact.down_bytes / ranks for fact in facts]
+        return pipelines.stage_seconds(works, (ActionKind.F.value, ActionKind.B.value), *sent, ranks)
 
     # --- options -----------------------------------------------------------------------------------------------------
 
@@ -231,14 +226,6 @@ def with_transfers(
         down = moved_bytes(down_bytes[number], sizes[number], sizes[number - 1]) if number else 0.0
         stages.append(msgspec.structs.replace(stage, sent_up_bytes=round(up), sent_down_bytes=round(down)))
     return msgspec.structs.replace(work, stages=tuple(stages))
-
-
-def _once_s(pipelines: Pipelines, works: LayerWorks, work: StageWork) -> float:
-    """The seconds that a layer takes once a step: to sum its gradients, and to update its parameters."""
-    sums = [piece for piece in work.pieces.get(ActionKind.REDUCE_GRAD.value, ()) if is_reduction(piece)]
-    ends = [piece for piece in work.after if is_sum(piece) and isinstance(piece, Communicate)]
-    update_s = sum(piece.seconds for piece in work.after if isinstance(piece, Compute))
-    return update_s + pieces_s((*sums, *ends), works.mesh, pipelines.prices.network)
 
 
 def _sizes(devices: int, box: int) -> list[int]:
