@@ -75,8 +75,8 @@ class RanksFailedError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """What the test process sends to each rank: ``name`` is of its group, of the first ``num_ranks`` ranks. ``cache`` is
-    the cache directory of the test, so that no rank plans for what an earlier test calibrated."""
+    """What the test process sends to each rank: ``name`` is of its group, of the first ``num_ranks`` ranks.
+    ``cache`` is the cache directory of the test, so that no rank plans for what an earlier test calibrated."""
 
     name: str
     num_ranks: int
