@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.errors import LostRankError, NonFiniteLossError
+from meshwright.ir.pipeline import ScheduleName
+from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.runtime.executor import Executor
 from meshwright.schedules.check import check
 from meshwright.schedules.pipeline import schedule_of
@@ -86,6 +88,42 @@ def work_of(layout: mw.Layout) -> tuple[Work, list[list[str]], list[int]]:
     wanted = [[str(action) for action in actions] for actions in schedule.ranks]
     done = Work([span.what for span in spans], in_order, executor_of(trainer).live_activations)
     return done, wanted, [rank.live_activations for rank in check(schedule).ranks]
+
+
+class Residual(nn.Module):
+    """Two products and an addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def live_of_residuals(layout: mw.Layout) -> tuple[int, list[int]]:
+    """The number of micro-batches that this rank keeps, and that every rank keeps under the schedule. Blocks are cut
+    before ``down``: a gradient that leaves a stage is also read by the gradients of its weights."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Residual(), Residual()), torch.randn(16, 8)
+    graph = mw.capture(model, mean_square, batch)
+    ask = Ask(firsts=("0.down:t#0", "1.up:t#0", "1.down:t#0"))
+    plan = plan_layout(graph, layout, world_size=2, cluster=mw.Cluster.load("cpu-local", 2), ask=ask)
+    trainer = mw.parallelize(model, mean_square, batch, plan=plan, optimizer=sgd)
+    trainer.step(batch)
+    live = [rank.live_activations for rank in check(schedule_of(trainer.plan)).ranks]
+    return executor_of(trainer).live_activations, live
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_gradient_that_has_left_its_stage_is_kept_for_weights_only(ranks: Ranks, schedule: ScheduleName) -> None:
+    layout = mw.Layout(pp=2, microbatches=8, schedule=schedule, chunks=2)
+    for rank, (found, live) in enumerate(ranks(2, live_of_residuals, layout)):
+        assert found == live[rank]
 
 
 @pytest.mark.parametrize(

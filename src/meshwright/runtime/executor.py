@@ -126,11 +126,12 @@ class Executor:
         self.schedule, self.device, self._clock = schedule, device, clock or Clock()
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
-        self._splits = ActionKind.W in kinds
         phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
         self.stages = {stage: _Stage(lowered, phases, device) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
+        # Of stages and micro-batches between I and W: whether the gradients of their inputs have left the stage.
+        self._split: dict[tuple[int, int], bool] = {}
         self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[Work]]]] = {}
         self._handed: dict[tuple[int, int, ActionKind], Values] = {}
         self._leaving: list[Work] = []
@@ -287,10 +288,12 @@ class Executor:
         if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
         key, phase = (action.stage, microbatch), stage.phases[name]
+        left = self._split.pop(key, False)
         live = self._live.pop(key, {})
         arguments = self._arguments(stage, microbatch, phase, live)
-        wanted = {transfer.value.name for transfer in stage.program.crossing(ActionKind.SEND_B)}
+        wanted = set() if left else {transfer.value.name for transfer in stage.program.crossing(ActionKind.SEND_B)}
         if action.kind is ActionKind.I:
+            self._split[key] = False
             wanted.update(stage.phases[WEIGHT].inputs)
         kept = {value_name: value for value_name, value in live.items() if value_name in wanted}
         del live  # values that only the arguments hold are freed at their last use
@@ -336,8 +339,10 @@ class Executor:
         live = self._live.pop(key, {})
         if kind is ActionKind.SEND_F:
             later = stage.kept
+        elif key in self._split:
+            later, self._split[key] = set(stage.phases[WEIGHT].inputs), True
         else:
-            later = set(stage.phases[WEIGHT].inputs) if self._splits else set()
+            later = set()
         if kept := {name: value for name, value in live.items() if name in later}:
             self._live[key] = kept
 
