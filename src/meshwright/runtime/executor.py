@@ -6,7 +6,7 @@ dict per stage and micro-batch.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, be_at, current
 from meshwright.comm.transport.base import Channel, UnderWay, Work
-from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.ir.stages import FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
+from meshwright.ir.stages import FINISH, FORWARD, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.partition import LoweredStage, PhaseFunction
 from meshwright.runtime.phase_clock import Clock
+from meshwright.runtime.running_stage import RunningStage, Values, empty
 from meshwright.schedules.timing import PARTNER
 
-Values = dict[str, Any]
 _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -65,45 +64,6 @@ class StepResult:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _Stage:
-    """A stage's program with the values of the current step."""
-
-    def __init__(self, lowered: LoweredStage, phases: Iterable[str], device: torch.device) -> None:
-        self.program, self.phases = lowered.program, lowered.functions
-        program = self.program
-        self.functions = {name: self.phases[name].function for name in phases}
-        for phase in self.phases.values():
-            phase.forget()
-        self.step: Values = {}
-        self.joined: dict[str, Tensor] = {}
-        self.buckets = {bucket.name: empty(bucket, device) for bucket in program.buckets}
-        self.totals = {
-            accumulator.value.name: self._memory(accumulator, device) for accumulator in program.accumulators
-        }
-        late = {name for phase in LATE for name in self.phases[phase].inputs}
-        ready = (
-            *self.phases[FORWARD].outputs,
-            *(transfer.value.name for transfer in program.crossing(ActionKind.RECV_F)),
-        )
-        self.sent = {transfer.value.name for transfer in program.crossing(ActionKind.SEND_F)}
-        self.holder = {held.name: held.value for held in program.buffers}
-        self.read_late = {self.holder[name] for name in program.buffer_updates if self.holder.get(name) in late}
-        self.kept = {name for name in ready if name in late} | self.read_late
-        self.of_step = {name for phase in (REDUCE, FINISH) for name in self.phases[phase].inputs}
-        self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
-
-    def _memory(self, accumulator: Accumulator, device: torch.device) -> Tensor:
-        value = accumulator.value
-        if value.owns:
-            return empty(value, device)
-        return self.buckets[value.storage][accumulator.offset :][: torch.Size(value.shape).numel()].view(value.shape)
-
-
-def empty(value: Value, device: torch.device) -> Tensor:
-    """Uninitialized memory for a value."""
-    return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=device)
-
-
 class Executor:
     """Runs the same schedule in every step. ``routes`` maps a stage and a kind of action to one route for each of its
     transfers. ``channels`` maps a peer rank to the channel for its messages. Functions of ``stages`` that the schedule
@@ -127,7 +87,7 @@ class Executor:
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
         phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
-        self.stages = {stage: _Stage(lowered, phases, device) for stage, lowered in stages.items()}
+        self.stages = {stage: RunningStage(lowered, phases, device) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         # Of stages and micro-batches between I and W: whether the gradients of their inputs have left the stage.
@@ -136,7 +96,7 @@ class Executor:
         self._handed: dict[tuple[int, int, ActionKind], Values] = {}
         self._leaving: list[Work] = []
         self._keys: Callable[[int], int] = lambda microbatch: microbatch
-        self._run: dict[ActionKind, Callable[[_Stage, Action], None]] = {
+        self._run: dict[ActionKind, Callable[[RunningStage, Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
             ActionKind.I: self._backward,
@@ -205,7 +165,7 @@ class Executor:
 
     def _begin(
         self,
-        stage: _Stage,
+        stage: RunningStage,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
@@ -219,7 +179,7 @@ class Executor:
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
             memory.zero_()
 
-    def _finish(self, stage: _Stage, result: StepResult) -> None:
+    def _finish(self, stage: RunningStage, result: StepResult) -> None:
         program, step = stage.program, stage.step
         step.update(stage.joined)
         self._call(stage, FINISH)
@@ -232,13 +192,13 @@ class Executor:
         stage.joined.clear()
         step.clear()
 
-    def _call(self, stage: _Stage, name: str) -> None:
+    def _call(self, stage: RunningStage, name: str) -> None:
         """Run the function of phase ``name``, which runs once a step, and keep its results."""
         phase = stage.phases[name]
         returned = stage.functions[name](self._arguments(stage, 0, phase, {}))
         stage.step.update(zip(phase.outputs, returned, strict=True))
 
-    def _part(self, stage: _Stage, microbatch: int, name: str) -> Tensor:
+    def _part(self, stage: RunningStage, microbatch: int, name: str) -> Tensor:
         """Return the slice ``name``: a micro-batch's part of a value of the whole step."""
         piece = stage.program.slices[name]
         whole: Tensor = stage.step[piece.source]
@@ -249,7 +209,7 @@ class Executor:
         split = whole.unflatten(piece.dim, (piece.blocks, -1)).narrow(piece.dim + 1, microbatch * size, size)
         return split.flatten(piece.dim, piece.dim + 1)
 
-    def _arguments(self, stage: _Stage, microbatch: int, phase: PhaseFunction, given: Values) -> list[Any]:
+    def _arguments(self, stage: RunningStage, microbatch: int, phase: PhaseFunction, given: Values) -> list[Any]:
         values: list[Any] = []
         for name in phase.inputs:
             if name in given:
@@ -265,7 +225,7 @@ class Executor:
 
     # --- computing -------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: _Stage, action: Action) -> None:
+    def _forward(self, stage: RunningStage, action: Action) -> None:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
         phase = stage.phases[FORWARD]
@@ -282,7 +242,7 @@ class Executor:
         self.live_activations = max(self.live_activations, len(self._live))
         self._hand_over(stage, action, ActionKind.SEND_F)
 
-    def _backward(self, stage: _Stage, action: Action) -> None:
+    def _backward(self, stage: RunningStage, action: Action) -> None:
         """Run the whole backward, or one of its two parts. The first part keeps the values that the second needs."""
         microbatch, name = _microbatch(action), PHASE_OF[action.kind]
         if action.kind is not ActionKind.W:
@@ -306,13 +266,13 @@ class Executor:
             self._hand_over(stage, action, ActionKind.SEND_B)
 
     @staticmethod
-    def _collect(stage: _Stage, values: Values) -> None:
+    def _collect(stage: RunningStage, values: Values) -> None:
         """Keep the values of a micro-batch that the end of the step reads. A later micro-batch overwrites them."""
         stage.step.update((name, value) for name, value in values.items() if name in stage.of_step)
 
     # --- sending and receiving ---------------------------------------------------------------------------------------
 
-    def _send(self, stage: _Stage, action: Action) -> None:
+    def _send(self, stage: RunningStage, action: Action) -> None:
         transfers = stage.program.crossing(action.kind)
         live = self._live.get((action.stage, _microbatch(action)), {})
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
@@ -320,7 +280,7 @@ class Executor:
                 self._leaving.append(self._channels[peer].send(live[transfer.value.name][place].contiguous()))
         self._let_go(stage, action, action.kind)
 
-    def _hand_over(self, stage: _Stage, action: Action, kind: ActionKind) -> None:
+    def _hand_over(self, stage: RunningStage, action: Action, kind: ActionKind) -> None:
         """Give what crosses a border to the neighbouring stage, if this rank holds it too: nothing is sent."""
         further, receive = PARTNER[kind]
         neighbour = self.stages.get(action.stage + further)
@@ -333,7 +293,7 @@ class Executor:
         }
         self._let_go(stage, action, kind)
 
-    def _let_go(self, stage: _Stage, action: Action, kind: ActionKind) -> None:
+    def _let_go(self, stage: RunningStage, action: Action, kind: ActionKind) -> None:
         """Keep only the values of a micro-batch that the stage itself needs after they have left it."""
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
@@ -346,7 +306,7 @@ class Executor:
         if kept := {name: value for name, value in live.items() if name in later}:
             self._live[key] = kept
 
-    def _receive(self, stage: _Stage, action: Action) -> None:
+    def _receive(self, stage: RunningStage, action: Action) -> None:
         transfers = stage.program.crossing(action.kind)
         coming = []
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
@@ -355,7 +315,7 @@ class Executor:
             coming.append((transfer.value.name, whole, route, arrivals))
         self._coming[action.stage, _microbatch(action), action.kind] = coming
 
-    def _arrived(self, stage: _Stage, action: Action, kind: ActionKind) -> Values:
+    def _arrived(self, stage: RunningStage, action: Action, kind: ActionKind) -> Values:
         """Wait for the values that the micro-batch receives, and return all values that are kept for it."""
         microbatch = _microbatch(action)
         live = self._live.setdefault((action.stage, microbatch), {})
@@ -384,7 +344,7 @@ class Executor:
         work = self._channels[peer].receive(got, label)
         return work if got is box else UnderWay(partial(box.copy_, got), works=(work,))
 
-    def _reduce(self, stage: _Stage, action: Action) -> None:
+    def _reduce(self, stage: RunningStage, action: Action) -> None:
         stage.step.update(stage.buckets)
         self._call(stage, REDUCE)
 

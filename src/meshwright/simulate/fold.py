@@ -52,9 +52,15 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
     of = _numbered([(color, stage[rank]) for rank, color in enumerate(colors)])
     while True:
         around = {axis: _around(groups[axis], of) for axis in named}
-        linked = [tuple(tuple(sorted({of[peer] for peer in peers})) for peers in every) for every in links]
+        # Ranks of a pipeline share their links: each object is translated, and compared, once.
+        linked = {
+            id(every): tuple(tuple(sorted({of[peer] for peer in peers})) for peers in every)
+            for every in {id(every): every for every in links}.values()
+        }
+        numbers = dict(zip(linked, _numbered(list(linked.values())), strict=True))
         finer = _numbered([
-            (class_id, linked[rank], *(around[axis][rank] for axis in named)) for rank, class_id in enumerate(of)
+            (class_id, numbers[id(links[rank])], *(around[axis][rank] for axis in named))
+            for rank, class_id in enumerate(of)
         ])  # fmt: skip
         if max(finer) == max(of):
             break
@@ -64,7 +70,7 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
         tuple(of),
         first,
         {axis: tuple(around[axis][rank] for rank in first) for axis in named},
-        tuple(linked[rank] for rank in first),
+        tuple(linked[id(links[rank])] for rank in first),
         tuple(tuple({of[rank]: None for rank in mesh.stage_ranks(number)}) for number in range(len(mesh.stages))),
     )
 
