@@ -101,7 +101,7 @@ def findings() -> list[Finding]:
         )
         with tempfile.TemporaryDirectory() as directory:
             traces = run_ranks(
-                on_a_rank, emulated_stages(work, MESH, CLUSTER), schedule, STEPS + 1, num_ranks=RANKS,
+                on_a_rank, emulated_stages(work, MESH, CLUSTER, schedule), schedule, STEPS + 1, num_ranks=RANKS,
                 directory=Path(directory),
             )[1:]  # fmt: skip
         ratios = sorted(trace.duration_s / simulated.duration_s for trace in traces)

@@ -61,7 +61,7 @@ def test_the_schedule_is_run_and_nothing_ends_before_its_time(
 ) -> None:
     schedule = add_reduction(add_communication(build(name, num_ranks, 4, chunks)))
     step, mesh = work(num_ranks * chunks), Mesh.of(pp=num_ranks, dp=2)
-    first, *others = ranks(num_ranks, emulated, schedule, emulated_stages(step, mesh, CLUSTER, name))
+    first, *others = ranks(num_ranks, emulated, schedule, emulated_stages(step, mesh, CLUSTER, schedule))
     wanted = play(schedule, step, mesh, CLUSTER).trace(range(0, 2 * num_ranks, 2))
     assert [trace.ranks for trace in first] == [tuple(range(num_ranks))] * 2
     for rank, other in enumerate(others, 1):
@@ -94,13 +94,13 @@ def wrong_number(stages: tuple[EmulatedStage, ...], schedule: Schedule) -> str:
 
 
 def test_another_number_of_ranks_is_refused(ranks: Ranks) -> None:
-    stages = emulated_stages(work(2), Mesh.of(pp=2), CLUSTER)
+    stages = emulated_stages(work(2), Mesh.of(pp=2), CLUSTER, build("1f1b", 2, 2, 1))
     (found,) = ranks(1, wrong_number, stages, build("1f1b", 2, 2))
     assert "the schedule has 2 ranks, and 1 are there" in found
 
 
 def test_collectives_become_waits() -> None:
-    (stage, _) = emulated_stages(work(2), Mesh.of(pp=2, dp=2), CLUSTER)
+    (stage, _) = emulated_stages(work(2), Mesh.of(pp=2, dp=2), CLUSTER, build("1f1b", 2, 2, 1))
     tp, g, norm = (stage.actions["F"][1], stage.actions["REDUCE_GRAD"][0], stage.after[2])
     assert (tp.role, g.role, norm.role) == ("communicate", "start", "meet")
     assert 0 < norm.seconds < tp.seconds < g.seconds
@@ -111,7 +111,7 @@ def test_collectives_become_waits() -> None:
 def test_a_collective_along_pp_that_does_not_block_is_refused() -> None:
     stage = StageWork(pieces={}, after=(Communicate("g", "all_reduce", "pp", 8, blocking=False),))
     with pytest.raises(ScheduleError, match="`g` goes on along pp"):
-        emulated_stages(StepWork((stage,) * 2), Mesh.of(pp=2), CLUSTER)
+        emulated_stages(StepWork((stage,) * 2), Mesh.of(pp=2), CLUSTER, build("1f1b", 2, 2, 1))
 
 
 def test_a_slow_device_sleeps_after_it_has_computed() -> None:

@@ -212,7 +212,7 @@ def layers_of(plan: mw.Plan, graph: Graph, ranks: range) -> int:
     """The number of blocks that the stages on these ranks hold."""
     held = 0
     for index, stage in enumerate(plan.stages):
-        if plan.mesh.stage_ranks(index % plan.mesh.num_stages).start in ranks:
+        if plan.mesh.stage_ranks(plan.pipeline.rank_of(index)).start in ranks:
             held += len({name.split(".")[1] for name in stage.storage if name.startswith("blocks.")})
     return held
 

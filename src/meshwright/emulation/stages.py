@@ -9,7 +9,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.pipeline import Pipeline
+from meshwright.ir.schedule import Schedule
 
 
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,20 +36,19 @@ class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sent_down_s: float = 0.0
 
 
-def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster, schedule: str = "1f1b") -> tuple[EmulatedStage, ...]:
-    """The durations of one rank of every stage; ``schedule`` places stages on pipeline ranks. The rank's peers on the
-    other axes are assumed to arrive when it does, so collectives take closed-form times, as in the simulator without
-    stragglers.
+def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster, schedule: Schedule) -> tuple[EmulatedStage, ...]:
+    """The durations of one rank of every stage; ``schedule`` says on which pipeline rank a stage lies. The rank's peers
+    on the other axes are assumed to arrive when it does, so collectives take closed-form times, as in the simulator
+    without stragglers.
 
     Raises:
         ScheduleError: a collective along ``pp`` does not block; only blocking collectives are emulated there.
     """
     fabric = Fabric(cluster, mesh)
-    pipeline = Pipeline(fabric.size("pp"), schedule)
-    stages = []
+    homes, stages = schedule.homes, []
     for number, stage in enumerate(work.stages):
-        beside = {step: pipeline.rank_of((number + step) % len(work.stages)) for step in (1, -1)}
-        here = pipeline.rank_of(number)
+        beside = {step: homes[(number + step) % len(work.stages)] for step in (1, -1)}
+        here = homes[number]
         stages.append(
             EmulatedStage(
                 actions={kind: _doings(pieces, fabric, here) for kind, pieces in stage.pieces.items()},

@@ -175,7 +175,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         pp = sizes["pp"]
         problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
         if self.chunks > 1 and (self.schedule not in CHUNKED or pp == 1):
-            yield "layout", problem, "several chunks need pp of 2 or more and schedule='interleaved'"
+            named = " or ".join(map(repr, CHUNKED))
+            yield "layout", problem, f"several chunks need pp of 2 or more and schedule {named}"
         elif self.chunks != 2 and self.schedule in V_SHAPED and pp > 1:
             yield "layout", problem, f"give chunks=2: {self.schedule} has two stages on every rank"
 
@@ -196,16 +197,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield "layout", "zero_ranks with stage_sizes", "leave zero_ranks out: all dp ranks of a stage share"
         ruled = self.ep > 1 or self.cp > 1 or self.sequence_parallel
         if self.zero == -1 and (ruled or self.pp > 1):
-            problem = (
-                "zero=-1 with ep, cp, sequence_parallel or pp"  # explicit rules choose strategies, or parts of them
-            )
-            yield "layout", problem, "give zero 0, 1, 2 or 3"
+            # The integer program chooses the ZeRO stages of parameters only where it chooses all splits.
+            yield "layout", "zero=-1 with ep, cp, sequence_parallel or pp", "give zero 0, 1, 2 or 3"
         if self.ep > 1 and self.zero_ranks:
             yield "layout", "zero_ranks with ep", "leave one of them out"
 
     def _unfit_stages(self, sizes: dict[str, int], world_size: int) -> Iterator[Problem]:
         place, given = "layout: stage_sizes", len(self.stage_sizes)
-        if max(sizes["cp"], self.ep, *self.spatial, *self.mixed) > 1:
+        if sizes["cp"] != 1 or max([self.ep, *self.spatial, *self.mixed]) > 1:
             yield place, "stage_sizes with cp, ep, spatial or mixed", "leave one of them out"
         if sizes["pp"] == 1:
             yield place, "stage_sizes with pp=1", "give pp of 2 or more, or dp and tp themselves"
@@ -214,7 +213,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield place, f"{given} stage_sizes for pp={sizes['pp']}", remedy
         for index, own in enumerate(self.stage_sizes):
             if set(own) - {"dp", "tp"} or min(own.values(), default=1) < 1:
-                yield f"{place}[{index}]", f"{own}", "give sizes of dp and tp, each 1 or more"
+                problem = f"{own} has an axis other than dp and tp, or a size below 1"
+                yield f"{place}[{index}]", problem, "give sizes of dp and tp, each 1 or more"
         if self.num_ranks != world_size:
             counts = " + ".join(str(math.prod(own.values())) for own in self.stage_sizes)
             problem = f"stages of {counts} = {self.num_ranks} ranks, there are {world_size}"

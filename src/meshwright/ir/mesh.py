@@ -195,17 +195,17 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """The ranks with the coordinates of ``rank`` on all axes except ``axis``, in rising order."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
         here = self.coordinates(rank)
+        self._known_in_a_stage(varying)
         if self.stages:
             return self._ranks_around(varying, rank, here["pp"])
-        self._known(varying)
         return self.ranks_at({name: here[name] for name in self.names if name not in varying})
 
     def groups(self, axis: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks along ``axis`` (one or more axes), in order of their first ranks."""
         varying = members(axis) if isinstance(axis, str) else tuple(axis)
+        self._known_in_a_stage(varying)
         if self.stages:
             return tuple(dict.fromkeys(self.group_ranks(varying, rank) for rank in range(self.world_size)))
-        self._known(varying)
         return tuple(self.group_ranks(varying, first) for first in self.ranks_at(dict.fromkeys(varying, 0)))
 
     def __str__(self) -> str:
@@ -227,6 +227,12 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(math.prod(inner.size for inner in self.axes[index + 1 :]) for index in range(len(self.axes)))
+
+    def _known_in_a_stage(self, names: Sequence[str]) -> None:
+        known = dict.fromkeys([*self.names, *(name for stage in self.stages for name in stage.names)])
+        for name in names:
+            if name not in known:
+                raise self._refused(f"there is no axis {name!r}", f"its axes are {', '.join(known) or 'none'}")
 
     def _known(self, names: Sequence[str] | Mapping[str, int]) -> None:
         for name in names:

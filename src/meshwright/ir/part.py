@@ -21,7 +21,7 @@ def stage_cluster(cluster: Cluster, mesh: Mesh, stage: int) -> Cluster:
 
 
 def part_of(cluster: Cluster, ranks: range) -> Cluster:
-    """The cluster as ``ranks``, which follow one another, see it: like units, which hold at least these ranks.
+    """A simpler cluster that prices a stage on ``ranks``, which follow one another: equal boxes of one kind of device.
 
     If unlike devices hold the ranks, all of them count as the one with the least peak FLOP/s, with the least memory of
     any of them, because ranks of a stage wait for the slowest. Likewise, their boxes count as the one with the slowest

@@ -114,8 +114,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     the borders of the output afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments``
     are changes to the plan during a run."""
 
-    VERSION: ClassVar[int] = 1
-    version: int = 1
+    VERSION: ClassVar[int] = 2
+    version: int = 2
     model: str
     graph_fingerprint: str
     batch_size: int

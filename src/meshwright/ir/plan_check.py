@@ -48,7 +48,7 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
             f"this is {graph.model} (fingerprint {graph.fingerprint})"
         )
         yield "", problem, "plan this model again (meshwright plan), or pass the model that the plan belongs to"
-    held = plan.pipeline.num_stages if plan.mesh.has("pp") else 1
+    held = plan.pipeline.num_stages
     if len(plan.stages) != held:
         problem = f"there are {len(plan.stages)} stages, but the mesh holds {held}"
         yield "stages", problem, "there is one stage for every coordinate of pp, times chunks"

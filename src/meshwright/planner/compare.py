@@ -1,5 +1,6 @@
 """Answer questions about one layout of a captured model: why it was not chosen, and what would make it fit."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -181,14 +182,16 @@ def _estimated(pipelines: Pipelines, layout: Layout) -> Option:
 
 def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
     """Yield all changes of one thing that may save memory, as a user would write them, with the layout that results."""
+    sizes = [layout.of_stage(index).dp for index in range(layout.pp)] if layout.stage_sizes else [layout.dp]
+    shares = math.lcm(*sizes)
     wanted: list[dict[str, object]] = [
         {"microbatches": m}
-        for m in (divisors(batch_size // layout.dp) if batch_size % layout.dp == 0 else ())
+        for m in (divisors(batch_size // shares) if batch_size % shares == 0 else ())
         if m > layout.microbatches
     ]
     wanted += [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
-    if layout.dp > 1 and not layout.stage_sizes:
-        wanted += [{"zero": level} for level in range(layout.zero + 1, 4)]
+    if max(sizes) > 1:
+        wanted += [{"zero": level} for level in range(max(layout.zero, 0) + 1, 4)]
     if layout.offload == "none" and cluster.device.kind != "cpu":
         wanted.append({"offload": "optimizer"})
     if layout.pp > 1 and layout.schedule == "gpipe":

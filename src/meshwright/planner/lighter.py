@@ -42,22 +42,6 @@ class Lighter:
     whole: bool
     offloads: bool
 
-    def lightest_that_fits(self, layout: Layout) -> Option:
-        """The layout itself if it fits; else its fastest variant that fits; else the variant that needs the least
-        memory."""
-        plain = self.pipelines.option(layout, RECOMPUTE[:1])
-        if self._fits(plain):
-            return plain
-        found: list[Option] = []
-        for sketch in sorted(self.sketches(plain), key=lambda sketch: (sketch.bound_s, sketch.layout.zero)):
-            fitting = [option.step_s for option in found if self._fits(option)]
-            if fitting and min(fitting) <= sketch.bound_s:
-                break
-            found.append(self.priced(sketch))
-            if self.is_free(found[-1]):
-                break
-        return self.best(found) if found else self.pipelines.option(self.smallest(plain).layout, RECOMPUTE)
-
     def best(self, options: list[Option]) -> Option:
         """The fastest option that fits; if none fits, the smallest."""
         fitting = list(filter(self._fits, options))

@@ -103,6 +103,9 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
 def _layout(plan: Plan) -> list[tuple[str, str, str]]:
     """The plan's decisions as triples (name, value, meaning)."""
     rows = [(axis.name, f"{axis.size}", _AXES.get(axis.name, "")) for axis in plan.mesh.axes]
+    for index, submesh in enumerate(plan.mesh.stages):
+        ranks = plan.mesh.stage_ranks(index)
+        rows.append((f"pp {index}", f"{submesh}", f"ranks {ranks.start} to {ranks.stop - 1}"))
     rows.append(("global batch", f"{plan.batch_size}", "samples of all ranks in a step"))
     if plan.microbatches > 1:
         rows.append(("micro-batches", f"{plan.microbatches}", "parts of the batch, one after the other"))

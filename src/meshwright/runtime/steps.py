@@ -123,7 +123,7 @@ class Step:
         ends = [(batch_border(self._graph, payload.tensor, self._plan.sizes(each)), each) for each in (stage, near)]
         sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         (source, at), (target, to) = ends if sends else reversed(ends)
-        crossing = transfer(payload.whole, source, _axes(self._plan, at), target, _axes(self._plan, to))
+        crossing = transfer(payload.whole, source, self._plan.submesh(at).sizes, target, self._plan.submesh(to).sizes)
         if sends:
             pairs = [(first + piece.target, piece.source_box) for piece in crossing.pieces if piece.source == own_rank]
             return Route(tuple((peer, _place(box)) for peer, box in pairs))
@@ -167,10 +167,6 @@ class Step:
 def _neighbour(stage: int, kind: ActionKind) -> int:
     """The stage to or from which a kind of transfer goes."""
     return stage + PARTNER[kind][0]
-
-
-def _axes(plan: Plan, stage: int) -> dict[str, int]:
-    return {axis.name: axis.size for axis in plan.submesh(stage).axes}
 
 
 def _place(box: Box) -> Place:

@@ -128,8 +128,8 @@ def _with_late_weights(stage: int, num_microbatches: int, num_warmup: int, delay
 
 
 def _zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """Forwards of chunk 0 until chunk 1 begins, then F, I and W of both chunks in turn. At the end the ranks on which
-    the I come late, those of low number, run each W at once; the others first all that their neighbours wait for."""
+    """Forwards of chunk 0 until chunk 1 begins, then F, I and W of both chunks in turn. At the end, low ranks receive
+    gradients late and run each W at once. High ranks first run each I that their neighbours wait for, then each W."""
     left = num_ranks - rank
     return _in_v(
         rank, num_ranks,
@@ -155,7 +155,7 @@ def _in_v(rank: int, num_ranks: int, *runs: tuple[int, str]) -> list[Action]:
     """The actions of a rank with two chunks. Each of ``runs`` repeats words: ``F0`` is the next forward of chunk 0,
     ``I1`` and ``B1`` the next backward of chunk 1, ``W1`` the oldest W of chunk 1 that is due, and ``W`` that of any
     chunk."""
-    stages = Pipeline(num_ranks, V_SHAPED[0], 2).stages_of(rank)
+    stages = Pipeline(num_ranks, "zb-v", 2).stages_of(rank)
     done: Counter[tuple[bool, int]] = Counter()
     due: list[Action] = []
     actions = []

@@ -110,14 +110,15 @@ class Pipelines:
 
     def lighter_bound_s(self, option: Option) -> float:
         """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
-        update, and instead of summing all gradients on every rank, each rank sums a part. No rank can save more than
-        the rank that updates and sums the most."""
+        update, and sums gradients in other ways, which take some time. No rank can save more than the rank that updates
+        and sums the most."""
         layout, saved = option.layout, 0.0
         for stage in option.work.stages:
-            pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value], *stage.after]
+            pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
+            sums = [*filter(is_reduction, pieces), *filter(is_sum, stage.after)]
             update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
-            sums_s = pieces_s(filter(is_reduction, pieces), layout.mesh(), self.prices.network)
-            saved = max(saved, layout.chunks * (update_s * (1 - 1 / layout.dp) + sums_s / 2))
+            sums_s = pieces_s(sums, layout.mesh(), self.prices.network)
+            saved = max(saved, layout.chunks * (update_s * (1 - 1 / layout.dp) + sums_s))
         return option.step_s - saved
 
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
