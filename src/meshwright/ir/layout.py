@@ -175,9 +175,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         pp = sizes["pp"]
         problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
         if self.chunks > 1 and (self.schedule not in CHUNKED or pp == 1):
-            others = " or ".join(map(repr, V_SHAPED))
-            remedy = f"several chunks need pp of 2 or more and schedule='interleaved' (or {others}, with two chunks)"
-            yield "layout", problem, remedy
+            named = self.schedule if self.schedule in V_SHAPED else "interleaved"
+            yield "layout", problem, f"several chunks need pp of 2 or more and schedule='{named}'"
         elif self.chunks != 2 and self.schedule in V_SHAPED and pp > 1:
             yield "layout", problem, f"give chunks=2: {self.schedule} has two stages on every rank"
 
