@@ -35,6 +35,7 @@ from meshwright.ir.placement import (
 from meshwright.ir.plan import Plan
 from meshwright.ir.rule import OWN, Rule
 from meshwright.lower.local import Emitter, LocalCall
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
@@ -317,7 +318,9 @@ def run_step(
     """
     mesh = {axis.name: axis.size for axis in plan.mesh.axes if axis.size > 1}
     ranks, wires = list(_coordinates(mesh)), Wires()
-    programs = [lower_stage(capture.graph, plan, 0, _groups(mesh, at), rules=capture.rules) for at in ranks]
+    programs = [
+        lower_stage(PlannedGraph(capture.graph, plan), 0, _groups(mesh, at), rules=capture.rules) for at in ranks
+    ]
     first = programs[0].program
     storage = plan.stage.storage
     placed = {name: storage.get(name, {}) | first.input_placements.get(name, {}) for name in values}

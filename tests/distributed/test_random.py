@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.capture.builder import Capture, capture
 from meshwright.errors import PlanError, RuleError
 from meshwright.ir.rule import Rule
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.ops.base import Call, Local, OperatorRule, Unsplit, make_rule
 from meshwright.ops.random import RULES
@@ -200,7 +201,7 @@ def test_a_rule_that_draws_and_does_not_say_so_is_refused() -> None:
     )
     plan = plan_of(captured.graph, mw.Layout(), 1)
     with pytest.raises(RuleError, match="its rule draws random numbers and does not say so"):
-        lower_stage(captured.graph, plan, 0, {}, rules=captured.rules)
+        lower_stage(PlannedGraph(captured.graph, plan), 0, {}, rules=captured.rules)
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Bucket, Plan, Stage
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.ops import collectives
@@ -244,6 +245,6 @@ def all_reduces(layers: int) -> list[str]:
         model = GPT(GPTConfig(layers=layers, width=64, vocabulary=256, sequence_length=16))
     captured = builder.capture(model, language_model_loss, {"tokens": TOKENS, "targets": TOKENS})
     chosen = plan(captured.graph, layout=Layout(tp=2))
-    lowered = lower_stage(captured.graph, chosen, 0, {"tp": AxisGroup("tp", 2, 0)}, rules=captured.rules)
+    lowered = lower_stage(PlannedGraph(captured.graph, chosen), 0, {"tp": AxisGroup("tp", 2, 0)}, rules=captured.rules)
     nodes = [node for node in lowered.functions["prologue"].graph.nodes if node.target is collectives.ALL_REDUCE]
     return [str(node.meta["operator"]).partition(":")[0] for node in nodes]

@@ -18,6 +18,7 @@ from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Plan
 from meshwright.ir.plan_check import check_fits
 from meshwright.lower.partition import LoweredStage
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.models import MLP, classification_loss
 from meshwright.ops.collectives import GATHER_PARTS, REDUCE_TO_PARTS, WAIT
@@ -49,7 +50,7 @@ def planned(zero: Any, **options: Any) -> Plan:
 
 
 def program(plan: Plan) -> LoweredStage:
-    return lower_stage(captured().graph, plan, 0, GROUPS)
+    return lower_stage(PlannedGraph(captured().graph, plan), 0, GROUPS)
 
 
 def _product(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from meshwright.capture.builder import Capture, capture
 from meshwright.ir.graph import Graph
 from meshwright.ir.schedule import ActionKind
 from meshwright.lower.partition import LoweredStage
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.models import UNet, segmentation_loss
 from meshwright.runtime.executor import Executor, Route, StepResult
@@ -56,7 +57,7 @@ def plan_of(model: str, **options: Any) -> mw.Plan:
 
 def program_of(model: str, plan: mw.Plan, stage: int) -> LoweredStage:
     captured = subject_of(model)[1]
-    return lower_stage(captured.graph, plan, stage, {}, constants=captured.traced.constants)
+    return lower_stage(PlannedGraph(captured.graph, plan), stage, {}, constants=captured.traced.constants)
 
 
 # --- a stage alone ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import meshwright as mw
 from meshwright.capture import builder
 from meshwright.errors import LayoutError
 from meshwright.ir.mesh import AxisGroup
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.ops import collectives
@@ -35,7 +36,9 @@ def exchanged(captured: builder.Capture, layout: mw.Layout) -> Counter[str]:
     """The collectives of the blocks, by kind."""
     plan = mw.plan(captured.graph, layout=layout)
     axes = [axis for axis in plan.mesh.axes if axis.size > 1]
-    lowered = lower_stage(captured.graph, plan, 0, {axis.name: AxisGroup(axis.name, axis.size, 0) for axis in axes})
+    lowered = lower_stage(
+        PlannedGraph(captured.graph, plan), 0, {axis.name: AxisGroup(axis.name, axis.size, 0) for axis in axes}
+    )
     nodes: list[Any] = [node for node in lowered.functions["prologue"].graph.nodes if node.target in KINDS]
     return Counter(KINDS[node.target] for node in nodes if str(node.meta["operator"]).startswith("blocks."))
 

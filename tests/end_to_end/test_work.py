@@ -26,6 +26,7 @@ from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.lower.counts import Counter as Kernels
 from meshwright.lower.partition import LoweredStage
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.plans import PlanLowering
 from meshwright.lower.stage import lower_stage
 from meshwright.models import (
@@ -106,7 +107,9 @@ def groups_of(plan: Plan) -> dict[str, AxisGroup]:
 def programs_of(model: str, plan: Plan) -> list[LoweredStage]:
     one = captured(model)
     groups = {name: group for name, group in groups_of(plan).items() if name != "pp"}
-    return [lower_stage(one.graph, plan, stage, groups, rules=one.rules) for stage in range(len(plan.stages))]
+    return [
+        lower_stage(PlannedGraph(one.graph, plan), stage, groups, rules=one.rules) for stage in range(len(plan.stages))
+    ]
 
 
 def started(graph: fx.Graph) -> Counter[tuple[str, str, int]]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
 from meshwright.ir.resharding import Link
-from meshwright.ir.stages import cut
+from meshwright.ir.stages import Cut, cut
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=[.:]|$)|^\d+(?=[.:])")
 
@@ -180,13 +181,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The placements of a parameter between steps, in the stage that holds the parameter."""
         return next((stage.storage[parameter] for stage in self.stages if parameter in stage.storage), {})
 
-    def strategies(self, graph: Graph) -> dict[str, Strategy]:
-        """Maps every operator to its strategy in the stage that holds it.
+    def strategies(self, graph: Graph, divided: Cut | None = None) -> dict[str, Strategy]:
+        """Maps every operator to its strategy in the stage that holds it. ``divided`` is the graph, cut into the plan's
+        stages; it is cut here if it is not given.
 
         Raises:
             PlanError: the graph cannot be cut before the stages' first operators.
         """
-        held = cut(graph, self.firsts).stage_of if len(self.stages) > 1 else {}
+        held = (divided or cut(graph, self.firsts)).stage_of if len(self.stages) > 1 else {}
         return {op.name: self.stages[held.get(op.name, 0)].strategy(op.name) for op in graph.operators}
 
     def computes_interior_first(self, operator: str) -> bool:
@@ -244,6 +246,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return [f"  data parallelism ends at dp={most}: {samples} {verb} not divide over {ranks} ranks"]
 
 
+@lru_cache(maxsize=2**17)
 def starred(name: str) -> str:
     """The name with ``*`` in place of block indices: ``h.3.mlp:mm#0`` becomes ``h.*.mlp:mm#0``."""
     return _INDEX.sub("*", name)

@@ -61,7 +61,8 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     names |= {starred(name) for name in names}
     for name in [name for stage in plan.stages for name in stage.strategies if name not in names]:
         yield "strategies", f"there is no operator {name!r}", "remove the line"
-    strategies, divided = plan.strategies(graph), cut(graph, plan.firsts)
+    divided = cut(graph, plan.firsts)
+    strategies = plan.strategies(graph, divided)
     sizes = {op.name: plan.sizes(divided.stage_of.get(op.name, 0)) for op in graph.operators}
     for operator in graph.operators:
         yield from _strategy_problems(operator, strategies[operator.name], sizes[operator.name])

@@ -13,10 +13,10 @@ from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.placement import is_linear
 from meshwright.ir.plan import Plan, Strategy
 from meshwright.ir.program import OperatorProgram, Program
-from meshwright.ir.stages import cut
 from meshwright.lower.counts import Counter
 from meshwright.lower.describe import describe
 from meshwright.lower.operator import lower_operator
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.ops.base import OperatorRule, Target
 
@@ -33,10 +33,10 @@ class PlanLowering:
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
         If parts have different sizes, rank 0 has the largest part."""
-        divided, programs = cut(self._graph, plan.firsts), []
-        for stage in range(divided.num_stages):
+        planned, programs = PlannedGraph(self._graph, plan), []
+        for stage in range(len(plan.stages)):
             groups = groups_of(plan, stage, rank)
-            lowered = lower_stage(self._graph, plan, stage, groups, rules=self._rules, divided=divided)
+            lowered = lower_stage(planned, stage, groups, rules=self._rules)
             programs.append(describe(lowered, {group.name: group.size for group in groups.values()}, self._counter))
         return tuple(programs)
 

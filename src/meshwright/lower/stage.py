@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.graph import Operator
 from meshwright.ir.layout import DATA_AXES, TIME
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, output_placements
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Held, Join, Program, Transfer, Value
 from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.schedule import ActionKind
@@ -31,9 +31,7 @@ from meshwright.ir.stages import (
     FORWARD,
     PROLOGUE,
     STEP,
-    Cut,
     border,
-    cut,
     differing_buffers,
     given_batch,
 )  # fmt: skip
@@ -44,6 +42,7 @@ from meshwright.lower.gradients import Gradients
 from meshwright.lower.local import Emitter
 from meshwright.lower.operator import CPU, emit_operator
 from meshwright.lower.partition import LoweredStage, partition
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.prefetch import join_returned
 from meshwright.lower.propagate import propagate
 from meshwright.lower.regions import Compiler
@@ -58,34 +57,33 @@ _PHASE_OF = {
 
 
 def lower_stage(
-    graph: Graph,
-    plan: Plan,
+    planned: PlannedGraph,
     stage: int,
     groups: Mapping[str, AxisGroup],
     *,
     device: torch.device = CPU,
     rules: Mapping[Target, OperatorRule] | None = None,
     constants: Mapping[str, Tensor] | None = None,
-    divided: Cut | None = None,
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
 ) -> LoweredStage:
-    """Lower stage number ``stage`` for one rank. ``groups`` maps an axis of the stage's mesh to this rank's group; axes
-    with one rank are left out.
+    """Lower stage number ``stage`` of a plan for one rank. ``groups`` maps an axis of the stage's mesh to this rank's
+    group; axes with one rank are left out.
 
     Args:
         rules: maps an operator to the user's rule for it.
         constants: the values of the graph's constants; without them the program can be read, but not run.
-        divided: the plan's cut of the graph; computed if it is not given.
         compiler: compiles runs of operators; ``kernels`` maps an operator to the function that replaces it.
         note: called with a phase's name where the phase begins, if the phase is part of a larger function.
 
     Raises:
-        PlanError: an operator would have to communicate with other micro-batches.
+        PlanError: the graph cannot be cut before the stages' first operators, or an operator would have to communicate
+            with other micro-batches.
     """
-    every = {**groups, **({TIME: AxisGroup(TIME, plan.microbatches, 0)} if plan.microbatches > 1 else {})}
-    lowering = _StageLowering(graph, plan, divided or cut(graph, plan.firsts), stage, every, device, rules)
+    microbatches = planned.plan.microbatches
+    every = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
+    lowering = _StageLowering(planned, stage, every, device, rules)
     return lowering.program_of(constants or {}, compiler, kernels, note)
 
 
@@ -93,24 +91,21 @@ class _StageLowering:
     """Emits the graph of one stage, and makes its program."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, divided: Cut, stage: int, groups: dict[str, AxisGroup], device: torch.device,
+        self, planned: PlannedGraph, stage: int, groups: dict[str, AxisGroup], device: torch.device,
         rules: Mapping[Target, OperatorRule] | None,
     ) -> None:  # fmt: skip
-        self.ir, self.plan, self.divided, self.stage = graph, plan, divided, stage
-        self.device, self.rules = device, rules
-        self.last = stage == divided.num_stages - 1
-        self.emission = Emission(graph, plan, stage, groups)
+        self.planned, self.ir, self.plan, self.divided = planned, planned.graph, planned.plan, planned.divided
+        self.stage, self.device, self.rules = stage, device, rules
+        self.last = stage == self.divided.num_stages - 1
+        self.emission = Emission(self.ir, self.plan, stage, groups)
         self.sizes = self.emission.sizes
-        self.strategies = {
-            name: {axis: choice for axis, choice in strategy.items() if axis in groups}
-            for name, strategy in plan.strategies(graph).items()
-        }
         self.transfers: dict[ActionKind, tuple[Transfer, ...]] = {}
         self.joins: list[Join] = []
         self.input_placements: dict[str, Placements] = {}
         self.buffer_updates: dict[str, str] = {}
-        self.makers = graph.producers()
-        self.gradients = Gradients(self.emission, divided, stage, device)
+        self.makers = planned.makers
+        self.gradients = Gradients(self.emission, self.divided, stage, device)
+        self.known: dict[str, Strategy] = {}
         self.wanted: dict[tuple[str, int], Placements] = {}
         self.nodes, self.scalars, self.buffers = (dict[str, fx.Node]() for _ in range(3))
 
@@ -133,7 +128,7 @@ class _StageLowering:
         graph.output(self._results())
         stage = self.plan.stages[self.stage]
         joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
-        again = Recomputation(stage.recompute, {op.name: op.module for op in self.ir.operators})
+        again = Recomputation(stage.recompute, self.planned.modules)
         fuse(graph, again)
         propagate(graph)
         # A schedule without other stages or micro-batches runs all phases once, one after the other.
@@ -190,10 +185,18 @@ class _StageLowering:
         }  # fmt: skip
 
     def _wanted(self, operator: Operator, position: int) -> Placements:
-        key, rule, strategy = (operator.name, position), operator.rule, self.strategies[operator.name]
+        key, rule = (operator.name, position), operator.rule
         if key not in self.wanted:
+            strategy = self._strategy(operator)
             self.wanted[key] = input_placements(rule, strategy, position, self.sizes) if rule else {}
         return self.wanted[key]
+
+    def _strategy(self, operator: Operator) -> Strategy:
+        """An operator's strategy on the axes that have more than one rank."""
+        if operator.name not in self.known:
+            strategy = self.planned.strategies[operator.name]
+            self.known[operator.name] = {axis: choice for axis, choice in strategy.items() if axis in self.sizes}
+        return self.known[operator.name]
 
     def _receive(self) -> None:
         received = zip((ActionKind.RECV_F, ActionKind.RECV_B), self.divided.received(self.stage), strict=True)
@@ -210,7 +213,7 @@ class _StageLowering:
 
     def _border(self, name: str) -> Placements:
         maker = self.makers[name]
-        return border(self.ir, name, maker, self.strategies[maker.name], self.sizes, uneven=self.plan.uneven)
+        return border(self.ir, name, maker, self._strategy(maker), self.sizes, uneven=self.plan.uneven)
 
     def _transfer(self, name: str, node: fx.Node) -> Transfer:
         placements, shape = self._border(name), self.ir.tensors[name].shape
@@ -241,16 +244,9 @@ class _StageLowering:
                 emission.wants.setdefault(name, []).append(wanted)
         for name, phase, placements in wants:
             emission.wants.setdefault(name, []).append((phase, placements))
-        readers: dict[str, int] = {}
+        readers = self.planned.readers.copy()
         for name in (*(name for name, _, _ in wants), *bucketed):
-            storage = self.ir.tensors[name].storage
-            readers[storage] = readers.get(storage, 0) + 1
-        for operator in self.ir.operators:
-            views = {self.ir.tensors[output].storage for output in operator.outputs}
-            for name in operator.inputs:
-                storage = self.ir.tensors[name].storage
-                if storage not in views:
-                    readers[storage] = readers.get(storage, 0) + 1
+            readers[self.ir.tensors[name].storage] += 1
         return operators, readers
 
     def _phase_of(self, operator: Operator) -> str:
@@ -259,7 +255,7 @@ class _StageLowering:
         return self.divided.phase_under(operator, self.emission.released)
 
     def _operator(self, operator: Operator, readers: Mapping[str, int]) -> None:
-        emission, strategy = self.emission, self.strategies[operator.name]
+        emission, strategy = self.emission, self._strategy(operator)
         emission.meta = {"operator": operator.name, "backward": operator.backward}
         tensors = [
             emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
@@ -286,7 +282,7 @@ class _StageLowering:
         """The placements in which an operator makes a tensor."""
         maker = self.makers[name]
         rule, output = maker.rule, maker.outputs.index(name)
-        return output_placements(rule, self.strategies[maker.name], output, self.sizes) if rule else {}
+        return output_placements(rule, self._strategy(maker), output, self.sizes) if rule else {}
 
     def _send(self) -> None:
         self.emission.meta = {"operator": "sends"}
@@ -307,7 +303,7 @@ class _StageLowering:
         it in every micro-batch, which passes the new value to the next micro-batch."""
         self.emission.meta = {"operator": "buffers"}
         updates = {buffer: name for buffer, name in self.ir.buffer_updates.items() if self._updates(buffer)}
-        often = differing_buffers(self.ir, self._sums()) if self.emission.microbatched else frozenset()
+        often = differing_buffers(self.ir, self._sums()) if updates and self.emission.microbatched else frozenset()
         for buffer, name in updates.items():
             if buffer in often and self.emission.values[name].phase != PROLOGUE:
                 with self.emission.during(FORWARD):

@@ -14,7 +14,8 @@ from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import batch_border, cut
+from meshwright.ir.stages import batch_border
+from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
@@ -55,7 +56,8 @@ class Step:
         scalars = {"loss": graph.loss, **graph.metrics}
         self._dtypes = {name: getattr(torch, graph.tensors[tensor].dtype) for name, tensor in scalars.items()}
         self._device = device
-        divided = cut(graph, plan.firsts)
+        planned = PlannedGraph(graph, plan)
+        divided = planned.divided
         self._pipeline = groups.get("pp")
         self._places = plan.pipeline
         index = self._pipeline.index if self._pipeline is not None else 0
@@ -64,7 +66,7 @@ class Step:
         clock = Clock()
         self.stages = {
             stage: lower_stage(
-                graph, plan, stage, stage_groups, device=device, rules=captured.rules, divided=divided,
+                planned, stage, stage_groups, device=device, rules=captured.rules,
                 constants=captured.traced.constants, compiler=compiler, kernels=KERNELS, note=clock.begin,
             )
             for stage in self._places.stages_of(index)
