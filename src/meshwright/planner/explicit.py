@@ -5,7 +5,7 @@ Explicit rules or the integer program choose the factors.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -56,8 +56,8 @@ class Ask:
     sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
     chosen (default: the device's memory). ``known`` caches the solutions of the integer program. ``firsts``: the first
     operators of all stages except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of
-    recomputation of each stage, if stages differ. ``reuses``: layouts that differ only in their number of micro-batches
-    share their strategies. ``costs``: the cost model of the integer program (None: the cluster's).
+    recomputation of each stage, if stages differ. ``alike`` gives the layout whose strategies a layout takes (None:
+    each layout has its own). ``costs``: the cost model of the integer program (None: the cluster's).
     ``parameter_bytes``: the limit of the parameters that a rank stores between steps; the integer program respects it.
 
     ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
@@ -75,7 +75,7 @@ class Ask:
     fits_buckets: bool = True
     firsts: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ()
-    reuses: bool = False
+    alike: Callable[[Layout], Layout] | None = None
     costs: CostModel | None = None
     parameter_bytes: float | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
@@ -257,20 +257,18 @@ class _Planner:
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
             memory = self.ask.room_bytes or float(self.cluster.device.memory_bytes)
-        rest = (self.mesh if memory else self.mesh.world_size, (memory, self.ask.parameter_bytes), self.ask.whole,
-                self.layout.batch_statistics, zero)  # fmt: skip
-        key = (tuple(self.sizes.items()), *rest)
-        once = self.ask.known.get((tuple(self.axes.items()), *rest)) if self.ask.reuses else None
-        if once is not None and self._leaves_batch(once):
-            self.ask.known.setdefault(key, once)
+        layout = self.ask.alike(self.layout) if self.ask.alike is not None else self.layout
+        mesh = layout.mesh()
+        key = (mesh, layout.microbatches, memory, self.ask.parameter_bytes, self.ask.whole,
+               layout.batch_statistics, zero)  # fmt: skip
         if key not in self.ask.known:
             assert self.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
             self.ask.known[key] = assign(
                 self.graph,
-                self.mesh,
+                mesh,
                 self.cluster or load_cluster("cpu-local"),
                 self.lower,
-                microbatches=self.layout.microbatches,
+                microbatches=layout.microbatches,
                 own_statistics=self.layout.batch_statistics == "rank",
                 pins=pins,
                 uses_axes=True,
@@ -283,15 +281,6 @@ class _Planner:
             )
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
-
-    def _leaves_batch(self, solved: Assigned) -> bool:
-        """Whether only data-parallel axes split the batch, so that micro-batches can split it further."""
-        batch = {name for name, factor in self.graph.factor_classes.items() if factor.role == "batch"}
-        return not any(
-            operator.classes.get(letter) in batch
-            for operator in self.graph.operators
-            for axis, letter in solved.strategies[operator.name].items() if axis not in DATA_AXES
-        )  # fmt: skip
 
     def _of_space(self) -> dict[str, Strategy]:
         """Join the pins with the splits of the spatial axes. The integer program must keep both."""

@@ -6,8 +6,9 @@ plan, so that a layer costs here what its operators cost in a program.
 
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
+from meshwright.planner.candidates import is_plain
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
 from meshwright.planner.inter_op.price_workers import PriceWorkers, num_workers
@@ -89,7 +91,7 @@ class LayerPrices:
         self.optimizer, self.clips, self.num_ranks = optimizer, clips, num_ranks
         self.network = Network(cluster)
         self._ask = Ask(
-            explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, reuses=True
+            explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, alike=self._alike
         )
         terms = cut(chain.graph, chain.firsts).terms
         self._terms = {
@@ -100,6 +102,7 @@ class LayerPrices:
         self._known: dict[bytes, LayerWorks | MeshwrightError] = {}
         self._spent_s = 0.0
         self._workers: PriceWorkers | None = None
+        self._ahead: dict[bytes, LayerWorks] = {}  # priced while a worker was busy with another layout
         # For layouts that differ in dp and micro-batches only: dp x micro-batches -> (dp, works).
         self._families: dict[bytes, dict[int, tuple[int, LayerWorks]]] = {}
 
@@ -137,7 +140,8 @@ class LayerPrices:
             if not self._knows(single):
                 shared = (_kin(single), single.dp * single.microbatches) if _shares_price(single) else single
                 wanted.setdefault(msgspec.json.encode(shared), single)
-        self._workers.want([(msgspec.json.encode(single), single) for single in wanted.values()])
+        keys = [(msgspec.json.encode(single), single) for single in wanted.values()]
+        self._workers.want([(key, single) for key, single in keys if key not in self._ahead])
 
     def close(self) -> None:
         """End the processes that price layouts."""
@@ -179,6 +183,17 @@ class LayerPrices:
         """The layout in which each priced layer is a stage."""
         return msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
 
+    def _alike(self, single: Layout) -> Layout:
+        """The layout whose strategies a layout takes. Layouts that differ only in dp and in their number of micro-batches
+        have the same strategies: those that are best if all ranks divide the batch. Which layout is priced first must
+        not matter."""
+        batch = self.chain.graph.batch_size
+        if not is_plain(single) or single.stage_sizes or batch % (single.dp * single.microbatches):
+            return single
+        parts = gcd(batch, self.num_ranks // single.tp)
+        dp, microbatches = (parts, 1) if single.dp > 1 else (1, parts)
+        return msgspec.structs.replace(single, dp=dp, microbatches=microbatches, zero=0, recompute="none")
+
     def _found(self, single: Layout) -> LayerWorks:
         if not _shares_price(single):
             return self._priced(single)
@@ -191,8 +206,14 @@ class LayerPrices:
 
     def _priced(self, single: Layout) -> LayerWorks:
         key = msgspec.json.encode(single)
-        if self._workers is not None and (found := self._workers.take(key)):
-            return msgspec.msgpack.decode(found, type=LayerWorks)
+        if key in self._ahead:
+            return self._ahead.pop(key)
+        if self._workers is not None:
+            while (other := self._workers.meanwhile(key)) is not None:
+                with suppress(LayoutError, PlanError):  # raised again when this layout is asked for
+                    self._ahead[other[0]] = self._worked_out(other[1])
+            if found := self._workers.take(key):
+                return msgspec.msgpack.decode(found, type=LayerWorks)
         start = time.perf_counter()
         works = self._worked_out(single)
         self._spent_s += time.perf_counter() - start

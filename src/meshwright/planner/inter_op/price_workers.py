@@ -67,6 +67,16 @@ class PriceWorkers:
         """Whether there are layouts that no worker has begun with."""
         return bool(self._wanted)
 
+    def meanwhile(self, key: bytes) -> tuple[bytes, Layout] | None:
+        """The next wanted layout, which then the caller has to price; None if no worker is still busy with the layout
+        of ``key``, or if no other layout is wanted."""
+        with self._changed:
+            begun = self._begun.get(key)
+            if begun is None or begun.done() or not self._wanted:
+                return None
+            other = next(iter(self._wanted))
+            return other, self._wanted.pop(other)
+
     def take(self, key: bytes) -> bytes:
         """The answer of a worker that has begun with a layout. No bytes if no worker has begun, or it has failed."""
         with self._changed:
