@@ -184,9 +184,9 @@ class LayerPrices:
         return msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
 
     def _alike(self, single: Layout) -> Layout:
-        """The layout whose strategies a layout takes. Layouts that differ only in dp and in their number of micro-batches
-        have the same strategies: those that are best if all ranks divide the batch. Which layout is priced first must
-        not matter."""
+        """The layout whose strategies a layout takes. Layouts that differ only in dp and in their number of
+        micro-batches have the same strategies: those that are best if all ranks divide the batch. So prices do not
+        depend on the order in which layouts are priced."""
         batch = self.chain.graph.batch_size
         if not is_plain(single) or single.stage_sizes or batch % (single.dp * single.microbatches):
             return single

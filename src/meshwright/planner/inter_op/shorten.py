@@ -3,6 +3,7 @@
 Equal blocks are planned, lowered and priced once, so that the search takes as long for 1,000 layers as for 10.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from meshwright.planner.intra_op.decisions import block_of
 _ADD = "aten.add.Tensor"
 DEEPEST = 2
 """Largest depth of blocks inside of blocks that are compared."""
-_Source = tuple[object, ...]
+_Link = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,28 @@ class Shortened:
 
 @dataclass
 class _Block:
-    """A block with its operators in the order of the graph. ``key`` is equal for equal blocks."""
+    """A block with its operators in the order of the graph. ``key`` is equal for equal blocks. ``given`` has the
+    tensors that the block reads, in this order, without those that it makes and its own parameters and buffers."""
 
     name: str
     operators: list[Operator] = field(default_factory=list)
     key: object = None
+    given: list[str] = field(default_factory=list)
 
 
 def shorten(graph: Graph) -> Shortened:
     """Remove all blocks of a run except the first, and connect this block to what came before and after the run.
 
     A block is a repeated module (``layers.3``) with its backward operators, and with the additions that join its
-    gradients to those of other blocks. Blocks are equal if their operators are equal and read equal values: of their
-    own, of the blocks before and after, or of the same tensors outside. The first and the last block of a model read
-    other values than those between, and are therefore kept. If the outermost blocks are not equal (the groups of a
-    ResNet), the blocks inside of them are compared. Graphs without such runs stay as they are.
+    gradients to those of other blocks. Blocks in a row are equal if their operators are equal, and if each block reads
+    the same results of its neighbours as the other blocks do: forward, of the block before; backward, of the block
+    after. The last block may read other tensors of equal shapes instead. Other values that the blocks read are the same
+    for all. If the outermost blocks are not equal (the groups of a ResNet), the blocks inside
+    of them are compared. Graphs without such runs stay as they are.
     """
     for depth in range(1, DEEPEST + 1):
         index = _Index(graph, depth)
-        runs = [run for family in index.families.values() for run in _runs(family) if index.collapses(run)]
+        runs = [run for family in index.families for run in index.runs(family)]
         if runs:
             break
     else:
@@ -130,6 +134,11 @@ class _Index:
         for family, blocks in self.families.items():
             for number, block in enumerate(blocks):
                 block.key = tuple(self._signature(family, number, operator) for operator in block.operators)
+                block.given = [
+                    name
+                    for operator in block.operators for name in operator.inputs
+                    if self._source(family, number, name) is None
+                ]  # fmt: skip
 
     def _collect(self) -> None:
         numbers: dict[str, dict[str, int]] = defaultdict(dict)
@@ -169,19 +178,66 @@ class _Index:
             tuple(self._source(family, number, name) for name in operator.inputs),
         )  # fmt: skip
 
-    def _source(self, family: str, number: int, name: str) -> _Source:
+    def _source(self, family: str, number: int, name: str) -> _Link | None:
+        """Where in its own block an operator gets a tensor from; None if it is given from outside."""
         if name in self.results:
-            other, block, local, output = self.results[name]
-            if other == family and abs(block - number) <= 1:
-                return "block", block - number, local, output
-            return "outside", name
+            return self.results[name][2:] if self.results[name][:2] == (family, number) else None
         own = self.families[family][number].name
         inside = self.graph.tensors[name].kind in ("parameter", "buffer") and name.startswith(own + ".")
-        return ("own", name.removeprefix(own)) if inside else ("outside", name)
+        return (name.removeprefix(own),) if inside else None
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
-    def collapses(self, run: Sequence[_Block]) -> bool:
+    def runs(self, family: str) -> Iterator[list[_Block]]:
+        """Yield the runs of two or more equal blocks that can be shortened.
+
+        The block that is kept reads results of another block, because these may lie on ranks in other ways than what
+        the first block of a model reads. If the last block is in the way, it is left out.
+        """
+        for numbers in self._equal(family):
+            if len(numbers) > 1 and not self._follows(family, *numbers[:2]):
+                numbers = numbers[1:]
+            run = [self.families[family][number] for number in numbers]
+            parts = (run, run[:-1])
+            yield from itertools.islice((part for part in parts if len(part) > 1 and self._collapses(part)), 1)
+
+    def _equal(self, family: str) -> Iterator[list[int]]:
+        """Yield the numbers of equal blocks in a row that are linked in the same way."""
+        run: list[int] = []
+        links: tuple[_Link, ...] | None = None
+        for number, block in enumerate(self.families[family]):
+            equal = bool(run) and block.key == self.families[family][run[0]].key
+            now = self._links(family, number) if equal else None
+            if now is None or (len(run) > 1 and now != links):
+                yield run
+                run = []
+            run.append(number)
+            links = now
+        yield run
+
+    def _follows(self, family: str, first: int, second: int) -> bool:
+        """Whether block ``first`` reads results of the block before it where ``second`` reads results of ``first``."""
+        given, links = self.families[family][first].given, self._links(family, second) or ()
+        forward = [name for name, link in zip(given, links, strict=True) if link[0] == "forward"]
+        return all(self.results.get(name, ())[:2] == (family, first - 1) for name in forward)
+
+    def _links(self, family: str, number: int) -> tuple[_Link, ...] | None:
+        """How block ``number`` is linked with the equal block before it, for each tensor that is given to them; None if
+        they are given different tensors that neither of them makes."""
+        before, block = self.families[family][number - 1 : number + 1]
+        links: list[_Link] = []
+        for earlier, later in zip(before.given, block.given, strict=True):
+            if earlier == later:
+                links.append(("same", earlier))
+            elif self.results.get(later, ())[:2] == (family, number - 1):
+                links.append(("forward", *self.results[later][2:]))
+            elif self.results.get(earlier, ())[:2] == (family, number):
+                links.append(("backward", *self.results[earlier][2:]))
+            else:
+                return None
+        return tuple(links)
+
+    def _collapses(self, run: Sequence[_Block]) -> bool:
         """Whether the blocks of a run run one directly after the other, and read and are read only by their neighbours,
         so that the first block can stand for all blocks."""
         places = [self.forward[op.name] for block in run for op in block.operators if op.name in self.forward]
@@ -254,16 +310,3 @@ def _twins(block: _Block, other: _Block) -> list[tuple[str, str]]:
         for operator, twin in zip(block.operators, other.operators, strict=True)
         for pair in zip(operator.outputs, twin.outputs, strict=True)
     ]
-
-
-def _runs(family: Sequence[_Block]) -> Iterator[list[_Block]]:
-    """Yield the runs of two or more equal blocks."""
-    run: list[_Block] = []
-    for block in family:
-        if run and block.key != run[0].key:
-            if len(run) > 1:
-                yield run
-            run = []
-        run.append(block)
-    if len(run) > 1:
-        yield run
