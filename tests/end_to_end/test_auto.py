@@ -110,7 +110,10 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     plain, shared = every[0].peak_bytes, 0
     for limit in sorted({one.peak_bytes for one in every if one.peak_bytes < plain}):
         lighter = search(limit).lighter
-        sketches = lighter.sketches(lighter.pipelines.option(layout, RECOMPUTE[:1]))
+        sketches = lighter.first_sketches(lighter.pipelines.option(layout, RECOMPUTE[:1]))
+        while (more := lighter.next_sketch(sketches[-1])) is not None:
+            sketches.append(more)
+        sketches = [sketch for sketch in map(lighter.idealized, sketches) if lighter.may_fit(sketch)]
         found = lighter.best([lighter.priced(sketch) for sketch in sketches])
         for sketch in sketches:
             assert sketch.bound_s <= lighter.priced(sketch).step_s * (1 + 1e-9)

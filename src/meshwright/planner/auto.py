@@ -10,7 +10,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,8 +46,8 @@ there are more, only those akin to the fastest plain layouts are considered."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
 Entry = Layout | Option | Sketch
-"""What the search takes up in the order of seconds: a layout with its lower bound, an option with its estimate, or a
-variant with ZeRO with its lower bound. An option that does not fit has the lower bound of its variants."""
+"""What the search takes up in the order of seconds: a layout with its lower bound, an option that fits with its
+estimate, or a variant of a layout that does not fit, with ZeRO or recomputation, with its lower bound."""
 
 
 def plan_auto(
@@ -247,10 +246,7 @@ class Search:
                 self._weigh_or_price(entry)
             elif isinstance(entry, Sketch):
                 self.clock.check()
-                self._price(entry)
-            elif entry.peak_bytes > self.limit:
-                self.clock.check()
-                self._sketch(entry)
+                self._lighten(entry)
             else:
                 taken += 1
                 if akin < AKIN and every and is_plain(entry.layout):
@@ -264,10 +260,7 @@ class Search:
             if isinstance(entry, Layout):
                 yield entry
             elif isinstance(entry, Sketch):
-                for kind in dict.fromkeys(entry.ideal.recompute):
-                    yield msgspec.structs.replace(entry.layout, recompute=kind)
-            elif entry.peak_bytes > self.limit:
-                for kind in RECOMPUTE[1:]:
+                for kind in entry.recompute or (RECOMPUTE[:1] if entry.zero else RECOMPUTE[1:]):
                     yield msgspec.structs.replace(entry.layout, recompute=kind)
 
     @property
@@ -315,49 +308,57 @@ class Search:
         if option.peak_bytes <= self.limit:
             self._keep(option)
         else:
-            self._put(self.pipelines.lighter_bound_s(option), option)
+            for sketch in self.lighter.first_sketches(option):
+                self._put(sketch.bound_s, sketch)
             self._push_next(layout)
 
-    def _sketch(self, plain: Option) -> None:
-        """Add the variants with ZeRO and recomputation of a layout that does not fit."""
-        try:
-            sketches = self.lighter.sketches(plain)
-            if not sketches:
-                self.too_large[plain.name] = plain, self.lighter.smallest(plain)
-        except REFUSALS as error:
-            self.refused.append(f"{plain.name}: {error.problem}")
-            return
-        for sketch in sketches:
-            self._put(sketch.bound_s, sketch)
-
-    def _price(self, sketch: Sketch) -> None:
-        """Estimate a variant with ZeRO and recomputation, and keep it if it fits."""
+    def _lighten(self, sketch: Sketch) -> None:
+        """Take up a variant of a layout that does not fit: first as if ZeRO took no time, and if it fits so, price it.
+        The next ZeRO stage follows where it can be faster."""
         if sketch.plain.name in self._lightened:
             return
         try:
+            if sketch.ideal is None:
+                sketch = self.lighter.idealized(sketch)
+                if self.lighter.may_fit(sketch):
+                    self._put(sketch.bound_s, sketch)
+                elif sketch.ideal is not None:
+                    self._note_size(sketch, sketch.ideal)
+                if not self.lighter.fits_plainly(sketch):
+                    self._put_next(sketch)
+                return
             option = self.lighter.priced(sketch)
+            if self.lighter.fits_plainly(sketch) and not self.lighter.is_free(option):
+                self._put_next(sketch)
         except REFUSALS as error:
             self.refused.append(f"{sketch.plain.name}: {error.problem}")
             return
         if option.peak_bytes > self.limit:
-            _, smallest = self.too_large.get(sketch.plain.name, (sketch.plain, option))
-            smallest = min(smallest, option, key=lambda each: each.peak_bytes)
-            self.too_large[sketch.plain.name] = sketch.plain, smallest
+            self._note_size(sketch, option)
             return
         self._keep(option)
         if self.lighter.is_free(option):
             self._lightened.add(sketch.plain.name)
 
+    def _put_next(self, sketch: Sketch) -> None:
+        if (more := self.lighter.next_sketch(sketch)) is not None:
+            self._put(more.bound_s, more)
+
+    def _note_size(self, sketch: Sketch, option: Option) -> None:
+        """Note that the smallest variant of a layout does not fit. It is the variant with the last ZeRO stage."""
+        if sketch.zero == self.lighter.last_zero(sketch.plain.layout):
+            self.too_large[sketch.plain.name] = sketch.plain, option
+
     def _lighten_first(self) -> None:
         """Estimate the variants of a layout that does not fit, before its turn."""
-        for place, (_, _, _, entry) in enumerate(self._heap):
-            if isinstance(entry, Option):
-                del self._heap[place]
-                heapq.heapify(self._heap)
-                with suppress(*REFUSALS):
-                    for sketch in self.lighter.sketches(entry):
-                        self._price(sketch)
+        while not self.found:
+            places = [place for place, (*_, entry) in enumerate(self._heap) if isinstance(entry, Sketch)]
+            if not places:
                 return
+            _, _, _, sketch = self._heap.pop(places[0])
+            heapq.heapify(self._heap)
+            assert isinstance(sketch, Sketch)
+            self._lighten(sketch)
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)

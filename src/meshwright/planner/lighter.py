@@ -1,32 +1,39 @@
 """Make a layout lighter that does not fit in memory: by ZeRO, recomputation, other strategies, or offload."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import Layout
 from meshwright.planner.finalists import WholeModel
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines, Recompute
 from meshwright.planner.reasons import complexity
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A ZeRO stage for a layout that does not fit (``plain``), before it is priced.
+    """ZeRO stage ``zero`` for a layout that does not fit (``plain``), before it is priced.
 
-    ``ideal`` is its option as if ZeRO took no time (``Pipelines.ideal``). ``bound_s`` is a lower bound on its seconds.
+    ``ideal`` is its option as if ZeRO took no time (``Pipelines.ideal``); None: not known yet. ``bound_s`` is a lower
+    bound on its seconds.
     """
 
     plain: Option
-    ideal: Option
+    zero: int
     bound_s: float
+    ideal: Option | None = None
 
     @property
     def layout(self) -> Layout:
         """The layout with the ZeRO stage, without recomputation."""
-        return msgspec.structs.replace(self.ideal.layout, recompute="none")
+        return msgspec.structs.replace(self.plain.layout, zero=self.zero)
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """The kinds of recomputation with which the layout can fit, if ``ideal`` is known."""
+        return tuple(dict.fromkeys(self.ideal.recompute)) if self.ideal is not None else ()
 
 
 @dataclass
@@ -54,28 +61,47 @@ class Lighter:
         more bytes than the sums of gradients (stages 1 and 2)."""
         return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {"none"}
 
-    def sketches(self, plain: Option) -> list[Sketch]:
-        """The ZeRO stages with which a layout can fit that does not fit without. A stage that frees too little memory
-        even if ZeRO divided everything evenly is left out."""
-        found = []
-        for level in self._levels(plain.layout):
-            ideal = self.pipelines.ideal(level)
-            if self._fits(ideal):
-                bound_s = self.pipelines.lighter_bound_s(ideal) if level.zero else ideal.step_s
-                found.append(Sketch(plain, ideal, bound_s))
-            elif self._may_be_careful(plain.layout) or self.offloads:
-                found.append(Sketch(plain, ideal, self.pipelines.lighter_bound_s(plain)))
-        return found
+    def first_sketches(self, plain: Option) -> list[Sketch]:
+        """The variants of a layout that does not fit, from which all others follow (``next_sketch``): without ZeRO, and
+        with stage 1."""
+        stages = (0, 1) if self.last_zero(plain.layout) else (0,)
+        return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in stages]
 
-    def smallest(self, plain: Option) -> Option:
-        """The variant that needs the least memory, as if ZeRO took no time."""
-        return min(map(self.pipelines.ideal, self._levels(plain.layout)), key=lambda option: option.peak_bytes)
+    def last_zero(self, layout: Layout) -> int:
+        """The ZeRO stage that needs the least memory."""
+        return 3 if layout.dp > 1 else 0
+
+    def next_sketch(self, sketch: Sketch) -> Sketch | None:
+        """The variant with the next ZeRO stage. It needs less memory, and ZeRO takes more time in it. The stages follow
+        each other from stage 1 on."""
+        if sketch.zero in (0, self.last_zero(sketch.layout)):
+            return None
+        return Sketch(sketch.plain, sketch.zero + 1, self._bound_s(sketch.plain, sketch.zero + 1))
+
+    def idealized(self, sketch: Sketch) -> Sketch:
+        """The sketch with its ideal option, and the bound that follows from it."""
+        ideal = self.pipelines.ideal(sketch.layout)
+        bound_s = self._bound_s(ideal, sketch.zero) if self._fits(ideal) else sketch.bound_s
+        return replace(sketch, ideal=ideal, bound_s=bound_s)
+
+    def may_fit(self, sketch: Sketch) -> bool:
+        """Whether a variant whose ideal option is known can fit."""
+        assert sketch.ideal is not None
+        return self._fits(sketch.ideal) or self._may_be_careful(sketch.layout) or self.offloads
+
+    def fits_plainly(self, sketch: Sketch) -> bool:
+        """Whether a variant whose ideal option is known fits without recomputation, as if ZeRO divided everything
+        evenly. The next ZeRO stages are not faster then, unless the real option needs more memory."""
+        return sketch.recompute == ("none",) and sketch.ideal is not None and self._fits(sketch.ideal)
+
+    def _bound_s(self, option: Option, zero: int) -> float:
+        """A lower bound on the seconds of variants of an option with recomputation and a ZeRO stage."""
+        return self.pipelines.lighter_bound_s(option) if zero else option.step_s
 
     def priced(self, sketch: Sketch) -> Option:
         """The fastest variant of a sketch that fits, with the least recomputation that fits. If none fits, the variant
         that needs the least memory."""
-        used = set(sketch.ideal.recompute)
-        options = [self.pipelines.option(sketch.layout, [kind for kind in RECOMPUTE if kind in used])]
+        options = [self.pipelines.option(sketch.layout, [kind for kind in RECOMPUTE if kind in sketch.recompute])]
         if not self._fits(options[0]):
             options += self._recomputed(options[0])
         if self.offloads and not any(map(self._fits, options)):
@@ -83,11 +109,6 @@ class Lighter:
             options.append(self.pipelines.option(moved, RECOMPUTE[:1]))
             options += self._recomputed(options[-1])
         return self.best(options)
-
-    def _levels(self, layout: Layout) -> list[Layout]:
-        """The layout with every ZeRO stage that its ranks allow."""
-        zeros = (0, 1, 2, 3) if layout.dp > 1 else (0,)
-        return [msgspec.structs.replace(layout, zero=zero) for zero in zeros]
 
     def _fits(self, option: Option) -> bool:
         return option.peak_bytes <= self.pipelines.limit_bytes

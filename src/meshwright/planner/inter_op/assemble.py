@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,16 +20,34 @@ _LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
 """The kinds of actions in which a stage runs its last layer first."""
 
 
+class JoinedPieces(NamedTuple):
+    """The pieces of a stage of several layers of ``works``. ``ends`` are the sums of gradients after the schedule.
+    ``update_s`` is the time to update the parameters of all layers. ``has_sums``: gradients are summed over ranks."""
+
+    works: tuple[StageWork, ...]
+    pieces: dict[str, tuple[Piece, ...]]
+    before: tuple[Piece, ...]
+    ends: tuple[Piece, ...]
+    update_s: float
+    has_sums: bool
+
+
+Known = dict[object, JoinedPieces]
+"""Pieces that were joined before. Many layouts have stages of the same layers."""
+
+
 def assemble(
     variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], pipeline: Pipeline, optimizer: OptimizerCost,
-    *, accumulates: bool,
+    *, accumulates: bool, known: Known | None = None,
 ) -> StepWork:  # fmt: skip
     """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
     stage.
 
     ``accumulates``: gradients are summed over several micro-batches. Otherwise the gradient of a layer lives from the
-    layer's backward on, when values that later layers saved are free again.
+    layer's backward on, when values that later layers saved are free again. ``known`` has the pieces that earlier calls
+    joined.
     """
+    before = known if known is not None else {}
     shared = variants[0].shared
     ranks_of = {
         name: tuple(sorted({
@@ -39,14 +58,17 @@ def assemble(
         for name, parameter in shared.items()
     }  # fmt: skip
     own = {name for name, ranks in ranks_of.items() if len(ranks) < 2}
-    known: dict[object, StageWork] = {}
+    made: dict[object, StageWork] = {}
     result = []
     for number, (works, layers) in enumerate(zip(variants, stages, strict=True)):
         rank, count = pipeline.rank_of(number), pipeline.num_ranks
         first, last = number < count, number + count >= len(stages)
         key = (works, tuple(layers), first, last, rank if last else -1)
-        if key not in known:
-            stage = _joined(works, layers, own, optimizer, first_chunk=first, accumulates=accumulates)
+        if key not in made:
+            same = id(works.works), tuple(layers), frozenset(own)
+            if same not in before:
+                before[same] = _pieces_of(works, layers, own)
+            stage = _joined(works, layers, before[same], optimizer, first_chunk=first, accumulates=accumulates)
             if count > 1 and last:
                 ends = [
                     Communicate(
@@ -57,8 +79,8 @@ def assemble(
                 ]
                 told = [piece for piece in works.works[-1].after if _tells_loss(piece)]
                 stage = msgspec.structs.replace(stage, after=(*ends, *told, *stage.after))
-            known[key] = stage
-        result.append(known[key])
+            made[key] = stage
+        result.append(made[key])
     return StepWork(tuple(result), variants[0].heap_factor)
 
 
@@ -66,27 +88,37 @@ def _tells_loss(piece: Piece) -> bool:
     return isinstance(piece, Communicate) and piece.collective == "broadcast"
 
 
-def _joined(
-    works: LayerWorks, layers: Sequence[int], own: Container[str], optimizer: OptimizerCost, *, first_chunk: bool,
-    accumulates: bool,
-) -> StageWork:  # fmt: skip
-    """The work of one stage of several layers. ``own`` are the shared parameters that no other stage reads."""
-    facts = [works.facts[layer] for layer in layers]
-    repeated = _repeated(works, layers)
+def _pieces_of(works: LayerWorks, layers: Sequence[int], own: Container[str]) -> JoinedPieces:
+    """The pieces of one stage of several layers. ``own`` are the shared parameters that no other stage reads."""
     parts = [_named(work, number) for number, work in enumerate(_with_one_sum(works, layers, own))]
     buckets = _Buckets()
-    pieces = {kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces}
-    ends = buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece))
+    return JoinedPieces(
+        works=works.works,
+        pieces={kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces},
+        ends=buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece)),
+        before=_before(parts, [works.facts[layer] for layer in layers], buckets),
+        update_s=sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute)),
+        has_sums=buckets.has_sums,
+    )
+
+
+def _joined(
+    works: LayerWorks, layers: Sequence[int], joined: JoinedPieces, optimizer: OptimizerCost, *, first_chunk: bool,
+    accumulates: bool,
+) -> StageWork:  # fmt: skip
+    """The work of one stage of several layers, whose pieces are known."""
+    facts = [works.facts[layer] for layer in layers]
+    parts = [works.works[layer] for layer in layers]
+    repeated = _repeated(works, layers)
     saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
     trained = sum(fact.trained_bytes for fact in facts)
     trained_once = trained - sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
     if not accumulates:
-        workspace = _most_bytes(parts, facts, trained_once, buckets.has_sums) - saved
-    update_s = sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute))
+        workspace = _most_bytes(parts, facts, trained_once, joined.has_sums) - saved
     return StageWork(
-        pieces=pieces,
-        before=_before(parts, facts, buckets),
-        after=(*ends, Compute("update", update_s * (trained_once / trained if trained else 1))),
+        pieces=joined.pieces,
+        before=joined.before,
+        after=(*joined.ends, Compute("update", joined.update_s * (trained_once / trained if trained else 1))),
         sent_up_bytes=parts[-1].sent_up_bytes,
         sent_down_bytes=parts[0].sent_down_bytes,
         saved_bytes=saved,
