@@ -54,11 +54,10 @@ class SearchRequest:
     def file(self) -> Path:
         """The file in which the plan of this request is kept.
 
-        Its name is a hash of the whole graph without its lines of source: ``Graph.fingerprint`` is equal for other
-        dtypes and batch sizes. The numbers of the cluster are not part of the name, so that a plan for a cluster that
-        was measured again is found, and replaced."""
-        operators = tuple(msgspec.structs.replace(operator, source="") for operator in self.graph.operators)
-        graph = msgspec.structs.replace(self.graph, operators=operators)
+        Its name is a hash of the whole graph (``Graph.fingerprint`` is equal for other dtypes and batch sizes). The
+        numbers of the cluster are not part of the name, so that a plan for a cluster that was measured again is found,
+        and replaced."""
+        graph = _comparable(self.graph)
         cluster = self.cluster.name, self.cluster.num_devices
         memory = None if self.memory_bytes is None else float(self.memory_bytes)
         rest = self.devices, memory, self.optimizer, self.clips, self.only, self.offload
@@ -164,6 +163,17 @@ def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
     found = foretold.prediction
     alike = math.isclose(found.step_s, said.step_s) and found.peak_memory_bytes == said.peak_memory_bytes
     return "" if alike and foretold.fits(request.memory_bytes) else "its costs are not those that the search found"
+
+
+def _comparable(graph: Graph) -> Graph:
+    """The graph without what differs between captures of one step: lines of source, and the first number of autograd's
+    sequence."""
+    numbers = sorted({operator.sequence for operator in graph.operators})
+    place = {number: index for index, number in enumerate(numbers)}
+    operators = (
+        msgspec.structs.replace(operator, source="", sequence=place[operator.sequence]) for operator in graph.operators
+    )
+    return msgspec.structs.replace(graph, operators=tuple(operators))
 
 
 def _remove_oldest(directory: Path) -> None:

@@ -112,6 +112,7 @@ def plan(
             graph=graph, cluster=known, devices=devices or known.num_devices, memory_bytes=memory_bytes,
             optimizer=optimizer, clips=clips, only=only, offload=offload,
         )  # fmt: skip
+        check_size(known, request.devices)
         if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
             return kept
         found = plan_auto(
@@ -132,7 +133,7 @@ def plan(
 def _check_numbers(devices: int | None, memory_bytes: float | None) -> None:
     """Raise a LayoutError unless ``devices`` and ``memory_bytes`` are None or above 0."""
     for name, value in (("devices", devices), ("memory_bytes", memory_bytes)):
-        if value is not None and not value > 0:
+        if value is not None and not (isinstance(value, int | float) and value > 0):
             raise LayoutError(f"{value!r} is not above 0", where=name, remedy="give a number above 0, or leave it out")
 
 

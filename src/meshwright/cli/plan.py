@@ -136,6 +136,8 @@ def plan(
     from meshwright import api
 
     limit = display.num_bytes(memory, "--memory") if memory else None
+    if limit == 0:
+        raise LayoutError(f"{memory} is no memory", where="--memory", remedy="give more, or leave it out")
     if vary:
         refuse(context, (*OF_ONE, "only"), "--vary searches for a plan at each value, and shows their costs")
         if vary.startswith("devices"):
@@ -146,10 +148,16 @@ def plan(
         refuse(context, OF_ONE, "--only searches for plans, and shows their costs")
         return show_searches(run, ranks, limit, only, fresh, as_json)
     with display.progress("capturing and planning") as bars, display.Interrupt(bars.say) as interrupt:
-        planned = api.plan_run(
-            run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
-            layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked,
-        )  # fmt: skip
+        try:
+            planned = api.plan_run(
+                run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
+                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked,
+            )  # fmt: skip
+        except LayoutError as error:
+            if not interrupt.pressed:
+                raise
+            typer.echo(f"meshwright: {error.problem}", err=True)
+            return display.INTERRUPTED
     chosen = planned.plan
     if output is not None:
         display.write(output, files.encode_json(chosen))

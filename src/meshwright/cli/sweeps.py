@@ -67,14 +67,16 @@ def _print(rows: "list[PlanSize]", key: str, asked: int) -> None:
         table.add_row(value, step, rate, efficiency, memory, f"{row.search_s:.1f}", row.layout or "no plan")
     terminal.print(table)
     for row in rows:
-        value = row.cluster if key == "cluster" else f"{row.devices} devices"
+        value = row.cluster if key == "cluster" else f"{row.devices} device{'s' if row.devices > 1 else ''}"
         if row.problem:
             terminal.print(f"  {value}: {row.problem}\n    -> {row.remedy}")
         for limit in row.limits:
-            terminal.print(f"  {value}: data parallelism is limited by {limit.kind}: {limit.text}")
-    terminal.print(
-        "  strong scaling: the batch stays. Whether a larger batch would train as well for each sample (a statistical "
-        "limit) is not known here: `meshwright bench batch-size` measures it."
-    )
+            by = "nothing limits data parallelism" if limit.kind == "none" else f"{limit.kind} limits data parallelism"
+            terminal.print(f"  {value}: {by}: {limit.text}")
+    if any(row.layout for row in rows):
+        terminal.print(
+            "  strong scaling: the batch stays. Whether a larger batch would train as well for each sample (a "
+            "statistical limit) is not known here: `meshwright bench batch-size` measures it."
+        )
     if len(rows) < asked:
         terminal.print(f"  stopped: {len(rows)} of {asked} were planned")

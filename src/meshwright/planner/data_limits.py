@@ -23,13 +23,16 @@ from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipe
 ZEROS: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
 
+LimitKind = Literal["batch", "memory", "communication", "computing", "none"]
+
+
 class DataLimit(msgspec.Struct, frozen=True):
     """A limit of data parallelism, and how it shows. ``batch``: the batch does not divide over the ranks. ``memory``:
     the model and one sample at a time need more memory than a rank has. ``communication``: sums of gradients and ZeRO's
     gathers make a step slower than that of another layout. ``computing``: with so few samples on a rank, or with
-    recomputation, kernels take longer than those of another layout."""
+    recomputation, kernels take longer than those of another layout. ``none``: dp alone would take as long as the plan."""
 
-    kind: Literal["batch", "memory", "communication", "computing"]
+    kind: LimitKind
     text: str
 
 
@@ -43,10 +46,9 @@ def data_limits(
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
 ) -> tuple[DataLimit, ...]:
-    """What keeps the ranks of ``plan``, which a search found, from being data-parallel alone. Empty if they are, or if
-    this would be as fast. The search's prices of layers decide, for layouts with dp only and as much ZeRO and
-    recomputation as memory demands. How large a batch may be until it trains less per sample (a statistical limit) does
-    not follow from a graph."""
+    """What keeps the ranks of ``plan``, which a search found, from being data-parallel alone. Empty if they are. The
+    search's prices of layers decide, for layouts with dp only and as much ZeRO and recomputation as memory demands. How
+    large a batch may be until it trains less per sample (a statistical limit) does not follow from a graph."""
     ranks, batch = plan.mesh.world_size, graph.batch_size
     if plan.layout.dp == ranks and not plan.layout.stage_sizes:
         return ()
@@ -67,11 +69,14 @@ def data_limits(
         text = f"one sample at a time needs {needed} of {held} GiB{with_zero}"
         return (*found, DataLimit("memory", text))
     fastest = alone.fastest() if most == ranks else None
-    if fastest is None or plan.prediction is None or fastest.step_s <= (1 + ALIKE) * plan.prediction.step_s:
+    if fastest is None or plan.prediction is None:
         return tuple(found)
     longer, shared = fastest.step_s - plan.prediction.step_s, fastest.predicted.communication_s
+    kind: LimitKind = "communication" if shared >= longer else "computing"
+    if longer <= ALIKE * plan.prediction.step_s:
+        kind = "none"
     text = f"{fastest.name} takes {fastest.step_s * 1e3:.4g} ms a step, {shared * 1e3:.3g} of them to communicate"
-    return (*found, DataLimit("communication" if shared >= longer else "computing", text))
+    return (*found, DataLimit(kind, text))
 
 
 @dataclass
