@@ -30,7 +30,7 @@ class DataLimit(msgspec.Struct, frozen=True):
     """A limit of data parallelism, and how it shows. ``batch``: the batch does not divide over the ranks. ``memory``:
     the model and one sample at a time need more memory than a rank has. ``communication``: sums of gradients and ZeRO's
     gathers make a step slower than that of another layout. ``computing``: with so few samples on a rank, or with
-    recomputation, kernels take longer than those of another layout. ``none``: dp alone would take as long as the plan."""
+    recomputation, kernels take longer than those of another layout. ``none``: dp alone takes as long as the plan."""
 
     kind: LimitKind
     text: str
@@ -66,7 +66,7 @@ def data_limits(
     if least is not None and least.peak_bytes > limit:
         needed, held = (f"{size / 2**30:.3g}" for size in (least.peak_bytes, limit))
         with_zero = " with ZeRO and recomputation" if most > 1 else " with recomputation"
-        text = f"one sample at a time needs {needed} of {held} GiB{with_zero}"
+        text = f"one sample at a time needs about {needed} of {held} GiB{with_zero}"
         return (*found, DataLimit("memory", text))
     fastest = alone.fastest() if most == ranks else None
     if fastest is None or plan.prediction is None:
@@ -98,15 +98,21 @@ class _DataParallel:
 
     def fastest(self) -> Option | None:
         """The fastest option that fits in memory; None if none fits."""
-        fitting = [option for option in self._options() if option.peak_bytes <= self.pipelines.limit_bytes]
-        return min(fitting, key=lambda option: option.step_s, default=None)
+        return min(self._fitting(), key=lambda option: option.step_s, default=None)
 
-    def _options(self) -> Iterator[Option]:
-        """For each ZeRO stage, the option with the fewest micro-batches that fits if ZeRO takes no time."""
+    def _fitting(self) -> Iterator[Option]:
+        """For each ZeRO stage, the option with the fewest micro-batches that fits. Those that would not fit even if
+        ZeRO took no time are not priced."""
         for zero in ZEROS if self.dp > 1 else ZEROS[:1]:
             for microbatches in divisors(self.batch // self.dp):
                 with suppress(*REFUSALS):
                     layout = Layout(dp=self.dp, microbatches=microbatches, zero=zero)
-                    if self.pipelines.ideal(layout).peak_bytes <= self.pipelines.limit_bytes:
-                        yield self.pipelines.option(layout, RECOMPUTE)
+                    if not self._fits(self.pipelines.ideal(layout)):
+                        continue
+                    option = self.pipelines.option(layout, RECOMPUTE)
+                    if self._fits(option):
+                        yield option
                         break
+
+    def _fits(self, option: Option) -> bool:
+        return option.peak_bytes <= self.pipelines.limit_bytes
