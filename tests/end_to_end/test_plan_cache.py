@@ -298,7 +298,7 @@ def test_a_reader_never_sees_half_a_plan(searches: list[Graph], caplog: pytest.L
 
 
 def test_plan_says_that_it_comes_from_the_cache(searches: list[Graph], capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
+    texts: list[str] = []
     for more, count in ([], 1), ([], 1), (["--fresh"], 2), (["--json"], 2):
         assert cli([*WORDS, *more]) == 0
         out, told = capsys.readouterr()

@@ -130,8 +130,8 @@ def plan(
     )  # fmt: skip
 
 
-def _check_numbers(devices: int | None, memory_bytes: float | None) -> None:
-    """Raise a LayoutError unless ``devices`` and ``memory_bytes`` are None or above 0."""
+def _check_numbers(devices: Any, memory_bytes: Any) -> None:
+    """Raise a LayoutError unless ``devices`` and ``memory_bytes`` are None or numbers above 0."""
     for name, value in (("devices", devices), ("memory_bytes", memory_bytes)):
         if value is not None and not (isinstance(value, int | float) and value > 0):
             raise LayoutError(f"{value!r} is not above 0", where=name, remedy="give a number above 0, or leave it out")
