@@ -153,7 +153,16 @@ def test_what_contradicts_itself_is_refused(words: str, told: str, capsys: pytes
 
 @pytest.mark.parametrize(("batch", "ranks"), [(8, 7), (8, 13), (3, 4), (1, 4), (2, 1)])
 def test_primes_and_small_batches_have_a_plan(batch: int, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--layout.plan", "auto", "--ranks", str(ranks), "--data.batch_size", str(batch), "--model.sizes", "64,16,10"]
+    words = [
+        "--layout.plan",
+        "auto",
+        "--ranks",
+        str(ranks),
+        "--data.batch_size",
+        str(batch),
+        "--model.sizes",
+        "64,16,10",
+    ]
     assert cli([*MLP, *words, "--json"]) == 0
     plan = files.decode(capsys.readouterr().out.encode(), mw.Plan, where="output")
     assert (plan.mesh.world_size, plan.batch_size) == (ranks, batch)

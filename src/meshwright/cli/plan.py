@@ -85,12 +85,16 @@ def plan(
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
-    vary: str = typer.Option("", help="The best layout for each: devices=64..512, cluster=A,B, seq=.. or batch=.."),
+    vary: str = typer.Option(
+        "", help="The best layout for each: devices=64..512 or cluster=A,B; by sizes also seq=.. or batch=.."
+    ),
     price: float = typer.Option(
         0.0, min=0.0, help="US dollars an hour for a device, for such a model; 0: the catalog's list price, if any."
     ),
     report: Path | None = typer.Option(None, help="Write an HTML page of the plan of such a model."),
-    scaling: str = typer.Option("strong", help="With --vary devices: strong (the batch stays) or weak (it grows)."),
+    scaling: str = typer.Option(
+        "strong", help="With --vary devices: strong (the batch stays), or by sizes also weak (it grows)."
+    ),
 ) -> int:
     """Show how a model is divided over ranks, module by module, with the reason."""
     from meshwright import prediction
