@@ -141,7 +141,7 @@ def planned(case: Case) -> dict[str, Any]:
     start = time.perf_counter()
     graph = case.captured()
     captured_s = time.perf_counter() - start
-    plan = mw.plan(graph, mw.Cluster.load(case.cluster, case.devices), devices=case.devices)
+    plan = mw.plan(graph, mw.Cluster.load(case.cluster, case.devices), devices=case.devices, fresh=True)
     with tempfile.TemporaryDirectory() as folder:
         files.save(plan, Path(folder) / "plan.json")
     assert plan.prediction is not None

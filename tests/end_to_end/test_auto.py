@@ -355,9 +355,13 @@ def test_a_search_without_limit_says_what_it_weighs_and_that_is_all() -> None:
     plan = mw.plan(gpt(), CLUSTER, devices=2, progress=said.append)
     weighed = [text for text in said if not text.startswith("simulating ")]
     count = weighed[0].rpartition(" ")[2]
-    assert [text.rpartition(", ")[2] for text in weighed] == [
+    assert [text.partition(";")[0].rpartition(", ")[2] for text in weighed] == [
         f"layout {number} of {count}" for number in range(1, len(weighed) + 1)
     ]
+    told = re.findall(r"; best so far: (.*), ([\d.]+) ms a step$", "\n".join(said), re.MULTILINE)
+    assert len(told) >= len(said) - 1, "from the second layout on"
+    assert len(set(told)) > 1
+    assert [float(step) for _, step in told] == sorted((float(step) for _, step in told), reverse=True)
     assert weighed[0].startswith("dp2, layout 1 of ")
     assert len(weighed) < int(count), "lower bounds exclude the others"
     assert "stopped after" not in plan.explain()

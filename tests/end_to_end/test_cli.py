@@ -495,7 +495,7 @@ def test_a_search_may_be_given_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "mlp", "--ranks", "2", "--layout.plan", "auto", "--cluster", "cpu-local"]
     assert cli([*words, "--seconds", "600"]) == 0
     assert "stopped after" not in capsys.readouterr().out
-    assert cli([*words, "--seconds", "1e-9"]) == 2
+    assert cli([*words, "--fresh", "--seconds", "1e-9"]) == 2
     assert "seconds: no layout that fits was found in 1e-09 s: 0 of" in capsys.readouterr().err
     for seconds in ("0", "nan", "-3"):
         assert cli([*words, f"--seconds={seconds}"]) == 2

@@ -4,6 +4,7 @@ from meshwright.api.machine import calibrate, calibrated, calibration_file, is_b
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
 from meshwright.api.runs import Trained, train, trainer_of, verify_run
+from meshwright.api.sweeps import PlanSize, sweep_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
@@ -16,6 +17,7 @@ from meshwright.runtime.verify import Verification
 __all__ = [
     "Cluster",
     "HeldOut",
+    "PlanSize",
     "Progress",
     "Restarts",
     "Trained",
@@ -40,6 +42,7 @@ __all__ = [
     "searches_of",
     "simulate",
     "simulate_run",
+    "sweep_run",
     "train",
     "trainer_of",
     "verify",

@@ -54,17 +54,20 @@ def plan_run(
     progress: Callable[[str], None] = lambda what: None,
     program_of: int | None = None,
     why_not: Layout | None = None,
+    *,
+    fresh: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Planned:
     """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has).
 
     ``program_of``: also the programs of this rank. ``why_not``: also the reason why this layout was not chosen. Each
     rank has ``memory_bytes`` (default: those of a device of the cluster). ``progress`` is called with each layout that
-    the search considers.
+    the search considers. ``fresh`` and ``stop`` are as in ``mw.plan``.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
     """
-    graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress)
+    graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress, fresh=fresh, stop=stop)
     known = cluster_of(run, CPU, chosen.mesh.world_size)
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
     clips = run.train.max_grad_norm > 0
@@ -95,17 +98,20 @@ def searches_of(
     memory_bytes: float | None = None,
     kind: str = "each",
     progress: Callable[[str], None] = lambda what: None,
+    *,
+    fresh: bool = False,
 ) -> SearchComparison:
     """The costs of the plans that three searches find: one only divides operators, one only makes stages, and one does
     both. With another ``kind`` than ``each``, only this search is made."""
-    graph, optimizer, world_size = _captured(run, ranks)
+    graph, optimizer, world_size = captured(run, ranks)
     known, clips = cluster_of(run, CPU, world_size), run.train.max_grad_norm > 0
     found = []
     for only in get_args(Only) if kind == "each" else (kind,):
         try:
             chosen = plan(
                 graph, known, devices=world_size, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
-                only=only, offload=run.layout.offload != "none", seconds=run.layout.seconds, progress=progress,
+                only=only, offload=run.layout.offload != "none", seconds=run.layout.seconds, fresh=fresh,
+                progress=progress,
             )  # fmt: skip
         except LayoutError as error:
             found.append(SearchCosts(only=only, problem=error.problem))
@@ -144,9 +150,15 @@ def simulate_run(
 
 
 def _planned(
-    run: Run, ranks: int, memory_bytes: float | None, progress: Callable[[str], None] = lambda what: None
+    run: Run,
+    ranks: int,
+    memory_bytes: float | None,
+    progress: Callable[[str], None] = lambda what: None,
+    *,
+    fresh: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Graph, Plan, OptimizerCost]:
-    graph, optimizer, world_size = _captured(run, ranks)
+    graph, optimizer, world_size = captured(run, ranks)
     cluster, clips = run.layout.cluster or None, run.train.max_grad_norm > 0
     if not run.layout.searched:
         chosen = choose(run.layout.chosen(), graph, world_size, cluster, CPU, optimizer, clips=clips)
@@ -160,12 +172,14 @@ def _planned(
         clips=clips,
         offload=run.layout.offload != "none",
         seconds=run.layout.seconds,
+        fresh=fresh,
         progress=progress,
+        stop=stop,
     )
     return graph, chosen, optimizer
 
 
-def _captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
+def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
     """The graph of a run, the cost of its optimizer, and the number of ranks."""
     graph = capture(
         build.model(run),

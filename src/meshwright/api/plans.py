@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from meshwright import optim
+from meshwright.api import plan_cache
 from meshwright.api.machine import calibrated, check_size, known_cluster
+from meshwright.api.plan_cache import SearchRequest
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, refuse
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
@@ -32,6 +34,7 @@ from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.time_limit import TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.simulate.faults import Faults
 
@@ -72,7 +75,9 @@ def plan(
     strict: bool = False,
     rules: Rules | None = None,
     seconds: float | None = None,
+    fresh: bool = False,
     progress: Callable[[str], None] = lambda what: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
@@ -84,8 +89,12 @@ def plan(
     makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer state on the
     host if no layout fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
     costs; ``strict`` refuses it. ``rules`` are the rules that ``capture`` was given. A search calls ``progress`` with
-    each layout that it considers. After about ``seconds`` the search ends with the best layout so far, and a note in
-    the plan says so (None: the search ends by itself).
+    each layout that it considers, and the best so far. After about ``seconds``, or once ``stop`` returns true, the
+    search ends with the best layout so far, and a note in the plan says so (None: the search ends by itself).
+
+    The plan of a search that ended by itself is kept in the user's cache. An equal request gets it from there without
+    a search, and the log says so; its costs are computed again. ``fresh`` searches in any case. With ``rules``, nothing
+    is kept: their code may change.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or none was
@@ -95,18 +104,37 @@ def plan(
     """
     if strict:
         check_strict(graph)
+    _check_numbers(devices, memory_bytes)
     known = known_cluster(cluster, torch.device("cpu"), devices or 0)
     if layout is None:
-        world_size = devices or known.num_devices
-        return plan_auto(
-            graph, world_size, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
-            optimizer=optimizer, clips=clips, only=only, offload=offload, seconds=seconds, progress=progress,
+        clock = TimeLimit(seconds, progress, stop)
+        request = SearchRequest(
+            graph=graph, cluster=known, devices=devices or known.num_devices, memory_bytes=memory_bytes,
+            optimizer=optimizer, clips=clips, only=only, offload=offload,
         )  # fmt: skip
+        check_size(known, request.devices)
+        if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
+            return kept
+        found = plan_auto(
+            graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
+            optimizer=optimizer, clips=clips, only=only, offload=offload, clock=clock,
+        )  # fmt: skip
+        if not rules:
+            plan_cache.keep(request, found)
+        return found
+    refuse(LayoutError, layout.contradictions())
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(
         graph, layout, world_size=world_size, cluster=known,
         ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules)),
     )  # fmt: skip
+
+
+def _check_numbers(devices: Any, memory_bytes: Any) -> None:
+    """Raise a LayoutError unless ``devices`` and ``memory_bytes`` are None or numbers above 0."""
+    for name, value in (("devices", devices), ("memory_bytes", memory_bytes)):
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise LayoutError(f"{value!r} is not above 0", where=name, remedy="give a number above 0, or leave it out")
 
 
 def simulate(

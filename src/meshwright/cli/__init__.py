@@ -27,11 +27,9 @@ from meshwright.cli import (
     validate,
     verify,
 )
+from meshwright.cli.display import INTERRUPTED
 from meshwright.cli.overrides import EXTRA
 from meshwright.errors import MeshwrightError
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
 
 app = typer.Typer(
     name="meshwright",

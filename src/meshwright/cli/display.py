@@ -3,12 +3,13 @@
 import logging
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import typer
@@ -21,6 +22,8 @@ from meshwright.ir.files import write_atomically
 
 T = TypeVar("T")
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 JSON: Any = typer.Option(False, "--json", help="Print JSON.")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]i?)?B?")
 UNITS: dict[str, float] = {
@@ -111,30 +114,73 @@ class _Lines(logging.Handler):
 @contextmanager
 def shown(rank: int = 0) -> Iterator[Bars]:
     """Show the library's log and progress: rank 0 on the terminal; other ranks only log, to standard error."""
-    logger = logging.getLogger("meshwright")
-    terminal = console() if rank == 0 else Console(file=sys.stderr, soft_wrap=True, force_terminal=False)
-    handler, level = _Lines(terminal), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    terminal = console() if rank == 0 else _errors()
     bars = Bars(terminal)
-    try:
-        yield bars
-    finally:
-        bars.end()
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with _logged(terminal):
+        try:
+            yield bars
+        finally:
+            bars.end()
 
 
 @contextmanager
 def progress(what: str = "", total: int = 0) -> Iterator[Bars]:
-    """Show progress on the terminal. If ``what`` is given, its bar starts at once (see ``Bars.begin``)."""
-    bars = Bars(console())
+    """Show progress on the terminal, and the library's log. If ``what`` is given, its bar starts at once (see
+    ``Bars.begin``). Where output is no terminal, it may be data for a program: the log goes to standard error."""
+    terminal = console()
+    bars = Bars(terminal)
+    with _logged(terminal if terminal.is_terminal else _errors()):
+        try:
+            if what:
+                bars.begin(what, total)
+            yield bars
+        finally:
+            bars.end()
+
+
+@contextmanager
+def _logged(terminal: Console) -> Iterator[None]:
+    """Print the library's log on ``terminal``."""
+    logger = logging.getLogger("meshwright")
+    handler, level = _Lines(terminal), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        if what:
-            bars.begin(what, total)
-        yield bars
+        yield
     finally:
-        bars.end()
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _errors() -> Console:
+    return Console(file=sys.stderr, soft_wrap=True, force_terminal=False, highlight=False, markup=False, emoji=False)
+
+
+class Interrupt:
+    """Ctrl-C as a question instead of an error: ``asked()`` is true after the first. The second is an error again, and
+    so is one before anybody has called ``asked``."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self.pressed = self._listening = False
+        self._told = told
+
+    def asked(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        self._listening = True
+        return self.pressed
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, *_: object) -> None:
+        if self.pressed or not self._listening:
+            raise KeyboardInterrupt
+        self.pressed = True
+        self._told("stopping: the best so far is planned (Ctrl-C again: at once)")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from meshwright.cli.layouts import show_layouts
 from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
 from meshwright.cli.pages import write_report
+from meshwright.cli.sweeps import show_sweep
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
@@ -32,6 +33,7 @@ EPILOG = display.examples(
     "--vary cluster=h100-dgx-ndr400x8,h200-dgx-ndr400x8",
     "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html",
     "meshwright plan RUN.toml --ranks 8 --layout.plan auto --why-not dp=8,zero=1",
+    "meshwright plan RUN.toml --cluster h100-dgx-ndr400x8 --vary devices=8..1024",
     "meshwright plan diff OLD.json NEW.json",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
     note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
@@ -50,10 +52,12 @@ STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an opera
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "program", "rank", "why_not", "only")
+OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only")
 """Options that do not apply to a model that is planned from its sizes."""
-OF_SIZES = ("batch", "sequence", "vary", "price", "report", "scaling")
+OF_SIZES = ("batch", "sequence", "price", "report")
 """Options that do not apply to a model that is captured."""
+OF_ONE = ("dp", "tp", "output", "program", "rank", "why_not")
+"""Options that need one plan as the answer."""
 
 
 def plan(
@@ -71,6 +75,7 @@ def plan(
     seconds: float | None = typer.Option(
         None, help="Time for the search of layout.plan = auto: then the best so far is taken."
     ),
+    fresh: bool = typer.Option(False, "--fresh", help="Search again, even if the plan of an equal search was kept."),
     why_not: str = typer.Option("", "--why-not", help="Say why a layout was not chosen, as in dp=8,tp=2."),
     only: str = typer.Option(
         "",
@@ -80,12 +85,16 @@ def plan(
     memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
-    vary: str = typer.Option("", help="The best layout for each: devices=64..512, cluster=A,B, seq=.. or batch=.."),
+    vary: str = typer.Option(
+        "", help="The best layout for each: devices=64..512 or cluster=A,B; by sizes also seq=.. or batch=.."
+    ),
     price: float = typer.Option(
         0.0, min=0.0, help="US dollars an hour for a device, for such a model; 0: the catalog's list price, if any."
     ),
     report: Path | None = typer.Option(None, help="Write an HTML page of the plan of such a model."),
-    scaling: str = typer.Option("strong", help="With --vary devices: strong (the batch stays) or weak (it grows)."),
+    scaling: str = typer.Option(
+        "strong", help="With --vary devices: strong (the batch stays), or by sizes also weak (it grows)."
+    ),
 ) -> int:
     """Show how a model is divided over ranks, module by module, with the reason."""
     from meshwright import prediction
@@ -131,18 +140,28 @@ def plan(
     from meshwright import api
 
     limit = display.num_bytes(memory, "--memory") if memory else None
+    if limit == 0:
+        raise LayoutError(f"{memory} is no memory", where="--memory", remedy="give more, or leave it out")
+    if vary:
+        refuse(context, (*OF_ONE, "only"), "--vary searches for a plan at each value, and shows their costs")
+        if vary.startswith("devices"):
+            refuse(context, ("ranks",), "--vary gives the numbers of devices")
+        return show_sweep(run, ranks, limit, vary, scaling, fresh, as_json)
+    refuse(context, ("scaling",), "there is one number of devices")
     if only:
-        refuse(
-            context,
-            ("dp", "tp", "output", "program", "rank", "why_not"),
-            "--only searches for plans, and shows their costs",
-        )
-        return show_searches(run, ranks, limit, only, as_json)
-    with display.progress("capturing and planning") as bars:
-        planned = api.plan_run(
-            run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
-            layout_of(why_not) if why_not else None,
-        )  # fmt: skip
+        refuse(context, OF_ONE, "--only searches for plans, and shows their costs")
+        return show_searches(run, ranks, limit, only, fresh, as_json)
+    with display.progress("capturing and planning") as bars, display.Interrupt(bars.say) as interrupt:
+        try:
+            planned = api.plan_run(
+                run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
+                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked,
+            )  # fmt: skip
+        except LayoutError as error:
+            if not interrupt.pressed:
+                raise
+            typer.echo(f"meshwright: {error.problem}", err=True)
+            return display.INTERRUPTED
     chosen = planned.plan
     if output is not None:
         display.write(output, files.encode_json(chosen))
@@ -163,10 +182,10 @@ def plan(
             lost = planned.lost
             costs = f"{lost.step_s * 1e3:.4g} ms a step, {lost.peak_memory_bytes / 2**30:.3g} GiB a rank, "
             display.console().print(f"  why not {lost.layout}: {costs if lost.step_s else ''}{lost.why}")
-    return 0
+    return display.INTERRUPTED if interrupt.pressed else 0
 
 
-def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, as_json: bool) -> int:
+def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, fresh: bool, as_json: bool) -> int:
     """Print what searches find that divide only operators, only make stages, or do both.
 
     Raises:
@@ -177,7 +196,7 @@ def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, a
     if only not in ("intra", "inter", "each"):
         raise LayoutError(f"{only!r} is no kind of search", where="--only", remedy="write intra, inter or each")
     with display.progress("capturing and planning") as bars:
-        found = api.searches_of(run, ranks, memory_bytes, only, lambda what: bars.say(f"planning: {what}"))
+        found = api.searches_of(run, ranks, memory_bytes, only, lambda what: bars.say(f"planning: {what}"), fresh=fresh)
     if as_json:
         typer.echo(files.encode_json(found).decode(), nl=False)
         return 0

@@ -75,7 +75,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     stage_sizes: tuple[dict[str, int], ...] = ()
     """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"dp": 2, "tp": 2})``. Stages may have
     different numbers of ranks; the layout needs the sum of them. ``dp`` and ``tp`` of the layout itself do not count
-    then."""
+    then; they are refused if no stage has them."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
@@ -219,6 +219,15 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             counts = " + ".join(str(math.prod(own.values())) for own in self.stage_sizes)
             problem = f"stages of {counts} = {self.num_ranks} ranks, there are {world_size}"
             yield place, problem, f"give sizes whose products sum up to {world_size}, or start {self.num_ranks} ranks"
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Sizes of a layout given by hand that contradict each other: a ``dp`` or ``tp`` that no stage has. The search
+        itself leaves in ``dp`` and ``tp`` the sizes of the layout from which it derived ``stage_sizes``."""
+        for name in ("dp", "tp") if self.stage_sizes else ():
+            size, own = getattr(self, name), [axes.get(name, 1) for axes in self.stage_sizes]
+            if size not in (1, -1, *own):
+                sizes = " and ".join(map(str, own))
+                yield "layout", f"{name}={size}, but stage_sizes give {sizes}", f"leave out {name}, or stage_sizes"
 
     def of_stage(self, index: int) -> "Layout":
         """The layout in which all stages have the sizes of pipeline rank ``index``."""

@@ -30,7 +30,7 @@ from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
-from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
+from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.planner.unlike_stages import UnlikeStages
 
 PLAYED = 6
@@ -61,8 +61,7 @@ def plan_auto(
     clips: bool = False,
     only: Only = "both",
     offload: bool = False,
-    seconds: float | None = None,
-    progress: Progress = lambda what: None,
+    clock: TimeLimit | None = None,
 ) -> Plan:
     """Find the fastest plan that fits in memory.
 
@@ -79,16 +78,16 @@ def plan_auto(
     divided operators (``intra``) or to stages of one rank each (``inter``).
 
     ``lowering`` makes the lowering of a graph, from whose programs costs are computed. The other arguments are the same
-    as in ``mw.plan``. When ``seconds`` have passed, the planner estimates no further layouts and makes the plan of the
-    best layout so far.
+    as in ``mw.plan``. When the time of ``clock`` is over, the planner estimates no further layouts and makes the plan
+    of the best layout so far.
 
     Raises:
-        LayoutError: no layout that fits was found in time; ``seconds`` is not above 0; the devices do not support the
+        LayoutError: no layout that fits was found in time; the devices do not support the
             step's precision; no layout divides the batch; or no layout fits in memory (the message names the layout
             that needs the least memory, and changes that would help).
     """
     check_precision(None, graph, cluster)
-    clock = TimeLimit(seconds, progress)
+    clock = clock or TimeLimit()
     limit = memory_bytes or memory_of(cluster, range(world_size))
     search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
@@ -99,7 +98,7 @@ def plan_auto(
         search.run()
         if not search.found and search.stopped:
             raise LayoutError(
-                f"no layout that fits was found in {seconds:g} s: {search.weighed} of {search.count} were weighed",
+                f"no layout that fits was found in {clock.spent}: {search.weighed} of {search.count} were weighed",
                 where="seconds",
                 remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
             )
@@ -362,6 +361,7 @@ class Search:
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
+        self.clock.found(option.name, option.step_s)
         self._put(option.step_s, option)
 
     def _put(self, seconds: float, entry: Entry) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import LayoutError
-from meshwright.ir.plan import Note
+from meshwright.ir.plan import Note, Plan
 
 log = logging.getLogger("meshwright")
 
 Progress = Callable[[str], None]
 TOLD_EVERY_S = 10.0
 """Least seconds between two progress messages in the log."""
+PLANNER = "(planner)"
+"""The module of the note which says that a search was stopped."""
 
 
 class TimeIsOverError(Exception):
@@ -21,41 +23,64 @@ class TimeIsOverError(Exception):
 
 
 class TimeLimit:
-    """Ends a search after ``seconds`` (None: never), and reports the current work to ``progress`` and, less often, to
-    the log.
+    """Ends a search after ``seconds`` (None: never), or as soon as ``stop`` returns true. Reports the current work and
+    the best layout so far to ``progress`` and, less often, to the log.
 
     Raises:
         LayoutError: ``seconds`` is not a number above 0.
     """
 
-    def __init__(self, seconds: float | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        seconds: float | None = None,
+        progress: Progress = lambda what: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         check_seconds(seconds)
-        self.seconds, self.progress = seconds, progress
-        self._told = time.monotonic()
-        self._deadline = self._told + (math.inf if seconds is None else seconds)
+        self.seconds, self.progress, self.stop = seconds, progress, stop
+        self._begun = self._told = time.monotonic()
+        self._deadline = self._begun + (math.inf if seconds is None else seconds)
+        self._best_s, self._best = math.inf, ""
 
     @property
     def over(self) -> bool:
-        """Whether the time limit has passed."""
-        return time.monotonic() > self._deadline
+        """Whether the time limit has passed, or the search was interrupted."""
+        return time.monotonic() > self._deadline or self.stop()
 
     def check(self) -> None:
-        """Raise TimeIsOverError if the time limit has passed."""
+        """Raise TimeIsOverError if the search has to end."""
         if self.over:
             raise TimeIsOverError
 
     def say(self, what: str) -> None:
         """Report the current work."""
+        what += self._best
         self.progress(what)
         if time.monotonic() > self._told + TOLD_EVERY_S:
             self._told = time.monotonic()
             log.info("planning: %s", what)
 
+    def found(self, layout: str, step_s: float) -> None:
+        """Note a layout that fits, with its estimated seconds of a step. The fastest becomes part of all reports."""
+        if step_s < self._best_s:
+            self._best_s, self._best = step_s, f"; best so far: {layout}, {step_s * 1e3:.4g} ms a step"
+
     def stopped(self, weighed: int, layouts: int, simulated: int) -> Note:
         """Log that the search was stopped, and return the note that says so in the plan."""
         reason = f"{weighed} of {layouts} layouts were weighed, {simulated} simulated: another may be faster"
-        log.warning("planning has stopped after %g s: %s", self.seconds, reason)
-        return Note(module="(planner)", split=f"stopped after {self.seconds:g} s", reason=reason)
+        log.warning("planning has stopped after %s: %s", self.spent, reason)
+        return Note(module=PLANNER, split=f"stopped after {self.spent}", reason=reason)
+
+    @property
+    def spent(self) -> str:
+        """The time after which the search was stopped, as text: the time limit, if it has passed."""
+        elapsed = time.monotonic() - self._begun
+        return f"{elapsed:.3g} s" if self.seconds is None or self.stop() else f"{self.seconds:g} s"
+
+
+def was_stopped(plan: Plan) -> bool:
+    """Whether the search for ``plan`` was stopped before its end."""
+    return any(note.module == PLANNER for note in plan.notes)
 
 
 def check_seconds(seconds: Any) -> None:

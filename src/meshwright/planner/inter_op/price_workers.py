@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -118,6 +119,7 @@ def _serve(price: Price, requests: Connection, others: Sequence[Connection]) -> 
     """Price layouts until the other end of the connection is closed."""
     for connection in others:  # or this process would keep the connections of its siblings open
         connection.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which then ends its workers
     gc.freeze()
     gc.enable()
     layout: Any

@@ -1,0 +1,87 @@
+"""Plans the run that a RUN.toml describes for several numbers of devices, or several clusters."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from meshwright.api.machine import known_cluster
+from meshwright.api.planned_runs import CPU, captured
+from meshwright.api.plans import plan
+from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.layout import layout_text
+from meshwright.ir.run import Run
+from meshwright.lower.plans import PlanLowering
+from meshwright.planner.data_limits import DataLimit, data_limits
+
+
+class PlanSize(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one row of a sweep. ``efficiency`` is the number of samples per second and device, divided by that of
+    the sweep's first plan. ``search_s``: the seconds of the search, or of reading the plan from the cache. If there is
+    no plan, ``problem`` says why, and ``remedy`` what would help."""
+
+    cluster: str
+    devices: int
+    batch: int
+    layout: str = ""
+    step_s: float = 0.0
+    samples_per_s: float = 0.0
+    efficiency: float = 0.0
+    peak_memory_bytes: int = 0
+    search_s: float = 0.0
+    limits: tuple[DataLimit, ...] = ()
+    problem: str = ""
+    remedy: str = ""
+
+
+def sweep_run(
+    run: Run,
+    sizes: Sequence[tuple[str, int]],
+    memory_bytes: float | None = None,
+    *,
+    fresh: bool = False,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Iterator[PlanSize]:
+    """Search a plan for each pair (cluster, number of devices), and yield it as soon as it is found. The model is
+    captured once. An empty name is this machine, and 0 are all devices of a cluster.
+
+    The batch is the one of the run, so that more devices share the same work (strong scaling).
+
+    Raises:
+        LayoutError: the run sets a layout, so that there is nothing to search for.
+    """
+    if not msgspec.structs.replace(run.layout, plan=run.layout.plan or "auto").searched:
+        raise LayoutError(
+            "a layout is given, but each row of a sweep is searched for", where="layout",
+            remedy="leave out dp, tp, ... and plan; precision, offload and seconds may stay",
+        )  # fmt: skip
+    graph, optimizer, _ = captured(run, 1)
+    clips, first = run.train.max_grad_norm > 0, 0.0
+    for name, wanted in sizes:
+        row = PlanSize(cluster=name, devices=wanted, batch=graph.batch_size)
+        started = time.perf_counter()
+        try:
+            known = known_cluster(name or None, CPU, wanted)
+            row = msgspec.structs.replace(row, cluster=known.name, devices=wanted or known.num_devices)
+            found = plan(
+                graph, known, devices=row.devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
+                offload=run.layout.offload != "none", seconds=run.layout.seconds, fresh=fresh, progress=progress,
+            )  # fmt: skip
+        except (LayoutError, ClusterError) as error:
+            yield msgspec.structs.replace(
+                row, search_s=time.perf_counter() - started, problem=error.problem, remedy=error.remedy
+            )
+            continue
+        search_s = time.perf_counter() - started
+        progress("what limits data parallelism")
+        limits = data_limits(
+            graph, found, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
+        )
+        assert found.prediction is not None, "a search predicts what it chooses"
+        rate = graph.batch_size / found.prediction.step_s
+        first = first or rate / row.devices
+        yield msgspec.structs.replace(
+            row, layout=layout_text(found.layout), step_s=found.prediction.step_s, samples_per_s=rate,
+            efficiency=rate / row.devices / first, peak_memory_bytes=found.prediction.peak_memory_bytes,
+            search_s=search_s, limits=limits,
+        )  # fmt: skip
