@@ -292,16 +292,22 @@ def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
 # --- both sides ------------------------------------------------------------------------------------------------------
 
 
+NARROW, WIDE = torch.float32, torch.float64
+
+
 class WiderCasts(TorchFunctionMode):
     """Casts to float32 inside a model become casts to float64, so that its rounding does not hide an error of ours."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:
             return Tensor.double(*args)
-        wider = [torch.float64 if value is torch.float32 else value for value in args]
-        return function(
-            *wider, **{key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}
-        )
+        for value in args:  # few calls have a dtype, and a model has very many calls
+            if value is NARROW:
+                args = [WIDE if value is NARROW else value for value in args]
+                break
+        if not kwargs:
+            return function(*args)
+        return function(*args, **{key: WIDE if value is NARROW else value for key, value in kwargs.items()})
 
 
 def subject_of(case: Case) -> Subject:
