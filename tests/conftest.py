@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("meshwright", settings(), deadline=None)
 settings.load_profile("meshwright")
 LONG_S, SLOWEST_FILES = 300.0, 40
+
+
+def pytest_collection_finish() -> None:
+    """Exclude all that is imported from garbage collections, which would walk through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -38,6 +45,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine's user, or an earlier test, has calibrated is not what a test plans for; in ranks neither."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process prices layouts ahead of a search: some of that work is not needed, and the other core has tests
+    to run. Workers are tested in ``test_layer_prices.py``, and other searches have them."""
+    monkeypatch.setattr("meshwright.planner.inter_op.layer_work.num_workers", lambda: 0)
 
 
 @pytest.fixture(scope="session")

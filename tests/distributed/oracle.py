@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -37,6 +37,7 @@ MAX_GRAD_NORM = 0.1
 """Below the norm of every model's first gradients, so that clipping clips."""
 
 Batch = dict[str, Tensor]
+C = TypeVar("C")
 LossFunction = Callable[[nn.Module, Any], Any]
 
 
@@ -256,20 +257,28 @@ def every_case() -> list[Case]:
 
 
 def pairwise_cases() -> list[Case]:
-    """Cases in which every two values of different factors meet at least once.
+    """Cases in which every two values of different factors meet at least once."""
+    return pairwise({case: pairs(case) for case in every_case()})
+
+
+def pairwise(pairs_of: Mapping[C, set[tuple[tuple[str, str], ...]]]) -> list[C]:
+    """Cases that together have every pair that any case has.
 
     Greedily the case with most new pairs, and of these one whose pairs have met least often, so that what the larger
     factors leave free varies too.
     """
-    rest = every_case()
-    missing = {pair for case in rest for pair in pairs(case)}
-    met: Counter[tuple[tuple[str, str], ...]] = Counter()
-    chosen = []
-    while missing:
-        best = max(rest, key=lambda case: (len(missing & pairs(case)), -sum(met[pair] for pair in pairs(case))))
-        chosen.append(best)
-        missing -= pairs(best)
-        met.update(pairs(best))
+    cases = list(pairs_of)
+    columns = {pair: column for column, pair in enumerate(set().union(*pairs_of.values()))}
+    holds = np.zeros((len(cases), len(columns)))
+    for row, case in enumerate(cases):
+        holds[row, [columns[pair] for pair in pairs_of[case]]] = 1
+    missing, met, chosen = np.ones(len(columns)), np.zeros(len(columns)), []
+    while missing.any():
+        new = holds @ missing
+        best = int(np.where(new == new.max(), holds @ met, np.inf).argmin())
+        chosen.append(cases[best])
+        missing *= 1 - holds[best]
+        met += holds[best]
     return chosen
 
 
@@ -283,16 +292,22 @@ def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
 # --- both sides ------------------------------------------------------------------------------------------------------
 
 
+NARROW, WIDE = torch.float32, torch.float64
+
+
 class WiderCasts(TorchFunctionMode):
     """Casts to float32 inside a model become casts to float64, so that its rounding does not hide an error of ours."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:
             return Tensor.double(*args)
-        wider = [torch.float64 if value is torch.float32 else value for value in args]
-        return function(
-            *wider, **{key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}
-        )
+        for value in args:  # few calls have a dtype, and a model has very many calls
+            if value is NARROW:
+                args = [WIDE if value is NARROW else value for value in args]
+                break
+        if not kwargs:
+            return function(*args)
+        return function(*args, **{key: WIDE if value is NARROW else value for key, value in kwargs.items()})
 
 
 def subject_of(case: Case) -> Subject:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -119,8 +118,13 @@ def possible(case: Case) -> bool:
     stages = layout.pipeline.num_stages
     if stages > MOST_STAGES.get(case.model, stages):
         return False
+    return defined(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+
+
+@cache
+def defined(schedule: str, pp: int, microbatches: int, chunks: int) -> bool:
     try:
-        build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        build(schedule, pp, microbatches, chunks)
     except ScheduleError:
         return False
     return True
@@ -136,17 +140,8 @@ def every_case() -> tuple[Case, ...]:
 
 
 def pairwise_cases(max_ranks: int) -> list[Case]:
-    """Cases, on at most so many ranks, in which every two values meet that can; greedily, as in ``oracle``."""
-    rest = {case: pairs(case) for case in every_case() if case.num_ranks <= max_ranks}
-    missing = set[tuple[tuple[str, str], ...]]().union(*rest.values())
-    met: Counter[tuple[tuple[str, str], ...]] = Counter()
-    chosen = []
-    while missing:
-        best = max(rest, key=lambda case: (len(missing & rest[case]), -sum(met[pair] for pair in rest[case])))
-        chosen.append(best)
-        missing -= rest[best]
-        met.update(rest[best])
-    return chosen
+    """Cases, on at most so many ranks, in which every two values meet that can."""
+    return oracle.pairwise({case: pairs(case) for case in every_case() if case.num_ranks <= max_ranks})
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
@@ -228,3 +223,20 @@ def compare(case: Case) -> tuple[dict[str, list[float]], LargestErrors | None]:
         else:
             expected = oracle.in_one_process(serial, *settings)
     return seen, oracle.compared(before, expected, found, trainer)
+
+
+def dp_tp_pp() -> tuple[dict[str, list[float]], float]:
+    """GPT on eight ranks, through ``parallelize``; the error of rank 0 against one process."""
+    layout = mw.Layout(dp=2, tp=2, pp=2, microbatches=2)
+    settings = oracle.OPTIMIZERS["AdamW"], oracle.CLIPPING["clipped"]
+    torch.manual_seed(7)
+    serial = oracle.gpt(True)
+    torch.manual_seed(7)
+    parallel = oracle.gpt(True)
+    before = {name: value.clone() for name, value in serial.model.state_dict().items()}
+    found, trainer = oracle.in_parallel(parallel, layout, *settings)
+    assert any(trainer.parameters.is_sharded(name) for name in trainer.parameters)
+    seen = {"loss": [float(loss) for loss in found.losses]}
+    if trainer.rank != 0:
+        return seen, 0.0
+    return seen, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer).error

@@ -18,6 +18,7 @@ inside a collective: all are killed, and the next call starts fresh ones.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -239,6 +240,7 @@ def _serve(pipe: Connection, rank: int, port: int, stack_file: Path) -> None:
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage: collections neither walk through it nor copy its pages
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         pipe.send_bytes(pickle.dumps(Outcome()))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-import meshwright as mw
 from tests.distributed import oracle, pipelines
 from tests.distributed.pipelines import Case
 from tests.distributed.pool import Ranks
@@ -29,24 +27,7 @@ def test_pipeline_equals_one_process(ranks: Ranks, case: Case) -> None:
     assert bool(found.norms) == (case.clipping == "clipped")
 
 
-def dp_tp_pp() -> tuple[dict[str, list[float]], float]:
-    """GPT on eight ranks, through ``parallelize``; the error of rank 0 against one process."""
-    layout = mw.Layout(dp=2, tp=2, pp=2, microbatches=2)
-    settings = oracle.OPTIMIZERS["AdamW"], oracle.CLIPPING["clipped"]
-    torch.manual_seed(7)
-    serial = oracle.gpt(True)
-    torch.manual_seed(7)
-    parallel = oracle.gpt(True)
-    before = {name: value.clone() for name, value in serial.model.state_dict().items()}
-    found, trainer = oracle.in_parallel(parallel, layout, *settings)
-    assert any(trainer.parameters.is_sharded(name) for name in trainer.parameters)
-    seen = {"loss": [float(loss) for loss in found.losses]}
-    if trainer.rank != 0:
-        return seen, 0.0
-    return seen, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer).error
-
-
 def test_data_tensor_and_pipeline_parallel_on_eight_ranks(ranks: Ranks) -> None:
-    results = ranks(8, dp_tp_pp, timeout=240)
+    results = ranks(8, pipelines.dp_tp_pp, timeout=240)
     assert results[0][1] <= oracle.TOLERANCE
     assert all(seen == results[0][0] for seen, _ in results)

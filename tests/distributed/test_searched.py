@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from meshwright.ir.files import decode, encode_json
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors, Subject
 from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.usefixtures("without_workers")
 
 TIGHT = 0.8
 """A part of the memory that a plan without a limit needs."""
@@ -37,6 +39,11 @@ def searched(name: str, ranks: int, **options: Any) -> mw.Plan:
         subject = subject_of(name)
         graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
     return mw.plan(graph, mw.Cluster.load("cpu-local", ranks), devices=ranks, **options)
+
+
+@cache
+def searched_stages(name: str) -> mw.Plan:
+    return searched(name, 2, only="inter")
 
 
 def trained(name: str, text: bytes) -> LargestErrors:
@@ -62,14 +69,14 @@ def checked(ranks: Ranks, count: int, name: str, plan: mw.Plan) -> None:
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_stages_that_a_search_cuts_train_as_one_process(ranks: Ranks, name: str) -> None:
-    plan = searched(name, 2, only="inter")
+    plan = searched_stages(name)
     assert len(plan.stages) >= 2
     checked(ranks, 2, name, plan)
 
 
 @pytest.mark.parametrize("name", ["GPT", "T5"])
 def test_stages_recompute_what_their_memory_needs(ranks: Ranks, name: str) -> None:
-    free = searched(name, 2, only="inter")
+    free = searched_stages(name)
     assert free.prediction is not None
     plan = searched(name, 2, only="inter", memory_bytes=TIGHT * free.prediction.peak_memory_bytes)
     assert plan.prediction is not None

@@ -139,6 +139,7 @@ def train_plan(text: bytes) -> LargestErrors:
     return oracle.compared(before, expected, found, trainer)
 
 
+@pytest.mark.usefixtures("without_workers")
 def test_ranks_run_the_unequal_stages_that_a_search_finds_for_unlike_devices(ranks: Ranks) -> None:
     subject = wide()
     graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])

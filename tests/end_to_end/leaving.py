@@ -18,6 +18,7 @@ import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 
 import meshwright as mw
+import meshwright.api  # what otherwise every fork would import
 from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.errors import LostRankError
 

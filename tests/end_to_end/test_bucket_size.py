@@ -41,6 +41,12 @@ def mlp(batch: int = 4096) -> Graph:
     return capture(model, classification_loss, data).graph
 
 
+@cache
+def lowering() -> PlanLowering:
+    """It keeps the programs of operators from plan to plan."""
+    return PlanLowering(mlp())
+
+
 def network(alpha_s: float, byte_s: float, base: mw.Cluster = GPU, algorithm: str = "native") -> mw.Cluster:
     """Whose collectives are measured to take this."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
@@ -56,7 +62,7 @@ def network(alpha_s: float, byte_s: float, base: mw.Cluster = GPU, algorithm: st
 
 
 def planned(cluster: mw.Cluster, room_bytes: float | None = None, **layout: int) -> mw.Plan:
-    ask = Ask(optimizer=ADAMW, room_bytes=room_bytes, lower=PlanLowering(mlp()), fits_buckets=room_bytes != 0)
+    ask = Ask(optimizer=ADAMW, room_bytes=room_bytes, lower=lowering(), fits_buckets=room_bytes != 0)
     return plan_layout(mlp(), mw.Layout(dp=NUM_RANKS, **layout), world_size=NUM_RANKS, cluster=cluster, ask=ask)  # type: ignore[arg-type]
 
 
@@ -85,8 +91,8 @@ def test_no_other_sizes_are_faster(layout: dict[str, int]) -> None:
     exact = layout.get("zero", 0) < 2  # else the order of what is computed beside depends on the buckets
     spread = []
     for cluster in (A100, network(0.0, 1e-10, A100), network(1e-3, 1e-12, A100)):
-        steps = [foretell(PlanLowering(mlp()), plan, cluster).played.step_s for plan in every_size(cluster, **layout)]
-        mine = foretell(PlanLowering(mlp()), planned(cluster, **layout), cluster).played.step_s
+        steps = [foretell(lowering(), plan, cluster).played.step_s for plan in every_size(cluster, **layout)]
+        mine = foretell(lowering(), planned(cluster, **layout), cluster).played.step_s
         assert mine <= min(steps) * (1 + (ALIKE if exact else PART_OF_A_STEP))
         spread.append(max(steps) / min(steps))
     assert max(spread) > 1.1, "it matters"
@@ -100,12 +106,12 @@ def test_latency_makes_few_buckets_and_bandwidth_many() -> None:
 def test_larger_buckets_stay_within_memory() -> None:
     cluster = network(1e-4, 1e-12)
     free, usual = planned(cluster, zero=3), planned(cluster, room_bytes=0, zero=3)
-    most, least = (peak_bytes(PlanLowering(mlp()), one, cluster, ADAMW) for one in (free, usual))
+    most, least = (peak_bytes(lowering(), one, cluster, ADAMW) for one in (free, usual))
     assert most > least, "what buckets hold is counted"
     found = []
     for part in (0.0, 0.3, 0.6, 1.0):
         limit = least + part * (most - least)
-        found.append(peak_bytes(PlanLowering(mlp()), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW))
+        found.append(peak_bytes(lowering(), planned(cluster, room_bytes=limit, zero=3), cluster, ADAMW))
         assert found[-1] <= limit
     assert found[-1] == most
     assert max(found[:-1]) < most, "what does not fit is not taken"
@@ -136,7 +142,7 @@ def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
 
 def test_what_is_foretold_of_a_plan_is_of_its_buckets() -> None:
     plan = mw.plan(mlp(), GPU, only="intra")
-    assert plan.prediction == foretell(PlanLowering(mlp()), plan, GPU).prediction
+    assert plan.prediction == foretell(lowering(), plan, GPU).prediction
 
 
 def test_buckets_hide_between_cpus_of_two_boxes_and_not_within_one() -> None:

@@ -218,7 +218,7 @@ def test_plan_says_whether_memory_holds_it(capsys: pytest.CaptureFixture[str]) -
         text = capsys.readouterr().out
         assert re.search(r"^  predicted: [\d.]+ ms a step, [\d.]+ GiB a rank$", text, re.MULTILINE)
         assert f"  memory: {verdict} in " in text
-    assert cli(["plan", "gpt", *SMALL, "--layout.plan", "auto", "--memory", "100KiB"]) == 2
+    assert cli(["plan", "gpt", *SMALL, "--layout.plan", "auto", "--ranks", "1", "--memory", "100KiB"]) == 2
     assert "memory: no layout fits in" in capsys.readouterr().err
     assert cli(["plan", "gpt", "--memory", "much"]) == 2
     assert "--memory: 'much' is not a size" in capsys.readouterr().err

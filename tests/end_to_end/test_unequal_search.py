@@ -17,9 +17,11 @@ from meshwright.cost.program import step_work
 from meshwright.cost.work import Compute, StageWork
 from meshwright.ir.cluster import Cluster, Level, Member
 from meshwright.ir.device import Device
+from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.ir.part import part_of, stage_cluster
+from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.explicit import Ask, plan_layout
@@ -30,8 +32,11 @@ from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.unequal import moved_bytes, with_transfers
 from meshwright.schedules.pipeline import schedule_of
 
+pytestmark = pytest.mark.usefixtures("without_workers")
+
 FAST = load_device("a100-80gb")
 BOX = Level(name="box", fan_out=4, alpha_s=3e-6, beta_s_per_byte=1 / 200e9)
+PAIR = msgspec.structs.replace(BOX, fan_out=2)
 NETWORK = Level(name="network", fan_out=2, alpha_s=1e-5, beta_s_per_byte=1 / 20e9, links=4)
 
 
@@ -71,6 +76,17 @@ def gpt(layers: int = 9, tied: bool = False, width: int = 128) -> Graph:
     return mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
 
 
+@cache
+def lowering(tied: bool = False) -> PlanLowering:
+    return PlanLowering(gpt(tied=tied))
+
+
+@cache
+def program_of(tied: bool, plan: bytes) -> tuple[Program, ...]:
+    """The program of a plan in which no cluster is named: some stages are planned alike for several."""
+    return lowering(tied)(decode(plan, mw.Plan, where="the plan"))
+
+
 # --- prices of unequal stages ----------------------------------------------------------------------------------------
 
 STAGES = [
@@ -103,10 +119,11 @@ def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
         assembled, pairs, [each[-1].up_bytes for each in facts], [each[0].down_bytes for each in facts]
     )
 
-    whole = PlanLowering(graph)
+    whole = lowering(tied)
     ask = Ask(explains=False, lower=whole, fits_buckets=False, firsts=chain.firsts_of(ranges))
     plan = plan_layout(graph, layout, world_size=8, cluster=cluster, ask=ask)
-    real = step_work(whole(plan), plan, cluster, optimizer=ADAMW)
+    text = encode_json(msgspec.structs.replace(plan, cluster="any", links={}, notes=()))
+    real = step_work(program_of(tied, text), plan, cluster, optimizer=ADAMW)
     for one, other in zip(assembled.stages, real.stages, strict=True):
         assert (one.sent_up_bytes, one.sent_down_bytes) == (other.sent_up_bytes, other.sent_down_bytes)
     schedule = schedule_of(plan)
@@ -141,8 +158,7 @@ def computing_s(stage: StageWork) -> float:
 )
 def test_a_stage_takes_the_times_of_its_own_devices(layout: mw.Layout) -> None:
     """The same plan: the stage in the slow box computes twice as long, the other one as long as before."""
-    graph = gpt()
-    lower = PlanLowering(graph)
+    graph, lower = gpt(), lowering()
     ask = Ask(explains=False, lower=lower, fits_buckets=False)
     plan = plan_layout(graph, layout, world_size=8, cluster=ALIKE, ask=ask)
     alike, unlike = (step_work(lower(plan), plan, cluster, optimizer=ADAMW) for cluster in (ALIKE, SLOW_BOX))
@@ -156,8 +172,7 @@ def test_a_stage_takes_the_times_of_its_own_devices(layout: mw.Layout) -> None:
 
 
 def test_one_stage_over_unlike_devices_waits_for_the_slowest() -> None:
-    graph = gpt()
-    lower = PlanLowering(graph)
+    graph, lower = gpt(), lowering()
     ask = Ask(explains=False, lower=lower, fits_buckets=False)
     plan = plan_layout(graph, mw.Layout(dp=8), world_size=8, cluster=SLOW_BOX, ask=ask)
     slowest = boxes(scaled(FAST, 0.5), scaled(FAST, 0.5))
@@ -166,8 +181,7 @@ def test_one_stage_over_unlike_devices_waits_for_the_slowest() -> None:
 
 
 def test_boxes_behind_a_slow_link_send_slowly() -> None:
-    graph = gpt()
-    lower = PlanLowering(graph)
+    graph, lower = gpt(), lowering()
     ask = Ask(explains=False, lower=lower, fits_buckets=False)
     layout = mw.Layout(pp=2, microbatches=4, stage_sizes=({"dp": 4}, {"dp": 2, "tp": 2}))
     slow_link = boxes(FAST, FAST, links=msgspec.structs.replace(NETWORK, beta_s_per_byte=1e-6))
@@ -181,8 +195,7 @@ def test_boxes_behind_a_slow_link_send_slowly() -> None:
 
 
 def test_memory_is_limited_by_the_device_of_each_stage() -> None:
-    graph = gpt()
-    lower = PlanLowering(graph)
+    graph, lower = gpt(), lowering()
     small = msgspec.structs.replace(FAST, memory_bytes=10**7)
     layout = mw.Layout(dp=4, pp=2, microbatches=4)
     ask = Ask(explains=False, lower=lower, fits_buckets=False)
@@ -217,26 +230,33 @@ def layers_of(plan: mw.Plan, graph: Graph, ranks: range) -> int:
     return held
 
 
+@cache
+def at_half_speed() -> mw.Plan:
+    """The plan for the same number of devices, all at the speed of the slowest."""
+    slow = scaled(FAST, 0.5)
+    return mw.plan(large(), boxes(slow, slow, box=PAIR), devices=4)
+
+
 @pytest.mark.parametrize("slow_first", [False, True])
 def test_the_search_gives_the_faster_box_more_layers(slow_first: bool) -> None:
     graph = large()
     devices = [FAST, scaled(FAST, 0.5)]
-    cluster = boxes(*(reversed(devices) if slow_first else devices))
-    plan = mw.plan(graph, cluster, devices=8)
+    cluster = boxes(*(reversed(devices) if slow_first else devices), box=PAIR)
+    plan = mw.plan(graph, cluster, devices=4)
     lower = PlanLowering(graph)
     assert plan.prediction is not None
     assert foretell(lower, plan, cluster).prediction.step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
-    fast, slow = (range(4, 8), range(4)) if slow_first else (range(4), range(4, 8))
+    fast, slow = (range(2, 4), range(2)) if slow_first else (range(2), range(2, 4))
     assert layers_of(plan, graph, fast) > layers_of(plan, graph, slow) > 0
-    uniform = mw.plan(graph, boxes(devices[1], devices[1]), devices=8)  # what all devices at the slowest's speed give
-    assert uniform.prediction is not None
-    assert plan.prediction.step_s < 0.9 * uniform.prediction.step_s
+    uniform = at_half_speed().prediction
+    assert uniform is not None
+    assert plan.prediction.step_s < 0.9 * uniform.step_s
 
 
 def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_without() -> None:
-    graph = gpt()
-    plain = Cluster(name="plain", num_devices=8, device=FAST, levels=(BOX, NETWORK))
-    said, found = (mw.plan(graph, cluster, devices=8) for cluster in (ALIKE, plain))
+    graph = gpt(6)
+    plain = Cluster(name="plain", num_devices=4, device=FAST, levels=(PAIR, NETWORK))
+    said, found = (mw.plan(graph, cluster, devices=4) for cluster in (boxes(FAST, FAST, box=PAIR), plain))
     assert said.prediction is not None
     assert found.prediction is not None
     assert said.prediction.step_s <= found.prediction.step_s * 1.02

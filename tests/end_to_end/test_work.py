@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
@@ -403,6 +404,26 @@ def test_a_kernel_costs_its_dispatch_and_the_larger_of_arithmetic_and_memory() -
     assert rates.seconds("matmul", "float32", 1e9, 8.0) == rates.kernel_s + 1e9 / peak
     assert rates.seconds("matmul", "float32", 8.0, 1e9) == rates.kernel_s + 1e9 / bandwidth
     assert rates.seconds("pointwise", "float32", 1e12, 1e6) == rates.kernel_s + 1e6 / bandwidth
+
+
+class Counting(TorchFunctionMode):
+    """Counts the calls of functions that it sees."""
+
+    seen = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_none_of_the_calls_of_lowering() -> None:
+    plan = planned("GPT", tp=2)
+    expected = PlanLowering(captured("GPT").graph)(plan)
+    with Counting() as mode:
+        torch.zeros(1)
+        before = mode.seen
+        assert PlanLowering(captured("GPT").graph)(plan) == expected
+    assert mode.seen == before > 0
 
 
 CPU_WITHOUT_LATENCY = mw.Cluster(

@@ -27,6 +27,7 @@ from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 from meshwright.ops.table import CANONICAL, VISIBLE
 from meshwright.ops.view import VIEWS
+from meshwright.torch_private import DisableTorchFunction
 
 
 @dataclass
@@ -119,7 +120,8 @@ def capture(
     refusals.other_random_numbers([step.drawn for step in (traced, *pair.values())])
     refusals.other_operators({batch_size: step.graph for batch_size, step in pair.items()})
     moved = reads.check_moved(pair[sizes[1]].graph, lambda: at(sizes[1], rewrites).graph)
-    captured = _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
+    with DisableTorchFunction():  # the user's function modes are for the step, which has been traced
+        captured = _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
     captured.reads, captured.moved = reads.found, moved
     return captured
 

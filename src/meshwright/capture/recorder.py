@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from meshwright.capture.fx_graph import FxGraph
 from meshwright.capture.outputs import outputs_of
-from meshwright.torch_private import FakeTensor, TorchDispatchMode, has_kernel
+from meshwright.torch_private import DisableTorchFunction, FakeTensor, TorchDispatchMode, has_kernel
 
 _DEVICE = torch.ops.prim.device.default
 Place = Callable[[], dict[str, Any]]
@@ -53,7 +53,8 @@ class CallRecorder(TorchDispatchMode):
                 result = (rewrite or function.decompose)(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = outputs_of(function, args, kwargs)
+        with DisableTorchFunction():  # modes of the user, such as torch.set_default_device's, have seen the call
+            result = outputs_of(function, args, kwargs)
         several = isinstance(result, (tuple, list))
         if not several and not isinstance(result, Tensor):
             return result  # a number, known from a constant

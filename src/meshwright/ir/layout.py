@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal, get_args, get_origin
 
 import msgspec
@@ -81,7 +82,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):
+        for field in _fields(type(self)):
             value = getattr(self, field.name)
             try:
                 msgspec.convert(value, field.type)
@@ -262,6 +263,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if not self.zero:
             return ""
         return next((name for name in ("dp_shard", "dp", "ep") if self.mesh().sizes.get(name, 1) > 1), "")
+
+
+@cache
+def _fields(kind: type[Layout]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """The fields of a layout. A search makes thousands of layouts, and reading the annotations takes most of the
+    time of making one."""
+    return msgspec.structs.fields(kind)
 
 
 def layout_text(layout: Layout) -> str:

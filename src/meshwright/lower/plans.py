@@ -19,10 +19,14 @@ from meshwright.lower.operator import lower_operator
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.ops.base import OperatorRule, Target
+from meshwright.torch_private import DisableTorchFunction
 
 
 class PlanLowering:
-    """Lowers plans of one graph; implements ``ir.program.Lower``. ``rules`` are the user's operator rules."""
+    """Lowers plans of one graph; implements ``ir.program.Lower``. ``rules`` are the user's operator rules.
+
+    PyTorch's function modes, such as the one that ``torch.set_default_device`` leaves on, do not see the many calls on
+    fake tensors that lowering makes: they would take a third of its time."""
 
     def __init__(self, graph: Graph, rules: Mapping[Target, OperatorRule] | None = None) -> None:
         self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
@@ -36,8 +40,10 @@ class PlanLowering:
         planned, programs = PlannedGraph(self._graph, plan), []
         for stage in range(len(plan.stages)):
             groups = groups_of(plan, stage, rank)
-            lowered = lower_stage(planned, stage, groups, rules=self._rules)
-            programs.append(describe(lowered, {group.name: group.size for group in groups.values()}, self._counter))
+            sizes = {group.name: group.size for group in groups.values()}
+            with DisableTorchFunction():
+                lowered = lower_stage(planned, stage, groups, rules=self._rules)
+                programs.append(describe(lowered, sizes, self._counter))
         return tuple(programs)
 
     def operator(
@@ -49,9 +55,10 @@ class PlanLowering:
         used = {axis: size for axis, size in sizes.items() if axis in splits}
         key = (*self._call_of(operator), tuple(splits.items()), tuple(used.items()), interior_first)
         if key not in self._operators:
-            self._operators[key] = lower_operator(
-                self._graph, operator, splits, used, self._counter, self._rules, interior_first
-            )
+            with DisableTorchFunction():
+                self._operators[key] = lower_operator(
+                    self._graph, operator, splits, used, self._counter, self._rules, interior_first
+                )
         return self._operators[key]
 
     def _call_of(self, operator: Operator) -> tuple[object, ...]:
