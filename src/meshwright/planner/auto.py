@@ -23,12 +23,21 @@ from meshwright.ir.layout import Layout, layout_text
 from meshwright.ir.part import memory_of, part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import Only, axes_of, is_plain, runs, shapes, variations
+from meshwright.planner.candidates import (
+    EVERYTHING,
+    Only,
+    Space,
+    axes_of,
+    is_plain,
+    more_microbatches,
+    shapes,
+    variations,
+)
 from meshwright.planner.checks import check_precision
 from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
+from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import Progress, TimeIsOverError, TimeLimit
@@ -120,6 +129,9 @@ class Search:
 
     If devices differ, layouts with equal stages are estimated as if all devices were the slowest. Unequal stages are
     estimated by the devices where they lie (``inter_op.unequal``). The best of both are lowered as they are.
+
+    ``space`` restricts the layouts. ``before`` has the model and the prices of layers of an earlier search (see
+    ``within``).
     """
 
     graph: Graph
@@ -133,6 +145,8 @@ class Search:
     offload: bool
     clock: TimeLimit
     memory_bytes: float | None = None
+    space: Space = EVERYTHING
+    before: tuple[WholeModel, LayerPrices] | None = None
     found: list[Option] = field(default_factory=list)
     too_large: dict[str, tuple[Option, Option]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -142,16 +156,10 @@ class Search:
 
     def __post_init__(self) -> None:
         graph, self.slowest = self.graph, part_of(self.cluster, range(self.world_size))
-        chain = chain_of(graph, self.slowest, self.world_size)
-        self.whole = chain.graph is graph
-        lower = self.lowering(graph)
-        self.model = WholeModel(
-            graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit, self.memory_bytes
-        )
-        self.of_chain = lower if self.whole else self.lowering(chain.graph)
-        self.prices = LayerPrices(chain, self.slowest, self.of_chain, self.optimizer, self.clips, self.world_size)
-        self.pipelines = Pipelines(self.prices, self.limit)
-        self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload)
+        self.model, self.prices = self.before or self._priced()
+        self.of_chain, self.whole = self.prices.lower, self.prices.chain.graph is graph
+        self.pipelines = Pipelines(self.prices, self.limit, self.space.recompute)
+        self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload, self.space.zero)
         self.axes = axes_of(graph)
         # Entries: seconds, complexity, a number that orders equal entries, and what they belong to.
         self._heap: list[tuple[float, tuple[int, ...], int, Entry]] = []
@@ -159,16 +167,39 @@ class Search:
         self._seen: set[str] = set()
         self._lightened: set[str] = set()
 
+    def _priced(self) -> tuple[WholeModel, LayerPrices]:
+        """The whole model, and its layers, which have no prices yet."""
+        graph, lower = self.graph, self.lowering(self.graph)
+        chain = chain_of(graph, self.slowest, self.world_size, self.world_size if self.only == "inter" else 0)
+        model = WholeModel(
+            graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit, self.memory_bytes
+        )
+        of_chain = lower if chain.graph is graph else self.lowering(chain.graph)
+        return model, LayerPrices(chain, self.slowest, of_chain, self.optimizer, self.clips, self.world_size)
+
+    def within(self, only: Only, space: Space) -> "Search":
+        """A new search for the same model in another space. The two searches share the prices of layers, unless the new
+        one must make more stages than there are layers."""
+        short = only == "inter" and len(self.prices.chain.layers) < self.world_size
+        return Search(
+            self.graph, self.world_size, self.cluster, self.lowering, self.optimizer, self.clips, self.limit, only,
+            self.offload, self.clock, self.memory_bytes, space,
+            before=None if short else (self.model, self.prices),
+        )  # fmt: skip
+
     # --- the order of the search -------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Estimate layouts until the fastest are known, or the time is over."""
         try:
             space = self.batch, self.world_size, self.axes, self.most_tp
-            plain, every = ([shape for shape in kind(*space) if self._asked(shape)] for kind in (shapes, variations))
+            plain, every = (
+                [self.space.least(shape) for shape in kind(*space) if self.space.has(shape, self.only)]
+                for kind in (shapes, variations)
+            )
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
             first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
-            self.count = sum(1 for shape in first for _ in runs(shape, self.batch))
+            self.count = sum(len(self.space.runs(shape, self.batch)) for shape in first)
             for number, shape in enumerate(first):
                 self.prices.expect(map(self.prices.largest, first[number + 1 :]))
                 self._push(shape)
@@ -183,15 +214,11 @@ class Search:
 
     @property
     def most_tp(self) -> float:
-        """The largest tp: a box, because tensor parallelism communicates the most. Without boxes, there is no limit."""
+        """The largest tp: a box, because tensor parallelism communicates the most. There is no limit without boxes, and
+        none without stages, because then nothing else may divide parameters far enough."""
         levels = self.slowest.levels
-        boxed = len(levels) > 1 and self.world_size > levels[0].fan_out
+        boxed = len(levels) > 1 and self.world_size > levels[0].fan_out and self.only != "intra"
         return levels[0].fan_out if boxed else math.inf
-
-    def _asked(self, shape: Layout) -> bool:
-        if self.only == "inter":
-            return shape.pp == self.world_size
-        return self.only == "both" or shape.pp == 1
 
     def _needs_cp(self, shape: Layout) -> bool:
         """Whether cp divides ranks over which the batch cannot be divided."""
@@ -206,7 +233,7 @@ class Search:
             return
         self._seen.add(text)
         self.clock.check()
-        every = list(runs(shape, self.batch))
+        every = self.space.runs(shape, self.batch)
         for layout in every if shape.pp > 1 else every[:1]:
             if layout == shape and not self.found and (self.clock.seconds is not None or not self._heap):
                 self._weigh(layout)
@@ -228,12 +255,10 @@ class Search:
         self._push_next(layout)
 
     def _push_next(self, layout: Layout) -> None:
-        """Add the run with more micro-batches than a run without stages that does not fit."""
-        if layout.pp == 1:
-            shape = msgspec.structs.replace(layout, microbatches=1)
-            more = (run for run in runs(shape, self.batch) if run.microbatches > layout.microbatches)
-            if (larger := next(more, None)) is not None:
-                self._bound(larger)
+        """Add the run with more micro-batches than a run that does not fit."""
+        if (larger := more_microbatches(layout, self.batch)) is not None:
+            self.count += 1
+            self._bound(larger)
 
     def _climb(self, every: list[Layout]) -> None:
         """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken, or
@@ -267,7 +292,7 @@ class Search:
                 for kind in dict.fromkeys(entry.ideal.recompute):
                     yield msgspec.structs.replace(entry.layout, recompute=kind)
             elif entry.peak_bytes > self.limit:
-                for kind in RECOMPUTE[1:]:
+                for kind in self.space.recompute[1:]:
                     yield msgspec.structs.replace(entry.layout, recompute=kind)
 
     @property
@@ -285,7 +310,9 @@ class Search:
             shape for shape in every
             if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp == 2 or shape.ep > 1)
         ]  # fmt: skip
-        self.count += sum(1 for shape in near for _ in runs(shape, self.batch) if layout_text(shape) not in self._seen)
+        self.count += sum(
+            len(self.space.runs(shape, self.batch)) for shape in near if layout_text(shape) not in self._seen
+        )
         for number, shape in enumerate(near):
             self.prices.expect(map(self.prices.largest, near[number + 1 :]))
             self._push(shape)
@@ -307,7 +334,7 @@ class Search:
         update of parameters, which ZeRO divides."""
         self.clock.say(f"{layout_text(layout)}, layout {self.weighed + 1} of {self.count}")
         try:
-            option = self.pipelines.option(layout, RECOMPUTE[:1])
+            option = self.pipelines.option(layout, self.space.recompute[:1])
         except REFUSALS as error:
             self._refuse(layout, error)
             return
@@ -378,7 +405,7 @@ class Search:
         unlike = UnlikeStages(
             self.cluster, self.world_size, self.pipelines, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,
-        ).options(fitting[:AKIN])  # fmt: skip
+        ).options(fitting[:AKIN]) if self.space.unlike else []  # fmt: skip
         fastest: dict[str, Option] = {}
         for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
             fastest.setdefault(option.name, option)

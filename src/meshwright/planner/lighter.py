@@ -34,13 +34,14 @@ class Lighter:
     """Finds the fastest variant of a layout that fits in the limit of ``pipelines``.
 
     ``whole``: all layers of the model are priced one by one. ``offloads``: optimizer state may lie on the host if
-    nothing else fits.
+    nothing else fits. ``zeros`` are the ZeRO stages that may be taken.
     """
 
     pipelines: Pipelines
     model: WholeModel
     whole: bool
     offloads: bool
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
 
     def best(self, options: list[Option]) -> Option:
         """The fastest option that fits; if none fits, the smallest."""
@@ -52,7 +53,7 @@ class Lighter:
     def is_free(self, option: Option) -> bool:
         """Whether no other variant of the same layout can be faster: it fits without recomputation, and ZeRO moves no
         more bytes than the sums of gradients (stages 1 and 2)."""
-        return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {"none"}
+        return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {self.pipelines.kinds[0]}
 
     def sketches(self, plain: Option) -> list[Sketch]:
         """The ZeRO stages with which a layout can fit that does not fit without. A stage that frees too little memory
@@ -80,13 +81,13 @@ class Lighter:
             options += self._recomputed(options[0])
         if self.offloads and not any(map(self._fits, options)):
             moved = msgspec.structs.replace(sketch.layout, offload="optimizer")
-            options.append(self.pipelines.option(moved, RECOMPUTE[:1]))
+            options.append(self.pipelines.option(moved, self.pipelines.kinds[:1]))
             options += self._recomputed(options[-1])
         return self.best(options)
 
     def _levels(self, layout: Layout) -> list[Layout]:
         """The layout with every ZeRO stage that its ranks allow."""
-        zeros = (0, 1, 2, 3) if layout.dp > 1 else (0,)
+        zeros = self.zeros if layout.dp > 1 else (0,)
         return [msgspec.structs.replace(layout, zero=zero) for zero in zeros]
 
     def _fits(self, option: Option) -> bool:
@@ -100,8 +101,8 @@ class Lighter:
         layout = msgspec.structs.replace(option.layout, recompute="none")
         if (careful := self._careful(option)) is not None:
             yield careful
-        for number in range(1, len(RECOMPUTE) + 1):
-            again = self.pipelines.option(layout, RECOMPUTE[:number])
+        for number in range(1, len(self.pipelines.kinds) + 1):
+            again = self.pipelines.option(layout, self.pipelines.kinds[:number])
             yield again
             if self._fits(again):
                 return
@@ -109,7 +110,9 @@ class Lighter:
     def _may_be_careful(self, layout: Layout) -> bool:
         """Whether the integer program can choose strategies of ``layout`` that need less memory."""
         by_rule = layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
-        return self.whole and not by_rule and (layout.tp > 1 or bool(layout.mixed))
+        return (
+            self.whole and self.pipelines.kinds[0] == "none" and not by_rule and (layout.tp > 1 or bool(layout.mixed))
+        )
 
     def _careful(self, option: Option) -> Option | None:
         """The option with strategies that the integer program chooses under the memory limit.

@@ -51,7 +51,7 @@ class UnlikeStages:
                 continue
             ranks, works = layout.dp * layout.tp, {}
             for dp in divisors(ranks):
-                own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute="none")
+                own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute=self.pipelines.kinds[0])
                 if self.batch % (dp * layout.microbatches) == 0 and own.tp <= self.most_tp:
                     with suppress(*REFUSALS):
                         works[own.dp, own.tp] = self.pipelines.prices.of(own)
@@ -78,7 +78,8 @@ class UnlikeStages:
             part = part_of(self.cluster, ranks)
             box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
             prices = LayerPrices(of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks))
-            pools.append(Pool(ranks, box, self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes)))
+            own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
+            pools.append(Pool(ranks, box, own))
         most_ranks = 1 if self.only == "inter" else self.world_size
         unequal = UnequalStages(
             self.cluster, pools, self.batch, self.memory_bytes, known_only=alike, most_ranks=most_ranks

@@ -14,7 +14,7 @@ from meshwright.planner.inter_op.layers import group_layers
 from meshwright.planner.inter_op.shorten import shorten
 
 FEWEST_LAYERS = 8
-"""A model with fewer blocks is cut inside its blocks, too."""
+"""A model with fewer blocks is cut inside its blocks, too. On several ranks, it needs ``PRICED`` blocks."""
 PRICED, MOST_PRICED = 12, 24
 """Numbers of layers that are priced, at least and at most, if the model can be cut so often. There are three layers for
 each rank in between, so that stages can be cut evenly."""
@@ -52,11 +52,11 @@ class Chain:
         return tuple(tuple(self.layers[layer].priced for layer in stage) for stage in stages)
 
 
-def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1) -> Chain:
+def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1, fewest: int = 0) -> Chain:
     """Cut a model into layers where few bytes cross: between blocks, or also inside blocks if there are few.
 
     Between ``PRICED`` and ``MOST_PRICED`` layers are priced, depending on ``num_ranks``. If there are more, layers are
-    grouped.
+    grouped. A model with fewer than ``fewest`` blocks is cut inside its blocks.
     """
     short = shorten(graph)
     forward = forward_operators(short.graph)
@@ -66,7 +66,7 @@ def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1) -> Chain
     between = {point.position for point in points if point.between_blocks}
     forced = {end for span in spans for end in span if 0 < end < len(forward)}
     more = sum(len(run) for run in short.copies)
-    if len(between | forced) + 1 + more < FEWEST_LAYERS:
+    if len(between | forced) + 1 + more < max(FEWEST_LAYERS, min(PRICED, 2 * num_ranks), fewest):
         between = {point.position for point in points}
     borders = sorted(between | forced)
     most = min(MOST_PRICED, max(PRICED, 3 * num_ranks))
