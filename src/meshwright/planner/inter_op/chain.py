@@ -14,7 +14,7 @@ from meshwright.planner.inter_op.layers import group_layers
 from meshwright.planner.inter_op.shorten import shorten
 
 FEWEST_LAYERS = 8
-"""A model with fewer blocks is cut inside its blocks, too. On several ranks, it needs ``PRICED`` blocks."""
+"""A model with fewer blocks is cut inside its blocks, too."""
 PRICED, MOST_PRICED = 12, 24
 """Numbers of layers that are priced, at least and at most, if the model can be cut so often. There are three layers for
 each rank in between, so that stages can be cut evenly."""
@@ -66,7 +66,7 @@ def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1, fewest: 
     between = {point.position for point in points if point.between_blocks}
     forced = {end for span in spans for end in span if 0 < end < len(forward)}
     more = sum(len(run) for run in short.copies)
-    if len(between | forced) + 1 + more < max(FEWEST_LAYERS, min(PRICED, 2 * num_ranks), fewest):
+    if len(between | forced) + 1 + more < max(FEWEST_LAYERS, fewest):
         between = {point.position for point in points}
     borders = sorted(between | forced)
     most = min(MOST_PRICED, max(PRICED, 3 * num_ranks))
