@@ -44,8 +44,8 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
     limit = alpa.MEMORY * cluster.device.memory_bytes
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
-    search = Search(
-        graph, pair.devices, cluster, PlanLowering, alpa.optimizer_of(pair.family), False, limit, "both", False, clock,
+    search = Search(  # "inter" needs the most layers; the others share their prices
+        graph, pair.devices, cluster, PlanLowering, alpa.optimizer_of(pair.family), False, limit, "inter", False, clock,
         memory_bytes=limit,
     )  # fmt: skip
     found: dict[Kind, Found] = {}
