@@ -15,8 +15,8 @@ EPILOG = display.examples(
     "meshwright recompute allreduce-table --json",
     "meshwright recompute alpa-gpt",
     note="Verdicts: agrees, rounds (within 5 %), claim wrong, and of what was measured: we differ. The examples alpa, "
-    "alpa-gpt, alpa-moe and alpa-wresnet plan captured models for up to 64 devices, which takes long. They are computed "
-    "only if they are named.",
+    "alpa-gpt, alpa-moe and alpa-wresnet plan captured models for up to 64 devices, which takes long. They are "
+    "computed only if they are named.",
 )
 
 
