@@ -29,13 +29,13 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout, layout_text
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import classification_loss
-from meshwright.planner.auto import Search
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
 from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
+from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.schedules.pipeline import training_schedule
 from meshwright.simulate.engine import play

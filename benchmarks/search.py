@@ -42,7 +42,7 @@ from meshwright.ir.result import Check, Comparison, Duration, Finding, Series, S
 from meshwright.ir.statistics import median, ratio
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss
-from meshwright.planner.auto import Search
+from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 
 COMMAND = "python -m benchmarks.search"

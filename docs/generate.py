@@ -21,7 +21,16 @@ from meshwright.cli import app
 from meshwright.ir import files
 from meshwright.ir.result import BatchPoint, Comparison, Finding, Machine, Peak, Result, ScalingPoint, Series, Settings
 from meshwright.ir.run import Run
-from meshwright.prediction import COLUMNS, OPTIONAL, Validation, family_names, recompute, validate, worked_names
+from meshwright.prediction import (
+    COLUMNS,
+    OPTIONAL,
+    SEARCHED,
+    Validation,
+    family_names,
+    recompute,
+    validate,
+    worked_names,
+)
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -218,6 +227,11 @@ def worked_page() -> str:
         lines += [
             f"| {plain(one.claim)} | {plain(one.ours)} | {one.verdict} | {plain(one.why)} |" for one in found.lines
         ]
+    lines += ["", "## alpa", ""]
+    lines += [
+        f"The evaluation of Alpa with captured models is recomputed only if it is named: {', '.join(SEARCHED)}.",
+        "[The page on predictions](../predictor.md#alpas-evaluation) has the result.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -35,7 +35,7 @@ from meshwright.models import (
     language_model_loss,
     segmentation_loss,
 )
-from meshwright.planner import auto, candidates
+from meshwright.planner import candidates, layout_search
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
@@ -100,9 +100,9 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     """The fastest of all stages and recomputations that fit, of one division of the batch."""
     layout = mw.Layout(dp=2, microbatches=microbatches)
 
-    def search(limit: float) -> auto.Search:
+    def search(limit: float) -> layout_search.Search:
         clock = TimeLimit(None, lambda what: None)
-        return auto.Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, "both", False, clock)
+        return layout_search.Search(gpt(), 2, CLUSTER, PlanLowering, ADAMW, False, limit, "both", False, clock)
 
     open_end = search(math.inf)
     every = [
@@ -135,7 +135,7 @@ def test_a_plan_tells_why_the_others_lost() -> None:
     assert plan.prediction is not None
     assert f"predicted: {plan.prediction.step_s * 1e3:.4g} ms a step" in text
     assert "weighed, and not taken:" in text
-    assert len(plan.alternatives) == auto.SHOWN
+    assert len(plan.alternatives) == layout_search.SHOWN
     for one in plan.alternatives:
         assert one.layout != layout_text(plan.layout)
         assert re.search(rf"    {re.escape(one.layout)} +{one.step_s * 1e3:.4g} ms a step, .* GiB a rank, ", text)

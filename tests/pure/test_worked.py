@@ -19,7 +19,6 @@ WRONG = {
 MISSED = {
     "megatron-scaling": ["128 V100, tp = 2: 83 %", "512 V100, tp = 8: 74 %"],
     "percent-of-peak": ["AxoNN 40 B, 4,096 A100: 49 %", "AxoNN 160 B, 16,384 GCDs: 26 %"],
-    "alpa": ["up to 8 times as fast as a manual layout (experts and sharded data parallelism)"],
 }
 """Measurements that are not predicted within the points that were asked for."""
 

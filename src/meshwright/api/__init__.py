@@ -1,5 +1,6 @@
 """The public functions, which join planning and running. The command line calls only these functions."""
 
+from meshwright.api.alpa import recompute_alpa
 from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
@@ -38,6 +39,7 @@ __all__ = [
     "plan",
     "plan_run",
     "recalibrate",
+    "recompute_alpa",
     "run_ranks",
     "searches_of",
     "simulate",

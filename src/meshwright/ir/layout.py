@@ -104,6 +104,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return math.prod(self.axis_sizes)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the layout has no axes but dp, tp and pp, and no sequence parallelism."""
+        return self.cp == self.ep == 1 and not (self.sequence_parallel or self.mixed or self.spatial)
+
+    @property
     def spatial_axes(self) -> dict[str, int]:
         """Maps the axes of ``spatial`` to their sizes: ``sz``, ``sy`` and ``sx`` split depth, height and width."""
         names = {0: (), 1: ("sy",), 2: ("sy", "sx"), 3: ("sz", "sy", "sx")}[len(self.spatial)]

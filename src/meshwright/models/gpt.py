@@ -27,6 +27,9 @@ class GPTConfig:
     """Probability of dropping an activation (after embeddings, in attention, after both projections)."""
     tied_head: bool = True
     """Whether the output head shares the token embedding's weight, as in GPT-2."""
+    writes_scores: bool = False
+    """Whether attention writes its scores to memory, as was usual before fused kernels: a product, a mask that is
+    added, a softmax, and a product."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocabulary", "sequence_length"):
@@ -58,6 +61,8 @@ class _Embedding(nn.Embedding):
 class Attention(nn.Module):
     """Causal self-attention: [b, s, width] -> [b, s, width]."""
 
+    future: Tensor
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
@@ -65,6 +70,10 @@ class Attention(nn.Module):
         self.qkv = _Linear(config.width, 3 * config.width)
         self.projection = _Linear(config.width, config.width, std=_residual_std(config))
         self.residual_dropout = nn.Dropout(config.dropout)
+        self.writes_scores = config.writes_scores
+        if config.writes_scores:
+            future = torch.full((config.sequence_length, config.sequence_length), -math.inf).triu(1)
+            self.register_buffer("future", future, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` [batch, sequence, width] to a tensor of the same shape."""
@@ -74,7 +83,11 @@ class Attention(nn.Module):
             for part in self.qkv(x).split(width, dim=2)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        if self.writes_scores:
+            scores = query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1) + self.future[:sequence, :sequence]
+            y = F.dropout(scores.softmax(-1), dropout) @ value
+        else:
+            y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         y = y.transpose(1, 2).reshape(batch, sequence, width)
         return cast(Tensor, self.residual_dropout(self.projection(y)))
 

@@ -91,12 +91,15 @@ class WideResNet(nn.Module):
     """Groups of bottleneck blocks whose inner convolutions are ``widened`` times as wide as those of a ResNet.
 
     A block has a 1x1, a 3x3 and a 1x1 convolution; the 3x3 convolution has the stride. The defaults are
-    WRN-50-2-bottleneck (Zagoruyko, Komodakis, 2016, table 8); ``widened=1`` is ResNet-50.
+    WRN-50-2-bottleneck (Zagoruyko, Komodakis, 2016, table 8); ``widened=1`` is ResNet-50. With ``reduced=1``, only the
+    3x3 convolution is widened, as in the evaluation of Alpa (Zheng et al., OSDI 2022).
 
     Args:
         blocks: number of blocks in each group.
         width: channels of the stem; blocks of group i have ``4 * width * 2**i`` output channels.
-        widened: blocks of group i have ``widened * width * 2**i`` inner channels.
+        widened: the 3x3 convolution of a block in group i has ``widened * width * 2**i`` output channels.
+        reduced: the first 1x1 convolution has ``reduced * width * 2**i`` output channels (0: as many as the 3x3
+            convolution).
         image_channels: number of colour channels, 1 or 3.
         classes: number of logits.
     """
@@ -108,6 +111,7 @@ class WideResNet(nn.Module):
         widened: int = 2,
         image_channels: int = 3,
         classes: int = 1000,
+        reduced: int = 0,
     ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(image_channels, width, 7, stride=2, padding=3, bias=False)
@@ -115,11 +119,11 @@ class WideResNet(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
         inputs, groups = width, []
         for group, count in enumerate(blocks):
-            inside, outputs = widened * width * 2**group, 4 * width * 2**group
+            first, inside, outputs = (times * width * 2**group for times in (reduced or widened, widened, 4))
             residuals = []
             for block in range(count):
                 stride = 2 if group > 0 and block == 0 else 1
-                residuals.append(Residual(inputs, (inside, 1, 1), (inside, 3, stride), (outputs, 1, 1)))
+                residuals.append(Residual(inputs, (first, 1, 1), (inside, 3, stride), (outputs, 1, 1)))
                 inputs = outputs
             groups.append(nn.Sequential(*residuals))
         self.groups = nn.Sequential(*groups)

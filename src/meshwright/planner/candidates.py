@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,15 +12,57 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.pipeline import V_SHAPED, ScheduleName
 from meshwright.planner.factors import Factors
+from meshwright.planner.inter_op.pipelines import RECOMPUTE, Recompute
 from meshwright.schedules.pipeline import least_microbatches
 
 MOST_MICROBATCHES = 32
-"""Largest number of micro-batches of a step, for up to 4 stages. With p stages, it is 8 p if that is more."""
+"""Largest number of micro-batches of a step that is considered at first, for up to 4 stages. With p stages, it is 8 p
+if that is more. If a layout with this number does not fit, more micro-batches are considered."""
 MOST_CHUNKS = 3
 Only = Literal["both", "intra", "inter"]
 """What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
 ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 """Schedules that split backwards."""
+
+
+def _all(shape: Layout) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts that a search may take (default: all that there are).
+
+    ``schedules``: the schedules of layouts with stages. ``recompute``: the kinds of recomputation of stages, in the
+    order of falling memory. ``zero``: the ZeRO stages that may save memory. ``unlike``: whether stages may differ in
+    their ranks. ``fewest`` is the smallest number of micro-batches. ``batch_statistics``: as in ``Layout``. ``holds``
+    says of a division of the ranks, with one micro-batch, whether it belongs to the space.
+    """
+
+    schedules: tuple[ScheduleName, ...] = ("1f1b", *ZERO_BUBBLE, "interleaved")
+    recompute: tuple[Recompute, ...] = RECOMPUTE
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    unlike: bool = True
+    fewest: int = 1
+    batch_statistics: Literal["global", "microbatch"] = "global"
+    holds: Callable[[Layout], bool] = _all
+
+    def least(self, shape: Layout) -> Layout:
+        """A division of the ranks with the least recomputation of the space."""
+        return msgspec.structs.replace(shape, recompute=self.recompute[0], batch_statistics=self.batch_statistics)
+
+    def has(self, shape: Layout, only: Only) -> bool:
+        """Whether a division of the ranks belongs to the space, and to a search with ``only``."""
+        alone = {"inter": shape.pp == shape.num_ranks, "intra": shape.pp == 1}
+        return alone.get(only, True) and self.holds(shape)
+
+    def runs(self, shape: Layout, batch_size: int) -> list[Layout]:
+        """The runs of a division of the ranks that belong to the space."""
+        every = runs(shape, batch_size, self.fewest)
+        return [run for run in every if run.pp == 1 or run.schedule in self.schedules]
+
+
+EVERYTHING = Space()
 
 
 @dataclass(frozen=True)
@@ -86,8 +128,9 @@ def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = ma
                             yield Layout(dp=dp, cp=cp, ep=ep, tp=tp, pp=pp, sequence_parallel=between, context=context)
 
 
-def runs(shape: Layout, batch_size: int) -> Iterator[Layout]:
-    """Yield ``shape`` with all numbers of micro-batches, and for each number all schedules and numbers of chunks.
+def runs(shape: Layout, batch_size: int, fewest: int = 1) -> Iterator[Layout]:
+    """Yield ``shape`` with all numbers of micro-batches from ``fewest`` on, and for each number all schedules and
+    numbers of chunks.
 
     The schedule ``gpipe`` is left out, because ``1f1b`` takes as long with less memory. All others can be the best:
     ``zb-v`` waits least where the passes of a stage take equal time; ``dualpipe-v`` where they do not, with slightly
@@ -95,8 +138,10 @@ def runs(shape: Layout, batch_size: int) -> Iterator[Layout]:
     """
     dp, pp = shape.dp, shape.pp
     for m in divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
-        if m > max(MOST_MICROBATCHES, 8 * pp) or (m > 1 and shape.mixed):
+        if m > _most_microbatches(pp) or (m > 1 and shape.mixed):
             break
+        if m < fewest:
+            continue
         run = msgspec.structs.replace(shape, microbatches=m)
         yield run
         if pp > 1:
@@ -107,12 +152,24 @@ def runs(shape: Layout, batch_size: int) -> Iterator[Layout]:
                 yield msgspec.structs.replace(run, schedule="interleaved", chunks=chunks)
 
 
+def more_microbatches(layout: Layout, batch_size: int) -> Layout | None:
+    """The layout with the next larger number of micro-batches, which is taken only if ``layout`` does not fit. None if
+    there is none, or if ``runs`` has it: with stages, all numbers up to a limit are compared by their times."""
+    if layout.mixed or batch_size % layout.dp:
+        return None
+    step = layout.pp if layout.schedule == "interleaved" else 1
+    larger = (m for m in divisors(batch_size // layout.dp) if m > layout.microbatches and m % step == 0)
+    number = next(larger, None)
+    if number is None or (layout.pp > 1 and number <= _most_microbatches(layout.pp)):
+        return None
+    return msgspec.structs.replace(layout, microbatches=number)
+
+
+def _most_microbatches(pp: int) -> int:
+    return max(MOST_MICROBATCHES, 8 * pp)
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of ``number``, in rising order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
-
-
-def is_plain(layout: Layout) -> bool:
-    """Whether a layout has only dp, tp and pp."""
-    return layout.cp == layout.ep == 1 and not layout.sequence_parallel and not layout.mixed

@@ -188,8 +188,9 @@ def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
 
 
 def _block(operator: Operator) -> str:
-    """The outermost repeated block that contains an operator, or else its outermost module."""
-    return block_of(operator) or operator.module.partition(".")[0]
+    """The repeated block that contains an operator, or else its outermost module. Where blocks lie in blocks, as in the
+    groups of a ResNet, it is the inner block."""
+    return block_of(operator, 2) or block_of(operator) or operator.module.partition(".")[0]
 
 
 def between_sizes(graph: Graph, layout: Layout, firsts: tuple[str, ...]) -> frozenset[str]:

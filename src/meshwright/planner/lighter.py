@@ -41,13 +41,14 @@ class Lighter:
     """Finds the fastest variant of a layout that fits in the limit of ``pipelines``.
 
     ``whole``: all layers of the model are priced one by one. ``offloads``: optimizer state may lie on the host if
-    nothing else fits.
+    nothing else fits. ``zeros`` are the ZeRO stages that may be taken.
     """
 
     pipelines: Pipelines
     model: WholeModel
     whole: bool
     offloads: bool
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
 
     def best(self, options: list[Option]) -> Option:
         """The fastest option that fits; if none fits, the smallest."""
@@ -59,24 +60,26 @@ class Lighter:
     def is_free(self, option: Option) -> bool:
         """Whether no other variant of the same layout can be faster: it fits without recomputation, and ZeRO moves no
         more bytes than the sums of gradients (stages 1 and 2)."""
-        return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {"none"}
+        return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {self.pipelines.kinds[0]}
 
     def first_sketches(self, plain: Option) -> list[Sketch]:
         """The variants of a layout that does not fit, from which all others follow (``next_sketch``): without ZeRO, and
-        with stage 1."""
-        stages = (0, 1) if self.last_zero(plain.layout) else (0,)
-        return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in stages]
+        with the first stage."""
+        more = [zero for zero in self._stages(plain.layout) if zero]
+        return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in (0, *more[:1])]
 
     def last_zero(self, layout: Layout) -> int:
         """The ZeRO stage that needs the least memory."""
-        return 3 if layout.dp > 1 else 0
+        return max(self._stages(layout))
+
+    def _stages(self, layout: Layout) -> tuple[int, ...]:
+        return self.zeros if layout.dp > 1 else (0,)
 
     def next_sketch(self, sketch: Sketch) -> Sketch | None:
-        """The variant with the next ZeRO stage. It needs less memory, and ZeRO takes more time in it. The stages follow
-        each other from stage 1 on."""
-        if sketch.zero in (0, self.last_zero(sketch.layout)):
-            return None
-        return Sketch(sketch.plain, sketch.zero + 1, self._bound_s(sketch.plain, sketch.zero + 1))
+        """The variant with the next ZeRO stage. It needs less memory, and ZeRO takes more time in it. No stage follows
+        the variant without ZeRO."""
+        zero = next((zero for zero in self._stages(sketch.layout) if zero > sketch.zero > 0), None)
+        return Sketch(sketch.plain, zero, self._bound_s(sketch.plain, zero)) if zero is not None else None
 
     def idealized(self, sketch: Sketch) -> Sketch:
         """The sketch with its ideal option, and the bound that follows from it."""
@@ -92,7 +95,7 @@ class Lighter:
     def fits_plainly(self, sketch: Sketch) -> bool:
         """Whether a variant whose ideal option is known fits without recomputation, as if ZeRO divided everything
         evenly. The next ZeRO stages are not faster then, unless the real option needs more memory."""
-        return sketch.recompute == ("none",) and sketch.ideal is not None and self._fits(sketch.ideal)
+        return sketch.recompute == self.pipelines.kinds[:1] and sketch.ideal is not None and self._fits(sketch.ideal)
 
     def _bound_s(self, option: Option, zero: int) -> float:
         """A lower bound on the seconds of variants of an option with recomputation and a ZeRO stage."""
@@ -106,7 +109,7 @@ class Lighter:
             options += self._recomputed(options[0])
         if self.offloads and not any(map(self._fits, options)):
             moved = msgspec.structs.replace(sketch.layout, offload="optimizer")
-            options.append(self.pipelines.option(moved, RECOMPUTE[:1]))
+            options.append(self.pipelines.option(moved, self.pipelines.kinds[:1]))
             options += self._recomputed(options[-1])
         return self.best(options)
 
@@ -121,8 +124,8 @@ class Lighter:
         layout = msgspec.structs.replace(option.layout, recompute="none")
         if (careful := self._careful(option)) is not None:
             yield careful
-        for number in range(1, len(RECOMPUTE) + 1):
-            again = self.pipelines.option(layout, RECOMPUTE[:number])
+        for number in range(1, len(self.pipelines.kinds) + 1):
+            again = self.pipelines.option(layout, self.pipelines.kinds[:number])
             yield again
             if self._fits(again):
                 return
@@ -130,7 +133,9 @@ class Lighter:
     def _may_be_careful(self, layout: Layout) -> bool:
         """Whether the integer program can choose strategies of ``layout`` that need less memory."""
         by_rule = layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
-        return self.whole and not by_rule and (layout.tp > 1 or bool(layout.mixed))
+        return (
+            self.whole and self.pipelines.kinds[0] == "none" and not by_rule and (layout.tp > 1 or bool(layout.mixed))
+        )
 
     def _careful(self, option: Option) -> Option | None:
         """The option with strategies that the integer program chooses under the memory limit.

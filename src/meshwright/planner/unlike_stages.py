@@ -9,7 +9,7 @@ import msgspec
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.program import Lower
-from meshwright.planner.candidates import Only, divisors, is_plain
+from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import Option, Pipelines
@@ -47,11 +47,11 @@ class UnlikeStages:
         """Options whose stages differ in dp and tp, of the fastest layouts with stages."""
         for option in fastest:
             layout = option.layout
-            if layout.pp == 1 or layout.chunks > 1 or layout.zero or not is_plain(layout) or self.clock.over:
+            if layout.pp == 1 or layout.chunks > 1 or layout.zero or not layout.is_plain or self.clock.over:
                 continue
             ranks, works = layout.dp * layout.tp, {}
             for dp in divisors(ranks):
-                own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute="none")
+                own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute=self.pipelines.kinds[0])
                 if self.batch % (dp * layout.microbatches) == 0 and own.tp <= self.most_tp:
                     with suppress(*REFUSALS):
                         works[own.dp, own.tp] = self.pipelines.prices.of(own)
@@ -66,7 +66,7 @@ class UnlikeStages:
             return
         alike = self.cluster.homogeneous
         if alike:
-            plain = [option.layout for option in fastest if option.layout.pp > 1 and is_plain(option.layout)]
+            plain = [option.layout for option in fastest if option.layout.pp > 1 and option.layout.is_plain]
             counts = sorted({layout.microbatches for layout in plain if not layout.zero})
         else:
             counts = [count for count in divisors(self.batch) if 1 < count <= MOST_MICROBATCHES]
@@ -78,7 +78,8 @@ class UnlikeStages:
             part = part_of(self.cluster, ranks)
             box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
             prices = LayerPrices(of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks))
-            pools.append(Pool(ranks, box, self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes)))
+            own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
+            pools.append(Pool(ranks, box, own))
         most_ranks = 1 if self.only == "inter" else self.world_size
         unequal = UnequalStages(
             self.cluster, pools, self.batch, self.memory_bytes, known_only=alike, most_ranks=most_ranks

@@ -21,12 +21,13 @@ from meshwright.planner.search import PARTS, Option, SearchResult, front
 from meshwright.planner.search import search as find_layouts
 from meshwright.planner.validate import Validation, validate
 from meshwright.prediction.explain import explain
-from meshwright.worked import Worked, recompute, worked_names
+from meshwright.worked import SEARCHED, Worked, recompute, worked_names
 
 __all__ = [
     "COLUMNS",
     "OPTIONAL",
     "PARTS",
+    "SEARCHED",
     "Forecast",
     "Option",
     "SearchResult",

@@ -9,7 +9,7 @@ from meshwright.ir import files
 from meshwright.worked import planning, sizes, traffic
 from meshwright.worked.line import Line
 
-__all__ = ["Line", "Worked", "recompute", "worked_names"]
+__all__ = ["SEARCHED", "Line", "Worked", "recompute", "worked_names"]
 
 
 class Worked(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,12 +34,14 @@ _EXAMPLES: dict[str, tuple[Callable[[], Iterator[Line]], ...]] = {
     "alexnet": (planning.alexnet,),
     "megatron-scaling": (planning.megatron_scaling,),
     "percent-of-peak": (sizes.percent_of_peak, planning.large_runs),
-    "alpa": (planning.alpa,),
 }
+SEARCHED: dict[str, str] = {"alpa": "", "alpa-gpt": "gpt", "alpa-moe": "moe", "alpa-wresnet": "wresnet"}
+"""Maps the names of the examples that plan captured models to the family of models in them (empty: all). They need
+torch, and take minutes: ``api.recompute_alpa`` computes them."""
 
 
 def worked_names() -> list[str]:
-    """The names of the examples."""
+    """The names of the examples that are computed in seconds."""
     return list(_EXAMPLES)
 
 
@@ -50,7 +52,8 @@ def recompute(name: str) -> Worked:
         LayoutError: no example has this name; the message suggests similar names.
     """
     if name not in _EXAMPLES:
-        remedy = files.did_you_mean(name, _EXAMPLES, f"examples: {', '.join(_EXAMPLES)}")
+        known = (*_EXAMPLES, *SEARCHED)
+        remedy = files.did_you_mean(name, known, f"examples: {', '.join(known)}")
         raise LayoutError(f"there is no worked example {name!r}", remedy=remedy)
     parts = _EXAMPLES[name]
     about = " ".join((part.__doc__ or "").strip() for part in parts)

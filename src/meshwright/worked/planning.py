@@ -1,18 +1,18 @@
-"""Worked numbers that need a planner: AlexNet's two halves, weak scaling, large runs, and the results of Alpa."""
+"""Worked numbers that need a planner: AlexNet's two halves, weak scaling, and large runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from meshwright.catalog import load_cluster
-from meshwright.catalog.models import load_model, load_network, make_model
+from meshwright.catalog.models import load_network, make_model
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.ir.pipeline import ScheduleName
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.layerwise import divide_layers
-from meshwright.planner.search import Option, search
+from meshwright.planner.search import search
 from meshwright.planner.validate import executed_flops
 from meshwright.worked.line import Line, compared, held, predicted
 
@@ -97,61 +97,6 @@ def large_runs() -> Iterator[Line]:
         )
 
 
-ALPA = ((2.6, 32, 2560, 32, 8), (6.7, 32, 4096, 32, 16), (15, 48, 5120, 40, 32), (39, 48, 8192, 64, 64))
-"""Alpa's GPTs: billions of parameters, layers, hidden, heads, and the number of V100."""
-
-EXPERTS = (("gshard-moe-10b", 16), ("gshard-moe-70b", 64))
-"""Alpa's mixtures of experts: catalog names, and the number of V100."""
-
-
-def alpa() -> Iterator[Line]:
-    """Combined planning against intra-operator and inter-operator planning alone, on p3.16xlarge."""
-    models = [(_gpt(*sizes, name=f"GPT {billions:g} B"), devices) for billions, *sizes, devices in ALPA]
-    largest, experts = models[-1][0].parameters / 1e9, load_model("gshard-moe-70b").parameters / 1e9
-    resnet = load_network("wide-resnet-13b").parameters / 1e9
-    unplanned = "catalog; its pipelines are not in the search, so nothing below is said of it"
-    yield compared("GPT to 39 B", 39, largest, "{:.1f} B", "its sizes")
-    yield compared("GShard MoE to 70 B", 70, experts, "{:.1f} B", "catalog")
-    yield compared("Wide-ResNet to 13 B", 13, resnet, "{:.2f} B", unplanned)
-    weighed = 0
-    for model, devices in [*models, *((load_model(name), size) for name, size in EXPERTS)]:
-        cluster = load_cluster("v100-16gb-p3-eth25", devices)
-        result = search(model, cluster, global_batch=1024, precision="fp16", flash=False, schedules=PUBLISHED)
-        weighed += result.considered
-        best = result.options[0]
-        intra = _fastest(result.options, lambda setup: setup.pp == 1)
-        inter = _fastest(result.options, lambda setup: setup.pp == setup.world_size)
-        phrases = [f"{best.step_s:.3g} s"]
-        for word, option in (("intra-only", intra), ("inter-only", inter)):
-            phrases.append(f"{word} {option.step_s:.3g} s" if option else f"{word} nothing divides or fits")
-        yield held(
-            f"combined beats either alone: {model.name} on {devices} V100",
-            ", ".join(phrases),
-            not any(option is not None and option.step_s < best.step_s for option in (intra, inter)),
-            best.text + ("; in one box no pipeline is needed" if best.setup.pp == 1 else ""),
-        )
-        if model.name == EXPERTS[-1][0]:
-            manual = _fastest(result.options, lambda setup: setup.pp == 1 and setup.tp == 1)
-            assert manual is not None
-            yield Line(
-                claim="up to 8 times as fast as a manual layout (experts and sharded data parallelism)",
-                ours=f"{manual.step_s / best.step_s:.1f} times",
-                verdict="we differ",
-                why=f"against {manual.text}, at the best micro-batch, with 25 Gb/s for a box; what was measured is "
-                "DeepSpeed's implementation",
-            )
-    yield Line(
-        claim="planned in under 40 minutes",
-        ours="seconds",
-        verdict="agrees",
-        why=f"{weighed:,} setups in closed form; a search takes less than 10 s (make bench-predictor)",
-    )
-
-
 def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> Transformer:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": 51200, "sequence": 1024}
     return make_model("gpt", **(sizes | more))
-
-
-def _fastest(options: tuple[Option, ...], keep: Callable[[Setup], bool]) -> Option | None:
-    return min((option for option in options if keep(option.setup)), key=lambda option: option.step_s, default=None)

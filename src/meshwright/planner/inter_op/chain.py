@@ -52,11 +52,11 @@ class Chain:
         return tuple(tuple(self.layers[layer].priced for layer in stage) for stage in stages)
 
 
-def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1) -> Chain:
+def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1, fewest: int = 0) -> Chain:
     """Cut a model into layers where few bytes cross: between blocks, or also inside blocks if there are few.
 
     Between ``PRICED`` and ``MOST_PRICED`` layers are priced, depending on ``num_ranks``. If there are more, layers are
-    grouped.
+    grouped. A model with fewer than ``fewest`` blocks is cut inside its blocks.
     """
     short = shorten(graph)
     forward = forward_operators(short.graph)
@@ -66,7 +66,7 @@ def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1) -> Chain
     between = {point.position for point in points if point.between_blocks}
     forced = {end for span in spans for end in span if 0 < end < len(forward)}
     more = sum(len(run) for run in short.copies)
-    if len(between | forced) + 1 + more < FEWEST_LAYERS:
+    if len(between | forced) + 1 + more < max(FEWEST_LAYERS, fewest):
         between = {point.position for point in points}
     borders = sorted(between | forced)
     most = min(MOST_PRICED, max(PRICED, 3 * num_ranks))

@@ -26,7 +26,6 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
-from meshwright.planner.candidates import is_plain
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
 from meshwright.planner.inter_op.price_workers import PriceWorkers, num_workers
@@ -188,7 +187,7 @@ class LayerPrices:
         micro-batches have the same strategies: those that are best if all ranks divide the batch. So prices do not
         depend on the order in which layouts are priced."""
         batch = self.chain.graph.batch_size
-        if not is_plain(single) or single.stage_sizes or batch % (single.dp * single.microbatches):
+        if not single.is_plain or single.stage_sizes or batch % (single.dp * single.microbatches):
             return single
         parts = gcd(batch, self.num_ranks // single.tp)
         dp, microbatches = (parts, 1) if single.dp > 1 else (1, parts)

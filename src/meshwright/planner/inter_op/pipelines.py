@@ -67,10 +67,13 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pipelines:
-    """Makes the best stages of a layout, within a memory limit of ``limit_bytes`` per rank."""
+    """Makes the best stages of a layout, within a memory limit of ``limit_bytes`` per rank. ``kinds`` are the kinds of
+    recomputation that stages may have."""
 
-    def __init__(self, prices: LayerPrices, limit_bytes: float) -> None:
-        self.prices, self.limit_bytes = prices, limit_bytes
+    def __init__(
+        self, prices: LayerPrices, limit_bytes: float, kinds: tuple[Recompute, ...] = RECOMPUTE
+    ) -> None:  # fmt: skip
+        self.prices, self.limit_bytes, self.kinds = prices, limit_bytes, kinds
         self.chain, self.cluster = prices.chain, prices.cluster
         self._slowest: dict[object, float] = {}
         self._once: dict[LayerWorks, tuple[float, float]] = {}
@@ -165,8 +168,8 @@ class Pipelines:
             variants = {kind: self.prices.of(msgspec.structs.replace(plain, recompute=kind)) for kind in kinds}
             return self._best(layout, {kind: self._divided(works, layout) for kind, works in variants.items()})
 
-        option = best(RECOMPUTE[:1])  # nothing is faster than no recomputation
-        return option if option.peak_bytes <= self.limit_bytes else best(RECOMPUTE)
+        option = best(self.kinds[:1])  # nothing is faster than the least recomputation
+        return option if option.peak_bytes <= self.limit_bytes else best(self.kinds)
 
     def _divided(self, works: LayerWorks, layout: Layout) -> LayerWorks:
         """The works of a layout without ZeRO, with the parts of the state that ZeRO leaves on a rank."""
@@ -211,13 +214,13 @@ class Pipelines:
         """The option in which each stage has the sizes of dp and tp that are fastest for it. ``others`` maps sizes of
         dp and tp to the layer works. None if all stages have equal sizes, or if these stages are not faster than those
         of ``option`` by more than ``ALIKE``, because moving values between unlike stages takes time, too."""
-        sizes, layout = list(others), msgspec.structs.replace(option.layout, recompute="none")
+        sizes, layout = list(others), msgspec.structs.replace(option.layout, recompute=self.kinds[0])
         assigned = self._assigned(layout, list(others.values()), self.limit_bytes)
         if assigned is None or len({stage.variant for stage in assigned}) == 1:
             return None
         chosen = [sizes[stage.variant] for stage in assigned]
         own = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in chosen))
-        found = self._made(own, _ranges(assigned), [("none", others[each]) for each in chosen])
+        found = self._made(own, _ranges(assigned), [(self.kinds[0], others[each]) for each in chosen])
         return found if found.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:

@@ -95,7 +95,8 @@ class UnequalStages:
 
     def _fastest(self, microbatches: int) -> _Candidate | None:
         """The fastest stages in the dynamic program. Recomputation is considered only if nothing fits without it."""
-        for kinds in (RECOMPUTE[:1], RECOMPUTE):
+        every = self.pools[0].pipelines.kinds
+        for kinds in (every[:1], every):
             variants = [list(self._variants(submesh, microbatches, kinds)) for submesh in self.submeshes]
             if not any(variants):
                 continue

@@ -1,0 +1,368 @@
+"""Find the best layout of a captured model.
+
+Layers are priced once for each way to divide a stage's ranks and each size of micro-batch (``inter_op.layer_work``).
+From these prices follow the best cut into stages and the time of a layout (``inter_op.pipelines``). Layouts are taken
+in the order of lower bounds, so that most are never cut. The fastest are planned and lowered for the whole model, and
+simulated.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from meshwright.cost.optimizer import OptimizerCost
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.part import part_of
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import Lower
+from meshwright.planner.candidates import (
+    EVERYTHING,
+    Only,
+    Space,
+    axes_of,
+    more_microbatches,
+    shapes,
+    variations,
+)
+from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.lighter import Lighter, Sketch
+from meshwright.planner.reasons import alternative, complexity, needs_memory
+from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
+from meshwright.planner.unlike_stages import UnlikeStages
+
+PLAYED = 6
+"""Number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
+SHOWN = 8
+"""Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
+memory."""
+AHEAD = 16
+"""Number of entries for which other processes may price layouts before their turn."""
+EVERY_VARIATION = 24
+"""Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
+there are more, only those akin to the fastest plain layouts are considered."""
+AKIN = 3
+"""Number of fastest plain layouts whose variations are considered."""
+Entry = Layout | Option | Sketch
+"""What the search takes up in the order of seconds: a layout with its lower bound, an option that fits with its
+estimate, or a variant of a layout that does not fit, with ZeRO or recomputation, with its lower bound."""
+
+
+@dataclass
+class Search:
+    """The search for the fastest layout.
+
+    ``found`` has the estimated layouts that fit. ``too_large`` has the names of those that do not fit, and for each its
+    option and its smallest variant. ``count`` is the number of
+    layouts of the space, of which ``weighed`` were estimated or excluded by a lower bound. ``stopped``: the time was
+    over before the end. ``limit`` is the memory limit of every rank, and ``memory_bytes`` the one that was asked for.
+
+    If devices differ, layouts with equal stages are estimated as if all devices were the slowest. Unequal stages are
+    estimated by the devices where they lie (``inter_op.unequal``). The best of both are lowered as they are.
+
+    ``space`` restricts the layouts. ``before`` has the model and the prices of layers of an earlier search (see
+    ``within``).
+    """
+
+    graph: Graph
+    world_size: int
+    cluster: Cluster
+    lowering: Callable[[Graph], Lower]
+    optimizer: OptimizerCost
+    clips: bool
+    limit: float
+    only: Only
+    offload: bool
+    clock: TimeLimit
+    memory_bytes: float | None = None
+    space: Space = EVERYTHING
+    before: tuple[WholeModel, LayerPrices] | None = None
+    found: list[Option] = field(default_factory=list)
+    too_large: dict[str, tuple[Option, Option]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    weighed: int = 0
+    count: int = 0
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        graph, self.slowest = self.graph, part_of(self.cluster, range(self.world_size))
+        self.model, self.prices = self.before or self._priced()
+        self.of_chain, self.whole = self.prices.lower, self.prices.chain.graph is graph
+        self.pipelines = Pipelines(self.prices, self.limit, self.space.recompute)
+        self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload, self.space.zero)
+        self.axes = axes_of(graph)
+        # Entries: seconds, complexity, a number that orders equal entries, and what they belong to.
+        self._heap: list[tuple[float, tuple[int, ...], int, Entry]] = []
+        self._numbers = itertools.count()
+        self._seen: set[str] = set()
+        self._lightened: set[str] = set()
+
+    def _priced(self) -> tuple[WholeModel, LayerPrices]:
+        """The whole model, and its layers, which have no prices yet."""
+        graph, lower = self.graph, self.lowering(self.graph)
+        chain = chain_of(graph, self.slowest, self.world_size, self.world_size if self.only == "inter" else 0)
+        model = WholeModel(
+            graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit, self.memory_bytes
+        )
+        of_chain = lower if chain.graph is graph else self.lowering(chain.graph)
+        return model, LayerPrices(chain, self.slowest, of_chain, self.optimizer, self.clips, self.world_size)
+
+    def within(self, only: Only, space: Space) -> "Search":
+        """A new search for the same model in another space. The two searches share the prices of layers, unless the new
+        one must make more stages than there are layers."""
+        short = only == "inter" and len(self.prices.chain.layers) < self.world_size
+        return Search(
+            self.graph, self.world_size, self.cluster, self.lowering, self.optimizer, self.clips, self.limit, only,
+            self.offload, self.clock, self.memory_bytes, space,
+            before=None if short else (self.model, self.prices),
+        )  # fmt: skip
+
+    # --- the order of the search -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Estimate layouts until the fastest are known, or the time is over."""
+        try:
+            space = self.batch, self.world_size, self.axes, self.most_tp
+            plain, every = (
+                [self.space.least(shape) for shape in kind(*space) if self.space.has(shape, self.only)]
+                for kind in (shapes, variations)
+            )
+            cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
+            first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
+            self.count = sum(len(self.space.runs(shape, self.batch)) for shape in first)
+            for number, shape in enumerate(first):
+                self.prices.expect(map(self.prices.largest, first[number + 1 :]))
+                self._push(shape)
+            self._climb(every if len(every) > EVERY_VARIATION else [])
+        except TimeIsOverError:
+            self.stopped = True
+
+    @property
+    def batch(self) -> int:
+        """The number of samples of a step."""
+        return self.graph.batch_size
+
+    @property
+    def most_tp(self) -> float:
+        """The largest tp: a box, because tensor parallelism communicates the most. There is no limit without boxes, and
+        none without stages, because then nothing else may divide parameters far enough."""
+        levels = self.slowest.levels
+        boxed = len(levels) > 1 and self.world_size > levels[0].fan_out and self.only != "intra"
+        return levels[0].fan_out if boxed else math.inf
+
+    def _needs_cp(self, shape: Layout) -> bool:
+        """Whether cp divides ranks over which the batch cannot be divided."""
+        return self.batch % (shape.dp * shape.cp) != 0 and shape.ep == 1 and not shape.sequence_parallel
+
+    def _push(self, shape: Layout) -> None:
+        """Add the runs of a shape to the heap, with their lower bounds. Without stages, several micro-batches only save
+        memory: the next larger number comes if a number does not fit. If the time is limited and nothing was found yet
+        that fits, the first run is estimated at once, so that there is a result when the time is over."""
+        text = layout_text(shape)
+        if text in self._seen:
+            return
+        self._seen.add(text)
+        self.clock.check()
+        every = self.space.runs(shape, self.batch)
+        for layout in every if shape.pp > 1 else every[:1]:
+            if layout == shape and not self.found and (self.clock.seconds is not None or not self._heap):
+                self._weigh(layout)
+                if not self.found and self.clock.seconds is not None:
+                    self._lighten_first()
+            else:
+                self._bound(layout)
+
+    def _bound(self, layout: Layout) -> None:
+        """Add a run to the heap with its lower bound."""
+        try:
+            self._put(self.pipelines.bound_s(layout), layout)
+        except REFUSALS as error:
+            self._refuse(layout, error)
+
+    def _refuse(self, layout: Layout, error: MeshwrightError) -> None:
+        self.weighed += 1
+        self.refused.append(f"{layout_text(layout)}: {error.problem}")
+        self._push_next(layout)
+
+    def _push_next(self, layout: Layout) -> None:
+        """Add the run with more micro-batches than a run that does not fit."""
+        if (larger := more_microbatches(layout, self.batch)) is not None:
+            self.count += 1
+            self._bound(larger)
+
+    def _climb(self, every: list[Layout]) -> None:
+        """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken, or
+        no other layout can matter."""
+        taken = akin = 0
+        while self._heap and taken < PLAYED and not self._decided:
+            _, _, _, entry = heapq.heappop(self._heap)
+            self.prices.expect(self._next_to_price())
+            if isinstance(entry, Layout):
+                self.clock.check()
+                self._weigh_or_price(entry)
+            elif isinstance(entry, Sketch):
+                self.clock.check()
+                self._lighten(entry)
+            else:
+                taken += 1
+                if akin < AKIN and every and entry.layout.is_plain:
+                    akin += 1
+                    self._push_akin(entry.layout, every)
+        self.weighed = self.count
+
+    def _next_to_price(self) -> Iterator[Layout]:
+        """The layouts whose prices the next entries of the heap need."""
+        for _, _, _, entry in heapq.nsmallest(AHEAD, self._heap):
+            if isinstance(entry, Layout):
+                yield entry
+            elif isinstance(entry, Sketch):
+                kinds = self.space.recompute
+                for kind in entry.recompute or (kinds[:1] if entry.zero else kinds[1:]):
+                    yield msgspec.structs.replace(entry.layout, recompute=kind)
+
+    @property
+    def _decided(self) -> bool:
+        """Whether all other layouts are slower than the fastest by more than ``ALIKE``. For a model whose layers are
+        priced one by one, ``PLAYED`` layouts are compared in any case."""
+        if self.whole or not self.found:
+            return False
+        return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
+
+    def _push_akin(self, layout: Layout, every: list[Layout]) -> None:
+        """Add the variations of a plain layout: those with as many stages and as large tp. With tp and without cp, the
+        integer program already splits the sequence where that is faster."""
+        near = [
+            shape for shape in every
+            if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp == 2 or shape.ep > 1)
+        ]  # fmt: skip
+        self.count += sum(
+            len(self.space.runs(shape, self.batch)) for shape in near if layout_text(shape) not in self._seen
+        )
+        for number, shape in enumerate(near):
+            self.prices.expect(map(self.prices.largest, near[number + 1 :]))
+            self._push(shape)
+
+    def _weigh_or_price(self, layout: Layout) -> None:
+        """Estimate a layout, or if it is not priced yet, price it and put it back with its exact bound."""
+        if self.prices.knows(layout):
+            self._weigh(layout)
+            return
+        try:
+            self.prices.of(layout)
+        except REFUSALS as error:
+            self._refuse(layout, error)
+            return
+        self._bound(layout)
+
+    def _weigh(self, layout: Layout) -> None:
+        """Estimate a layout. If it does not fit, its variants with less memory come later: they are slower, but for the
+        update of parameters, which ZeRO divides."""
+        self.clock.say(f"{layout_text(layout)}, layout {self.weighed + 1} of {self.count}")
+        try:
+            option = self.pipelines.option(layout, self.space.recompute[:1])
+        except REFUSALS as error:
+            self._refuse(layout, error)
+            return
+        self.weighed += 1
+        if option.peak_bytes <= self.limit:
+            self._keep(option)
+        else:
+            for sketch in self.lighter.first_sketches(option):
+                self._put(sketch.bound_s, sketch)
+            self._push_next(layout)
+
+    def _lighten(self, sketch: Sketch) -> None:
+        """Take up a variant of a layout that does not fit: first as if ZeRO took no time, and if it fits so, price it.
+        The next ZeRO stage follows where it can be faster."""
+        if sketch.plain.name in self._lightened:
+            return
+        try:
+            if sketch.ideal is None:
+                sketch = self.lighter.idealized(sketch)
+                if self.lighter.may_fit(sketch):
+                    self._put(sketch.bound_s, sketch)
+                elif sketch.ideal is not None:
+                    self._note_size(sketch, sketch.ideal)
+                if not self.lighter.fits_plainly(sketch):
+                    self._put_next(sketch)
+                return
+            option = self.lighter.priced(sketch)
+            if self.lighter.fits_plainly(sketch) and not self.lighter.is_free(option):
+                self._put_next(sketch)
+        except REFUSALS as error:
+            self.refused.append(f"{sketch.plain.name}: {error.problem}")
+            return
+        if option.peak_bytes > self.limit:
+            self._note_size(sketch, option)
+            return
+        self._keep(option)
+        if self.lighter.is_free(option):
+            self._lightened.add(sketch.plain.name)
+
+    def _put_next(self, sketch: Sketch) -> None:
+        if (more := self.lighter.next_sketch(sketch)) is not None:
+            self._put(more.bound_s, more)
+
+    def _note_size(self, sketch: Sketch, option: Option) -> None:
+        """Note that the smallest variant of a layout does not fit. It is the variant with the last ZeRO stage."""
+        if sketch.zero == self.lighter.last_zero(sketch.plain.layout):
+            self.too_large[sketch.plain.name] = sketch.plain, option
+
+    def _lighten_first(self) -> None:
+        """Estimate the variants of a layout that does not fit, before its turn."""
+        while not self.found:
+            places = [place for place, (*_, entry) in enumerate(self._heap) if isinstance(entry, Sketch)]
+            if not places:
+                return
+            _, _, _, sketch = self._heap.pop(places[0])
+            heapq.heapify(self._heap)
+            assert isinstance(sketch, Sketch)
+            self._lighten(sketch)
+
+    def _keep(self, option: Option) -> None:
+        self.found.append(option)
+        self.clock.found(option.name, option.step_s)
+        self._put(option.step_s, option)
+
+    def _put(self, seconds: float, entry: Entry) -> None:
+        layout = entry if isinstance(entry, Layout) else entry.layout
+        heapq.heappush(self._heap, (seconds, complexity(layout), next(self._numbers), entry))
+
+    # --- the result --------------------------------------------------------------------------------------------------
+
+    def best(self) -> Plan:
+        """The plan of the best layout, with the next-best layouts."""
+        if not self.found:
+            smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
+            self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
+        fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
+        unlike = UnlikeStages(
+            self.cluster, self.world_size, self.pipelines, self.of_chain, self.most_tp, self.only, self.memory_bytes,
+            self.clock,
+        ).options(fitting[:AKIN]) if self.space.unlike else []  # fmt: skip
+        fastest: dict[str, Option] = {}
+        for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
+            fastest.setdefault(option.name, option)
+        fitting = list(fastest.values())
+        finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
+        best, plan, foretold = finalists.best()
+        timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
+        winner = next(option for option in timed if option.name == best.name)
+        others = [option for option in timed if option.name != best.name and option.step_s < math.inf]
+        others.sort(key=lambda option: option.step_s)
+        lost = [alternative(option, winner) for option in others[:SHOWN]]
+        nearest = sorted(self.too_large.values(), key=lambda each: each[0].step_s)[: SHOWN // 2]
+        lost += [needs_memory(plain, self.limit, smallest) for plain, smallest in nearest]
+        if self.stopped or finalists.stopped:
+            note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
+            plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
+        return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
