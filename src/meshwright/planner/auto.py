@@ -34,7 +34,7 @@ def plan_auto(
     each stage, ZeRO, sequence parallelism, and dp and tp of each stage. For models with convolutions, it also varies
     mixed axes, which may split any factor of an operator.
 
-    Layouts are estimated in the order of their lower bounds until ``PLAYED`` of them have shorter estimates than the
+    Layouts are estimated in the order of their lower bounds until six (``layout_search.PLAYED``) have shorter estimates than the
     lower bounds of all others. Of these, all within ``ALIKE`` of the fastest count as equally fast, and the planner
     takes the simplest. It is planned and lowered for the whole model, and simulated, so that its prediction is that of
     the program that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less
