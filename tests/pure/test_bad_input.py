@@ -38,7 +38,7 @@ PLAN = ["plan", "llama2-7b", "--cluster", DGX]
         ([*PREDICT, "--schedule", "1fb1"], "schedule: unknown schedule '1fb1'\n  -> did you mean `1f1b`?"),
         ([*PREDICT, "--recompute", "ful"], "recompute: unknown recompute 'ful'\n  -> did you mean `full`?"),
         ([*PREDICT, "--precision", "bf61"], "precision: unknown precision 'bf61'\n  -> did you mean `bf16`?"),
-        (["recompute", "alexnett"], "there is no worked example 'alexnett'\n  -> did you mean `alexnet`?"),
+        (["recompute", "alexnett"], "there is no worked example 'alexnett'\n  -> did you mean `alexnet` or"),
         # layouts that do not divide
         ([*PREDICT, "--dp", "3"], "global_batch: global_batch = 64 is not divisible by dp x micro_batch = 3"),
         ([*PREDICT, "--pp", "97"], "pp: 97 stages of 1 chunks need 97 layers, the model has 96"),
