@@ -26,13 +26,13 @@ from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, layout_text
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import classification_loss
 from meshwright.planner.candidates import axes_of, runs, shapes, variations
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
+from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.planner.layout_search import Search
@@ -128,7 +128,7 @@ def every_step(graph: Graph, cluster: Cluster, prices: LayerPrices, most_tp: flo
     space = graph.batch_size, cluster.num_devices, axes_of(graph), most_tp
     for shape in (*shapes(*space), *variations(*space)):
         for run in runs(shape, graph.batch_size):
-            for zero in (0, 1, 2, 3) if run.dp > 1 else (0,):
+            for zero in ZERO_STAGES if run.dp > 1 else (0,):
                 yield from _of_layout(msgspec.structs.replace(run, zero=zero), cluster, prices)
 
 

@@ -140,7 +140,7 @@ def every_case() -> tuple[Case, ...]:
 
 
 def pairwise_cases(max_ranks: int) -> list[Case]:
-    """Cases, on at most so many ranks, in which every two values meet that can."""
+    """Cases on at most ``max_ranks`` ranks. Every pair of values that can occur together occurs in one of them."""
     return oracle.pairwise({case: pairs(case) for case in every_case() if case.num_ranks <= max_ranks})
 
 

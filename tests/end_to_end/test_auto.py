@@ -22,7 +22,7 @@ from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import ClusterError, LayoutError, MeshwrightError, PlanError
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, layout_text
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering
@@ -38,7 +38,7 @@ from meshwright.models import (
 from meshwright.planner import candidates, layout_search
 from meshwright.planner.explicit import plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE
+from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
 from tests.distributed import hugging_face, oracle
@@ -107,7 +107,7 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     open_end = search(math.inf)
     every = [
         open_end.pipelines.option(msgspec.structs.replace(layout, zero=zero), (recompute,))
-        for zero, recompute in itertools.product((0, 1, 2, 3), RECOMPUTE)
+        for zero, recompute in itertools.product(ZERO_STAGES, RECOMPUTE)
     ]
     plain, shared = every[0].peak_bytes, 0
     for limit in sorted({one.peak_bytes for one in every if one.peak_bytes < plain}):

@@ -21,7 +21,7 @@ from meshwright.cost.program import step_work
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout import RECOMPUTE, layout_text
 from meshwright.ir.program import Program
 from meshwright.ir.stages import cut
 from meshwright.lower.plans import PlanLowering
@@ -33,7 +33,7 @@ from meshwright.planner.inter_op import layer_work, rounds
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import Chain, chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Pipelines
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.shorten import shorten
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face

@@ -169,7 +169,8 @@ def test_every_source_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def edited(change: Callable[[dict[str, Any]], None], *, checked: bool = True) -> Callable[[bytes], bytes]:
-    """A change of the kept JSON. With ``checked``, the checksum is that of the changed plan."""
+    """A function that changes the JSON of a kept plan. If ``checked``, it also writes the checksum of the changed
+    plan into the file, so that only other checks can find the change."""
 
     def apply(data: bytes) -> bytes:
         kept = json.loads(data)

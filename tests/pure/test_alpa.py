@@ -7,9 +7,11 @@ from meshwright.worked.alpa import (
     KINDS,
     PAIRS,
     Compared,
+    Family,
     Found,
     Kind,
     Pair,
+    Published,
     Sizes,
     best_of,
     factors_of,
@@ -20,9 +22,9 @@ from meshwright.worked.alpa import (
 )
 
 
-def compared(predicted: dict[Kind, float], published: tuple[float | None, ...], devices: int = 8) -> Compared:
+def compared(predicted: dict[Kind, float], published: Published, devices: int = 8) -> Compared:
     """A pair whose predicted throughputs are given; planners that are left out find nothing."""
-    pair = Pair("gpt", "tiny", Sizes(2, 64, 2), devices, published)  # type: ignore[arg-type]
+    pair = Pair("gpt", "tiny", Sizes(2, 64, 2), devices, published)
     each = pair.flops / devices / 1e12
     found = {
         kind: Found(layout="dp8", step_s=each / predicted[kind]) if kind in predicted else Found(problem="too large")
@@ -58,18 +60,19 @@ def test_flops_are_the_published_throughput_times_the_published_time(place: int,
 
 
 def test_spaces_are_those_of_the_systems() -> None:
-    def taken(family: str, kind: Kind, **sizes: int) -> bool:
-        only, space = space_of(family, kind)  # type: ignore[arg-type]
-        return (only != "intra" or sizes.get("pp", 1) == 1) and space.holds(Layout(**sizes))  # type: ignore[arg-type]
+    def taken(family: Family, kind: Kind, layout: Layout) -> bool:
+        only, space = space_of(family, kind)
+        return space.has(layout, only)
 
-    assert taken("gpt", "manual", dp=2, tp=2, pp=2)
-    assert not taken("moe", "manual", dp=2, tp=2)
-    assert not taken("moe", "manual", dp=2, pp=2)
-    assert taken("moe", "manual", dp=4, ep=4)
-    assert taken("wresnet", "manual", dp=2, pp=2)
-    assert not taken("wresnet", "manual", tp=2, pp=2)
-    assert not taken("gpt", "intra", dp=2, pp=2)
-    for family in ("gpt", "moe"):
+    assert taken("gpt", "manual", Layout(dp=2, tp=2, pp=2))
+    assert not taken("moe", "manual", Layout(dp=2, tp=2))
+    assert not taken("moe", "manual", Layout(dp=2, pp=2))
+    assert taken("moe", "manual", Layout(dp=4, ep=4))
+    assert taken("wresnet", "manual", Layout(dp=2, pp=2))
+    assert not taken("wresnet", "manual", Layout(tp=2, pp=2))
+    assert not taken("gpt", "intra", Layout(dp=2, pp=2))
+    families: tuple[Family, ...] = ("gpt", "moe")
+    for family in families:
         for kind in KINDS:
             assert space_of(family, kind)[1].recompute == ("full",)
             assert space_of(family, kind)[1].schedules == ("1f1b",)

@@ -16,9 +16,11 @@ from meshwright.planner.data_limits import DataLimit, data_limits
 
 
 class PlanSize(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one row of a sweep. ``efficiency`` is the number of samples per second and device, divided by that of
-    the sweep's first plan. ``search_s``: the seconds of the search, or of reading the plan from the cache. If there is
-    no plan, ``problem`` says why, and ``remedy`` what would help."""
+    """One row of a sweep: a number of devices of a cluster, and the plan for it.
+
+    ``efficiency`` compares the samples per second of a device with those of the first plan of the sweep: 1 if they are
+    equal. ``search_s`` has the seconds of the search, or of reading the plan from the cache. Without a plan,
+    ``problem`` gives the reason, and ``remedy`` a change that would help."""
 
     cluster: str
     devices: int

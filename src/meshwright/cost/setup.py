@@ -9,10 +9,10 @@ import msgspec
 from meshwright.cost.kernels import element_bytes
 from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.files import did_you_mean
+from meshwright.ir.layout import Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline, ScheduleName
 from meshwright.ir.transformer import Transformer
 
-Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "dp", "all"]
 Inner = Literal["dp", "pp"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]

@@ -22,6 +22,13 @@ SPATIAL_AXES = ("sz", "sy", "sx")
 MIXED = "m"
 """The first letter of the axes ``m1``, ``m2``, ... of ``mixed``, over which operators split any of their factors."""
 
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Kinds of recomputation, in the order of falling memory and rising time."""
+ZeroStage = Literal[0, 1, 2, 3]
+ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+"""ZeRO stages, in the order of falling memory and rising time."""
+
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The sizes and options that a user chooses. A size of -1 takes all ranks that the other sizes leave."""
@@ -67,7 +74,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     chunks: int = 1
     """The number of stages on every pipeline rank. More than 1 needs the schedule ``interleaved``; ``zb-v`` and
     ``dualpipe-v`` need 2."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """The operators that backward computes again: attention (``selective``), or whole repeated blocks (``full``)."""
     batch_statistics: Literal["global", "microbatch", "rank"] = "global"
     """The samples over which batch norm takes its statistics: the whole batch (not with micro-batches), the

@@ -9,10 +9,9 @@ from typing import Literal
 import msgspec
 
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout, Recompute, ZeroStage
 from meshwright.ir.pipeline import V_SHAPED, ScheduleName
 from meshwright.planner.factors import Factors
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Recompute
 from meshwright.schedules.pipeline import least_microbatches
 
 MOST_MICROBATCHES = 32
@@ -41,7 +40,7 @@ class Space:
 
     schedules: tuple[ScheduleName, ...] = ("1f1b", *ZERO_BUBBLE, "interleaved")
     recompute: tuple[Recompute, ...] = RECOMPUTE
-    zero: tuple[int, ...] = (0, 1, 2, 3)
+    zero: tuple[ZeroStage, ...] = ZERO_STAGES
     unlike: bool = True
     fewest: int = 1
     batch_statistics: Literal["global", "microbatch"] = "global"

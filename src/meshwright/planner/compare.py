@@ -12,7 +12,7 @@ from meshwright.cost.work import Communicate, Piece, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.layout import RECOMPUTE, Layout, layout_text
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
 from meshwright.ir.schedule import ActionKind, Schedule
@@ -22,7 +22,7 @@ from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines
+from meshwright.planner.inter_op.pipelines import Option, Pipelines
 from meshwright.planner.reasons import alternative, needs_memory
 from meshwright.planner.remedy import Change
 from meshwright.schedules.pipeline import schedule_of

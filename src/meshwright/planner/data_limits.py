@@ -10,7 +10,7 @@ import msgspec
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout
 from meshwright.ir.part import memory_of, part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
@@ -18,10 +18,7 @@ from meshwright.planner.candidates import divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option, Pipelines
-
-ZEROS: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-
+from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
 
 LimitKind = Literal["batch", "memory", "communication", "computing", "none"]
 
@@ -103,7 +100,7 @@ class _DataParallel:
     def _fitting(self) -> Iterator[Option]:
         """For each ZeRO stage, the option with the fewest micro-batches that fits. Those that would not fit even if
         ZeRO took no time are not priced."""
-        for zero in ZEROS if self.dp > 1 else ZEROS[:1]:
+        for zero in ZERO_STAGES if self.dp > 1 else ZERO_STAGES[:1]:
             for microbatches in divisors(self.batch // self.dp):
                 with suppress(*REFUSALS):
                     layout = Layout(dp=self.dp, microbatches=microbatches, zero=zero)

@@ -61,10 +61,10 @@ estimate, or a variant of a layout that does not fit, with ZeRO or recomputation
 class Search:
     """The search for the fastest layout.
 
-    ``found`` has the estimated layouts that fit. ``too_large`` has the names of those that do not fit, and for each its
-    option and its smallest variant. ``count`` is the number of
-    layouts of the space, of which ``weighed`` were estimated or excluded by a lower bound. ``stopped``: the time was
-    over before the end. ``limit`` is the memory limit of every rank, and ``memory_bytes`` the one that was asked for.
+    ``found`` has the estimated layouts that fit. ``too_large`` maps the name of a layout that does not fit to its
+    option and its smallest variant. ``count`` is the number of layouts of the space, of which ``weighed`` were
+    estimated or excluded by a lower bound. ``stopped``: the time was over before the end. ``limit`` is the memory limit
+    of every rank, and ``memory_bytes`` the limit that was asked for.
 
     If devices differ, layouts with equal stages are estimated as if all devices were the slowest. Unequal stages are
     estimated by the devices where they lie (``inter_op.unequal``). The best of both are lowered as they are.
@@ -286,31 +286,36 @@ class Search:
         if sketch.plain.name in self._lightened:
             return
         try:
-            if sketch.ideal is None:
-                sketch = self.lighter.idealized(sketch)
-                if self.lighter.may_fit(sketch):
-                    self._put(sketch.bound_s, sketch)
-                elif sketch.ideal is not None:
-                    self._note_size(sketch, sketch.ideal)
-                if not self.lighter.fits_plainly(sketch):
-                    self._put_next(sketch)
-                return
-            option = self.lighter.priced(sketch)
-            if self.lighter.fits_plainly(sketch) and not self.lighter.is_free(option):
-                self._put_next(sketch)
+            waits = self._idealize(sketch) if sketch.ideal is None else self._price(sketch)
         except REFUSALS as error:
             self.refused.append(f"{sketch.plain.name}: {error.problem}")
-            return
-        if option.peak_bytes > self.limit:
+            waits = sketch.ideal is not None and not self.lighter.fits_plainly(sketch)
+        if not waits and (more := self.lighter.next_sketch(sketch)) is not None:
+            self._put(more.bound_s, more)
+
+    def _idealize(self, sketch: Sketch) -> bool:
+        """Put a variant back with its ideal option, if it may fit. Returns whether the next ZeRO stage can wait until
+        this variant is priced."""
+        sketch = self.lighter.idealized(sketch)
+        assert sketch.ideal is not None
+        if self.lighter.may_fit(sketch):
+            self._put(sketch.bound_s, sketch)
+        else:
+            self._note_size(sketch, sketch.ideal)
+        return self.lighter.fits_plainly(sketch)
+
+    def _price(self, sketch: Sketch) -> bool:
+        """Estimate a variant, and keep it if it fits. Returns whether the next ZeRO stage is of no use, or was put on
+        the heap with this variant."""
+        option = self.lighter.priced(sketch)
+        if option.peak_bytes <= self.limit:
+            self._keep(option)
+        else:
             self._note_size(sketch, option)
-            return
-        self._keep(option)
         if self.lighter.is_free(option):
             self._lightened.add(sketch.plain.name)
-
-    def _put_next(self, sketch: Sketch) -> None:
-        if (more := self.lighter.next_sketch(sketch)) is not None:
-            self._put(more.bound_s, more)
+            return True
+        return not self.lighter.fits_plainly(sketch)
 
     def _note_size(self, sketch: Sketch, option: Option) -> None:
         """Note that the smallest variant of a layout does not fit. It is the variant with the last ZeRO stage."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from meshwright.errors import LayoutError, PlanError
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.planner.finalists import WholeModel
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines, Recompute
+from meshwright.planner.inter_op.pipelines import Option, Pipelines
 from meshwright.planner.reasons import complexity
 
 
@@ -48,7 +48,7 @@ class Lighter:
     model: WholeModel
     whole: bool
     offloads: bool
-    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    zeros: tuple[ZeroStage, ...]
 
     def best(self, options: list[Option]) -> Option:
         """The fastest option that fits; if none fits, the smallest."""

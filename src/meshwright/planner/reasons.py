@@ -4,9 +4,9 @@ import math
 
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import RECOMPUTE, Layout
 from meshwright.ir.plan import Alternative
-from meshwright.planner.inter_op.pipelines import ALIKE, RECOMPUTE, Option
+from meshwright.planner.inter_op.pipelines import ALIKE, Option
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:

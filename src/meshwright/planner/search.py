@@ -10,10 +10,11 @@ from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy
-from meshwright.cost.setup import Inner, Precision, Recompute, Setup
+from meshwright.cost.setup import Inner, Precision, Setup
 from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import RECOMPUTE, Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, ScheduleName
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
@@ -26,7 +27,6 @@ SEARCHED: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
 """The pipeline schedules that a search considers by default. ``gpipe`` takes as long as ``1f1b`` with more memory; by
 their sizes alone, ``zb-h2`` and ``dualpipe-v`` take as long as ``zb-h1`` and ``zb-v`` with more memory."""
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 THINNED = 0.97
 """A slower option stays on the ``front`` only if it beats each faster option there. That is, it costs less than the
@@ -273,7 +273,7 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
             if (schedule == "interleaved" and microbatches % pp) or microbatches < least_microbatches(schedule, pp):
                 continue
             # Fused attention keeps so few activations that selective recomputation is not worth its time.
-            for recompute in RECOMPUTES if zero == 3 or not axes.flash else whole:
+            for recompute in RECOMPUTE if zero == 3 or not axes.flash else whole:
                 yield msgspec.structs.replace(
                     axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,
                     zero=zero, sequence_parallel=axes.tp > 1 and model.sequence % (axes.tp * axes.cp) == 0,

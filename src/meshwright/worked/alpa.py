@@ -22,13 +22,15 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from meshwright.cost.optimizer import MOMENTUM, OptimizerCost
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Layout, ZeroStage
 from meshwright.planner.candidates import Only, Space
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.worked.line import Line, held
 
 Family = Literal["gpt", "moe", "wresnet"]
 Kind = Literal["manual", "intra", "inter", "both"]
+Published = tuple[float | None, float | None, float | None, float | None]
+"""Throughputs in the order of ``KINDS``; None: out of memory."""
 KINDS: tuple[Kind, ...] = ("manual", "intra", "inter", "both")
 CLUSTER = "v100-16gb-p3-eth25"
 """Boxes of p3.16xlarge: 8 V100 of 16 GB with NVLink, 25 Gb/s between boxes."""
@@ -67,7 +69,7 @@ class Pair(NamedTuple):
     name: str
     sizes: Sizes
     devices: int
-    published: tuple[float | None, float | None, float | None, float | None]
+    published: Published
     batch: int = 1024
     counted: float = 0.0
 
@@ -121,7 +123,7 @@ def _wide(
     return Pair("wresnet", name, Sizes(layers, width, widened=widened), devices, _four(published), batch, counted)
 
 
-def _four(published: Sequence[float | None]) -> tuple[float | None, float | None, float | None, float | None]:
+def _four(published: Sequence[float | None]) -> Published:
     manual, intra, inter, both = published
     return manual, intra, inter, both
 
@@ -184,7 +186,7 @@ def space_of(family: Family, kind: Kind) -> tuple[Only, Space]:
     """The layouts that a planner of the evaluation may take, as a restriction of our search."""
     if kind == "manual":
         only: Only = "intra" if family == "moe" else "both"
-        zero: tuple[int, ...] = (0, 1, 2) if family == "moe" else (0,)
+        zero: tuple[ZeroStage, ...] = (0, 1, 2) if family == "moe" else (0,)
         holds = {"gpt": _grid, "moe": _experts, "wresnet": _replicas}[family]
     else:
         only, zero, holds = kind, (0, 1), _plain

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -13,7 +12,7 @@ from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
-from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
@@ -22,11 +21,6 @@ from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
-
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Kinds of recomputation, in the order of falling memory and rising time."""
-
 
 LEAST = 0.7
 """Smallest fraction of its time that a micro-batch takes if gradients are not accumulated. It is assumed: adding up

@@ -19,13 +19,13 @@ from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.part import memory_of
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerWorks
-from meshwright.planner.inter_op.pipelines import RECOMPUTE, Option, Pipelines, Recompute
+from meshwright.planner.inter_op.pipelines import Option, Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
