@@ -99,7 +99,9 @@ def test_a_size_without_a_plan_says_why_and_the_sweep_goes_on(capsys: pytest.Cap
     assert "  nowhere: unknown cluster 'nowhere'" in text
 
 
-def test_ctrl_c_prints_the_rows_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_the_rows_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     plan = sweeps.plan
 
     def stopped_at_four(graph: Graph, cluster: mw.Cluster, *, devices: int, **options: Any) -> mw.Plan:
@@ -108,6 +110,8 @@ def test_ctrl_c_prints_the_rows_so_far(monkeypatch: pytest.MonkeyPatch, capsys: 
         return plan(graph, cluster, devices=devices, **options)
 
     monkeypatch.setattr(sweeps, "plan", stopped_at_four)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores the signal
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     assert cli([*MLP, "--vary", "devices=1..8"]) == INTERRUPTED
     text, told = capsys.readouterr()
     assert re.findall(r"^ +(\d+) .* \d+% ", text, re.MULTILINE) == ["1", "2"]
