@@ -8,11 +8,14 @@ layers of 256 features and 128 positions.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,11 +29,13 @@ from meshwright.bench.repeat import alternate
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import MOMENTUM
 from meshwright.cost.program import stage_held, step_work
+from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.result import Check, Finding
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import gpt_s, language_model_loss
+from meshwright.runtime.launch import num_cores
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face, oracle
 from tests.distributed.hugging_face import Size
@@ -55,13 +60,35 @@ LARGE = Size(
 )
 """Needs more than a gibibyte on one rank."""
 OURS = "meshwright"
-LAYOUTS: Mapping[str, mw.Layout] = {
-    "dp2": mw.Layout(dp=2),
-    "tp2": mw.Layout(tp=2),
-    "tp2, sequence parallel": mw.Layout(tp=2, sequence_parallel=True),
-    "cp2": mw.Layout(cp=2),
-    "pp2, 4 micro-batches": mw.Layout(pp=2, microbatches=4),
-}
+LAYOUTS = (
+    mw.Layout(dp=2),
+    mw.Layout(dp=2, zero=1),
+    mw.Layout(tp=2),
+    mw.Layout(tp=2, sequence_parallel=True),
+    mw.Layout(cp=2),
+    mw.Layout(cp=2, context="ring"),
+    mw.Layout(pp=2, microbatches=4),
+    mw.Layout(pp=2, microbatches=8),
+    mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
+    mw.Layout(pp=2, microbatches=8, schedule="zb-h1"),
+    mw.Layout(dp=4),
+    mw.Layout(dp=4, zero=1),
+    mw.Layout(dp=2, tp=2),
+    mw.Layout(dp=2, tp=2, zero=1),
+    mw.Layout(tp=4),
+    mw.Layout(tp=4, sequence_parallel=True),
+    mw.Layout(dp=2, cp=2),
+    mw.Layout(cp=2, tp=2),
+    mw.Layout(cp=4),
+    mw.Layout(dp=2, pp=2, microbatches=4),
+    mw.Layout(dp=2, pp=2, microbatches=4, zero=1),
+    mw.Layout(dp=2, pp=2, microbatches=4, schedule="zb-h1"),
+    mw.Layout(tp=2, pp=2, microbatches=4),
+    mw.Layout(pp=4, microbatches=4),
+    mw.Layout(pp=4, microbatches=8),
+    mw.Layout(pp=4, microbatches=8, schedule="zb-h1"),
+)
+"""What "auto" is measured beside, on two ranks and on four, where the model and the batch allow it."""
 MEMORY_LAYOUTS: Mapping[str, mw.Layout] = {
     "one rank": mw.Layout(),
     "dp2": mw.Layout(dp=2),
@@ -71,6 +98,8 @@ MEMORY_LAYOUTS: Mapping[str, mw.Layout] = {
 }
 CHOICES = ("GPT-S", "GPT-2", "Llama", "BERT", "T5", "ViT")
 """Models that "auto" is measured on."""
+CHOICE_RANKS = (2, 4)
+"""Numbers of ranks that "auto" is measured on."""
 
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
@@ -78,13 +107,19 @@ CHOICES = ("GPT-S", "GPT-2", "Llama", "BERT", "T5", "ViT")
 
 @dataclass(frozen=True)
 class Side:
-    """What is timed: Meshwright under a layout, compiled or not; without a layout PyTorch's own way, with ``options``
-    (``benchmarks.peers``)."""
+    """What is timed: Meshwright under a layout or a plan, compiled or not; without it PyTorch's own way, with
+    ``options`` (``benchmarks.peers``)."""
 
     name: str
-    layout: mw.Layout | None
+    plan: mw.Layout | mw.Plan | None
     compile: bool = False
     options: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that the side needs; 0: as many as the others."""
+        layout = self.plan.layout if isinstance(self.plan, mw.Plan) else self.plan
+        return layout.num_ranks if layout is not None else 0
 
 
 def subject(model: str, size: Size = TIMED) -> Subject:
@@ -107,7 +142,7 @@ def measure(
     losses = {name: [float(step()) for _ in range(NUM_BATCHES)] for name, step in running.items()}
     if dist.is_initialized() and dist.get_world_size() > 1:
         for side in sides:
-            if side.layout is None:  # DistributedDataParallel gives the loss of its part of the batch
+            if side.plan is None:  # DistributedDataParallel gives the loss of its part of the batch
                 parts = torch.tensor(losses[side.name], dtype=torch.float64)
                 dist.all_reduce(parts)
                 losses[side.name] = (parts / dist.get_world_size()).tolist()
@@ -116,9 +151,9 @@ def measure(
 
 def _step_of(model: str, side: Side) -> Callable[[], Tensor]:
     one = subject(model)
-    if side.layout is not None:
+    if side.plan is not None:
         trainer = mw.parallelize(
-            one.model, one.loss_fn, one.batches[0], plan=side.layout, optimizer=sgd, compile=side.compile
+            one.model, one.loss_fn, one.batches[0], plan=side.plan, optimizer=sgd, compile=side.compile
         )
         return over(trainer.step, one.batches)
 
@@ -150,11 +185,23 @@ def peak_bytes(layout: mw.Layout) -> int:
     return status_bytes("VmHWM") - before
 
 
-def chosen_layout(model: str, cluster: Cluster) -> mw.Layout:
-    """What "auto" takes for two ranks."""
+def chosen_plan(model: str, cluster: Cluster, num_ranks: int) -> tuple[mw.Plan, list[mw.Layout]]:
+    """What "auto" takes for so many ranks, and the layouts that are possible beside it. More ranks than cores are
+    planned as if each rank had its own core."""
     one = subject(model)
     graph = mw.capture(one.model, one.loss_fn, one.batches[0])
-    return mw.plan(graph, cluster, devices=2, optimizer=MOMENTUM).layout
+    if num_ranks > cluster.num_devices:
+        levels = (msgspec.structs.replace(cluster.levels[0], fan_out=num_ranks),)
+        cluster = msgspec.structs.replace(cluster, num_devices=num_ranks, levels=levels)
+    plan = mw.plan(graph, cluster, devices=num_ranks, optimizer=MOMENTUM)
+    others = []
+    for layout in LAYOUTS:
+        same = plan.layout.pp == 1 and layout == msgspec.structs.replace(plan.layout, precision=None)
+        if layout.num_ranks == num_ranks and not same:  # stages may be cut otherwise
+            with suppress(LayoutError, PlanError, ScheduleError):  # the model or the batch does not allow it
+                mw.plan(graph, cluster, layout=layout, optimizer=MOMENTUM)
+                others.append(layout)
+    return plan, others
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -164,7 +211,7 @@ def compared(
     target: str, model: str, sides: Sequence[Side], limit: float, rounds: int, steps: int, *, alike: bool = True
 ) -> Finding:
     """The first side over the fastest of the others."""
-    num_ranks = max(side.layout.num_ranks for side in sides if side.layout is not None)
+    num_ranks = max(side.num_ranks for side in sides)
     return decided(
         lambda seconds, losses: judged(
             target, seconds, sides[0].name, limit, settings=f"{model}, {num_ranks} ranks", num_ranks=num_ranks,
@@ -188,25 +235,25 @@ def speed(only: str, rounds: int, steps: int) -> Iterator[Finding]:
 
 def compiled(only: str, rounds: int, steps: int) -> Iterator[Finding]:
     """Compiled beside uncompiled on two ranks; the target is of GPT-S, others must not be slower."""
-    cases = (("GPT-S", "dp2"), ("GPT-S", "tp2"), ("Llama", "dp2"), ("BERT", "dp2"))
-    for model, layout in cases:
+    dp2, tp2 = mw.Layout(dp=2), mw.Layout(tp=2)
+    for model, layout in (("GPT-S", dp2), ("GPT-S", tp2), ("Llama", dp2), ("BERT", dp2)):
         limit = COMPILED if model == "GPT-S" else 1.0
-        target = f"{model}, {layout}, compiled: at most {limit} x uncompiled"
+        target = f"{model}, {layout_text(layout)}, compiled: at most {limit} x uncompiled"
         if only in target:
-            sides = [Side("compiled", LAYOUTS[layout], compile=True), Side("uncompiled", LAYOUTS[layout])]
+            sides = [Side("compiled", layout, compile=True), Side("uncompiled", layout)]
             yield compared(target, model, sides, limit, rounds, steps)
 
 
 def chosen(cluster: Cluster, only: str, rounds: int, steps: int) -> Iterator[Finding]:
-    """What "auto" takes, beside all layouts that are measured."""
-    for model in CHOICES:
-        target = f'{model}, 2 ranks: "auto" within {CHOSEN - 1:.0%} of the fastest layout measured'
+    """What "auto" takes, beside all layouts that are measured. Ranks that share cores are only reported."""
+    for num_ranks, model in itertools.product(CHOICE_RANKS, CHOICES):
+        shared = f" that share {num_cores()} cores" if num_ranks > num_cores() else ""
+        target = f'{model}, {num_ranks} ranks{shared}: "auto" within {CHOSEN - 1:.0%} of the fastest layout measured'
         if only not in target:
             continue
-        layout = chosen_layout(model, cluster)
-        fitting = {name: one for name, one in LAYOUTS.items() if model == "GPT-S" or hugging_face.fits(model, name)}
-        others = [Side(name, one) for name, one in fitting.items() if one != layout]
-        yield compared(target, model, [Side(f"auto: {layout_text(layout)}", layout), *others], CHOSEN, rounds, steps)
+        plan, layouts = chosen_plan(model, cluster, num_ranks)
+        others = [Side(layout_text(layout), layout) for layout in layouts]
+        yield compared(target, model, [Side(f"auto: {layout_text(plan.layout)}", plan), *others], CHOSEN, rounds, steps)
 
 
 def memory(only: str) -> Iterator[Finding]:

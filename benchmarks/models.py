@@ -3,9 +3,9 @@
 Run as ``make bench-models``; writes results/models-parity.md of every model under every layout against one process in
 float64 (the part ``parity``), and results/models.md of the parts ``quality`` ("auto" against layouts by hand,
 simulated), and on two quiet cores ``speed`` (beside eager PyTorch and DistributedDataParallel), ``compiled``,
-``chosen`` ("auto" beside all layouts measured) and ``memory``; each with a .json. ``--only`` runs parts. A word before
-it selects cases by name: ``Llama --only speed compiled``. A file is written when all of its parts ran, with all cases.
-The exit code is 1 if a target is missed.
+``chosen`` ("auto" on 2 and 4 ranks beside all layouts measured) and ``memory``; each with a .json. ``--only`` runs
+parts. A word before it selects cases by name: ``Llama --only speed compiled``. A file is written when all of its parts
+ran, with all cases. The exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rich.progress import track
 import meshwright as mw
 from benchmarks import model_steps, quality, report
 from benchmarks.prediction import calibrated
-from meshwright.ir.result import Check, Comparison, Finding, Settings
+from meshwright.ir.result import Check, Comparison, Finding, Scalar, Settings
+from meshwright.runtime.launch import num_cores
 from tests.distributed import hugging_face, oracle
 from tests.distributed.hugging_face import LAYOUTS, Found
 from tests.distributed.pool import Ranks, RanksFailedError
@@ -176,16 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(name: str, title: str, results: Sequence[Finding], text: str) -> None:
-    settings = {
-        one.series[one.ours].settings: Settings(
-            dtype="float32",
-            ranks=int(one.series[one.ours].settings.split(", ")[-1].split()[0]),
-            threads=1,
-            sizes={"model": one.series[one.ours].settings, "width": model_steps.TIMED.width},
-        )
-        for one in results
-        if isinstance(one, Comparison)
-    }
+    settings = {}
+    for setting in dict.fromkeys(one.series[one.ours].settings for one in results if isinstance(one, Comparison)):
+        ranks, cores = int(setting.split(", ")[-1].split()[0]), num_cores()
+        sizes: dict[str, Scalar] = {"model": setting, "width": model_steps.TIMED.width}
+        if ranks > cores:
+            sizes["cores that ranks share"] = cores
+        settings[setting] = Settings(dtype="float32", ranks=ranks, threads=1, sizes=sizes)
     timed = "a step: zero_grad, forward, loss, backward, update; from when all ranks have met"
     report.write(name, title, COMMAND, timed, settings, results, text)
     print(f"written to benchmarks/results/{name}.md and .json")
@@ -207,8 +205,9 @@ sides. Global batch {oracle.BATCH}, ragged labels, AdamW. In brackets: what "aut
 TEXT = f"""Times: models of 2 layers, {model_steps.TIMED.width} features and {model_steps.TIMED.sequence} positions
 (GPT-S as in the foundation's benchmark), batch {model_steps.TIMED.batch}, SGD with momentum, float32, one thread a
 rank, gloo; medians over alternating rounds in the same processes. CLIP's loss over a part of the batch is another than
-over all of it, so that DistributedDataParallel trains it otherwise. "auto" against layouts by hand is simulated by the
-cost model. Memory is VmHWM of two steps beyond what the process held before them."""
+over all of it, so that DistributedDataParallel trains it otherwise. Four ranks that share cores are planned as if each
+had a core of its own, and are only reported. "auto" against layouts by hand is simulated by the cost model. Memory is
+VmHWM of two steps beyond what the process held before them."""
 
 
 if __name__ == "__main__":

@@ -77,14 +77,15 @@ class RanksFailedError(Exception):
 @dataclass(frozen=True)
 class Call:
     """What the test process sends to each rank: ``name`` is of its group, of the first ``num_ranks`` ranks.
-    ``cache`` is the cache directory of the test, so that no rank plans for what an earlier test calibrated."""
+    ``cache`` is the cache directory of the test, so that no rank plans for what an earlier test calibrated (None: the
+    user's, for a benchmark)."""
 
     name: str
     num_ranks: int
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     warning_filters: list[Any]
-    cache: str
+    cache: str | None
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,8 @@ class Ranks:
             raise ValueError(f"num_ranks is {num_ranks}; the pool has 1 to {MAX_RANKS} ranks")
         self._num_calls += 1
         # Before the start, so that what cannot be pickled costs nothing.
-        message = pickle.dumps(
-            Call(f"call{self._num_calls}", num_ranks, fn, args, list(warnings.filters), os.environ["XDG_CACHE_HOME"])
-        )
+        cache = os.environ.get("XDG_CACHE_HOME")
+        message = pickle.dumps(Call(f"call{self._num_calls}", num_ranks, fn, args, list(warnings.filters), cache))
         if len(self._processes) < num_ranks:
             self._start(num_ranks)
         try:
@@ -256,7 +256,10 @@ def _answer(message: bytes, rank: int, port: int) -> bytes:
         call = pickle.loads(message)
         assert isinstance(call, Call)
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(call.num_ranks)
-        os.environ["XDG_CACHE_HOME"] = call.cache
+        if call.cache is None:
+            os.environ.pop("XDG_CACHE_HOME", None)
+        else:
+            os.environ["XDG_CACHE_HOME"] = call.cache
         store = dist.PrefixStore(call.name, dist.TCPStore(HOST, port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=call.num_ranks)
         torch.set_default_dtype(torch.float32)
