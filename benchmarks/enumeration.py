@@ -77,6 +77,15 @@ def groups(division: Layout, microbatches: int) -> Iterator[Group]:
                 yield group
 
 
+def every_layout(graph: Graph, num_devices: int) -> Iterator[Layout]:
+    """All uniform layouts whose batch divides."""
+    for division in divisions(graph, num_devices):
+        for microbatches in divisors(graph.batch_size // division.dp) if graph.batch_size % division.dp == 0 else ():
+            for group, zero, kind in itertools.product(groups(division, microbatches), ZERO_STAGES, RECOMPUTE):
+                for layout in group if division.dp > 1 or not zero else ():
+                    yield msgspec.structs.replace(layout, zero=zero, recompute=kind)
+
+
 @dataclass(frozen=True)
 class Step:
     """A uniform layout with its simulated step."""

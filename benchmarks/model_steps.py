@@ -185,23 +185,23 @@ def peak_bytes(layout: mw.Layout) -> int:
     return status_bytes("VmHWM") - before
 
 
-def chosen_plan(model: str, cluster: Cluster, num_ranks: int) -> tuple[mw.Plan, list[mw.Layout]]:
-    """What "auto" takes for so many ranks, and the layouts that are possible beside it. More ranks than cores are
-    planned as if each rank had its own core."""
+def chosen_plans(model: str, cluster: Cluster, num_ranks: int) -> list[mw.Plan]:
+    """What "auto" takes for so many ranks, and the plans of the layouts that are possible beside it. More ranks than
+    cores are planned as if each rank had its own core."""
     one = subject(model)
     graph = mw.capture(one.model, one.loss_fn, one.batches[0])
     if num_ranks > cluster.num_devices:
         levels = (msgspec.structs.replace(cluster.levels[0], fan_out=num_ranks),)
         cluster = msgspec.structs.replace(cluster, num_devices=num_ranks, levels=levels)
-    plan = mw.plan(graph, cluster, devices=num_ranks, optimizer=MOMENTUM)
-    others = []
+    auto = mw.plan(graph, cluster, devices=num_ranks, optimizer=MOMENTUM)
+    plans = [auto]
     for layout in LAYOUTS:
-        same = plan.layout.pp == 1 and layout == msgspec.structs.replace(plan.layout, precision=None)
-        if layout.num_ranks == num_ranks and not same:  # stages may be cut otherwise
+        if layout.num_ranks == num_ranks:
             with suppress(LayoutError, PlanError, ScheduleError):  # the model or the batch does not allow it
-                mw.plan(graph, cluster, layout=layout, optimizer=MOMENTUM)
-                others.append(layout)
-    return plan, others
+                plan = mw.plan(graph, cluster, devices=num_ranks, layout=layout, optimizer=MOMENTUM)
+                if plan.layout != auto.layout or plan.firsts != auto.firsts:
+                    plans.append(plan)
+    return plans
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -251,9 +251,9 @@ def chosen(cluster: Cluster, only: str, rounds: int, steps: int) -> Iterator[Fin
         target = f'{model}, {num_ranks} ranks{shared}: "auto" within {CHOSEN - 1:.0%} of the fastest layout measured'
         if only not in target:
             continue
-        plan, layouts = chosen_plan(model, cluster, num_ranks)
-        others = [Side(layout_text(layout), layout) for layout in layouts]
-        yield compared(target, model, [Side(f"auto: {layout_text(plan.layout)}", plan), *others], CHOSEN, rounds, steps)
+        auto, *others = chosen_plans(model, cluster, num_ranks)
+        sides = [Side(f"auto: {layout_text(auto.layout)}", auto), *(Side(layout_text(one.layout), one) for one in others)]
+        yield compared(target, model, sides, CHOSEN, rounds, steps)
 
 
 def memory(only: str) -> Iterator[Finding]:

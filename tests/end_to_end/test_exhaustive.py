@@ -7,9 +7,13 @@ import pytest
 import torch
 
 import meshwright as mw
+from benchmarks.enumeration import Uniform, every_layout
 from benchmarks.exhaustive import gap, stages_agree
 from meshwright.ir.cluster import Level
-from meshwright.models import MLP, classification_loss
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.pipelines import ALIKE
 
 
@@ -41,3 +45,27 @@ def test_boxes_of_cpus_are_searched() -> None:
         graph = mw.capture(MLP((64, 64, 64, 8)), classification_loss, batch)
     plan = mw.plan(graph, cluster, devices=4)
     assert plan.layout.num_ranks == 4
+
+
+def test_uniform_layouts_that_are_left_out_are_not_faster() -> None:
+    """The enumeration beside the same without bounds, on two devices: where all fits, and where a fifth does."""
+    cluster = mw.Cluster.load("h100-box1-ndr400x1", 2)
+    config = GPTConfig(layers=2, width=128, heads=4, vocabulary=512, sequence_length=64, tied_head=False)
+    with torch.device("meta"):
+        tokens = torch.zeros(4, config.sequence_length, dtype=torch.int64)
+        graph = mw.capture(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens})
+    lower, steps = PlanLowering(graph), []
+    ask = Ask(explains=False, fits_buckets=False, lower=lower)
+    for layout in every_layout(graph, cluster.num_devices):
+        plan = plan_layout(graph, layout, world_size=2, cluster=cluster, ask=ask)
+        steps.append((layout, foretell(lower, plan, cluster)))
+    peaks = sorted(step.peak.peak_bytes for _, step in steps)
+    for limit in (peaks[-1], peaks[len(peaks) // 5]):
+        device = msgspec.structs.replace(cluster.device, memory_bytes=limit)
+        uniform = Uniform(graph, msgspec.structs.replace(cluster, device=device))
+        uniform.run()
+        assert uniform.counts.total() == len(steps)
+        assert uniform.counts["left out"] > len(steps) / 3
+        best_s = min(step.played.step_s for _, step in steps if step.fits(limit))
+        assert uniform.best_s == pytest.approx(best_s)
+    assert any(step.fits and (step.layout.zero or step.layout.recompute != "none") for step in uniform.steps)
