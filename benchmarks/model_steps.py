@@ -252,8 +252,8 @@ def chosen(cluster: Cluster, only: str, rounds: int, steps: int) -> Iterator[Fin
         if only not in target:
             continue
         auto, *others = chosen_plans(model, cluster, num_ranks)
-        sides = [Side(f"auto: {layout_text(auto.layout)}", auto), *(Side(layout_text(one.layout), one) for one in others)]
-        yield compared(target, model, sides, CHOSEN, rounds, steps)
+        sides = [Side(layout_text(other.layout), other) for other in others]
+        yield compared(target, model, [Side(f"auto: {layout_text(auto.layout)}", auto), *sides], CHOSEN, rounds, steps)
 
 
 def memory(only: str) -> Iterator[Finding]:
