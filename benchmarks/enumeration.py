@@ -30,7 +30,7 @@ from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.assemble import is_reduction
 from meshwright.schedules.pipeline import least_microbatches
 
-FINALISTS, NEAR = 8, 1.05
+FINALISTS, NEAR = 12, 1.08
 """The uniform layouts that are planned again with the best bucket sizes: within ``NEAR`` of the best, at most so many.
 """
 CONTROLS = 6
@@ -166,7 +166,7 @@ class Uniform:
         found = foretell(self.lower, plan, self.cluster)
         return Step(layout, found.played.step_s, found.fits())
 
-    def shorter_controls(self) -> tuple[int, int]:
+    def better_controls(self) -> tuple[int, int]:
         """How many of some layouts that were left out, drawn at random, fit and are faster; and how many there are."""
         drawn = random.Random(0).sample(self.without, min(CONTROLS, len(self.without)))
         found = []
