@@ -235,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print every target, and write them."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"repetitions (default {ROUNDS}; fewer: no file)")
-    parser.add_argument("--only", nargs="*", default=[], help=f"of {', '.join(case.name for case in CASES)}; no file")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="*", default=[], choices=names, metavar="CASE", help=f"of {names}; no file")
     parser.add_argument("--case", default="", help="plan one case in this process, and print its times as JSON")
     parser.add_argument("--layers", type=int, default=0, help="search for a GPT with so many layers, as --case")
     given = parser.parse_args(arguments)

@@ -11,6 +11,7 @@ import meshwright as mw
 from meshwright.api.alpa import model_of, planned_pair
 from meshwright.api.gshard import MoE, MoEConfig
 from meshwright.cli import run as cli
+from meshwright.cost.optimizer import OptimizerCost
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, language_model_loss
 from meshwright.planner.candidates import Space, more_microbatches, runs
@@ -87,6 +88,19 @@ def by_hand(mixture: Any, x: Tensor) -> Tensor:
                     inner = torch.relu(mixture.up[expert] @ tokens[token])
                     result[number, token] += weights[token, choice] * (mixture.down[expert] @ inner)
     return result.view_as(x)
+
+
+def test_the_state_of_the_largest_mixture_is_smaller_than_its_devices_only_with_adafactor() -> None:
+    pair = next(pair for pair in alpa.PAIRS if pair.title == "MoE 70B on 64 V100")
+    parameters = sum(parameter.numel() for parameter in model_of(pair).parameters())
+    memory = alpa.MEMORY * mw.Cluster.load(alpa.CLUSTER, pair.devices).device.memory_bytes * pair.devices
+
+    def fits(optimizer: OptimizerCost) -> bool:
+        return parameters * 2 * (2 + optimizer.states) < memory
+
+    assert fits(alpa.optimizer_of("moe", "both"))
+    assert not fits(alpa.optimizer_of("moe", "manual"))
+    assert alpa.optimizer_of("gpt", "both") == alpa.optimizer_of("gpt", "manual") == alpa.MASTER_ADAM
 
 
 def test_more_microbatches_are_considered_where_few_do_not_fit() -> None:

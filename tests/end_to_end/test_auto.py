@@ -48,6 +48,7 @@ pytestmark = pytest.mark.usefixtures("without_workers")
 
 HEAVY = msgspec.structs.replace(cost.ADAMW, moved=10**6)
 """An optimizer that moves so much that nothing else counts."""
+UNKNOWN = msgspec.structs.replace(cost.ADAMW, divides=False)
 CLUSTER, FOUR = mw.Cluster.load("cpu-local"), mw.Cluster.load("cpu-local", 4)
 
 
@@ -127,6 +128,50 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
         }
         assert found.step_s <= (1 + ALIKE) * min(one.step_s for one in least_again.values())
     assert shared
+
+
+@pytest.mark.parametrize(("optimizer", "zero"), [(ADAMW, 1), (cost.SGD, 0), (UNKNOWN, 0)])
+def test_ranks_share_by_zero_where_the_update_takes_long(optimizer: OptimizerCost, zero: int) -> None:
+    """Wide layers: AdamW on every rank takes longer than the gathers of updated parameters, SGD does not. An unknown
+    optimizer may look at whole tensors. There is memory enough."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4)), torch.nn.Linear(4096, 8))
+        given = {"inputs": torch.zeros(4096, 4096), "label": torch.zeros(4096, dtype=torch.int64)}
+    graph, cluster = mw.capture(model, classification_loss, given), mw.Cluster.load("h100-80gb-dgx-ndr400x8", 8)
+    space = candidates.Space(holds=lambda shape: shape.dp == 8)
+    clock = TimeLimit(None, lambda what: None)
+    search = layout_search.Search(
+        graph, 8, cluster, PlanLowering, optimizer, False, math.inf, "both", False, clock, space=space
+    )
+    search.run()
+    assert search.best().layout.zero == zero
+    plain = [option for option in search.found if option.layout.microbatches == 1]
+    estimated: dict[int, float] = {option.layout.zero: option.step_s for option in plain}
+    simulated: dict[int, float] = {
+        stage: foretell(
+            PlanLowering(graph), mw.plan(graph, cluster, layout=mw.Layout(dp=8, zero=stage), optimizer=optimizer),
+            cluster, optimizer=optimizer,
+        ).played.step_s
+        for stage in (0, 1)
+    }  # fmt: skip
+    if optimizer.divides:
+        assert all(seconds[zero] * (1 + ALIKE) < seconds[1 - zero] for seconds in (estimated, simulated))
+    else:
+        assert estimated.keys() == {0}
+
+
+def test_every_variation_is_considered_if_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variations are else those akin to the fastest plain layouts, and here are no plain layouts."""
+    monkeypatch.setattr(layout_search, "EVERY_VARIATION", 1)
+    space = candidates.Space(holds=lambda shape: shape.cp == 2)
+    clock = TimeLimit(None, lambda what: None)
+    search = layout_search.Search(
+        gpt(), 4, FOUR, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space
+    )
+    search.run()
+    assert search.found
+    assert search.best().layout.cp == 2
+    assert search.weighed == search.count
 
 
 def test_a_plan_tells_why_the_others_lost() -> None:
@@ -286,13 +331,13 @@ def test_no_layout_by_hand_is_faster(tied: bool) -> None:
         ),
         (
             lambda parameters: type("Own", (torch.optim.AdamW,), {})(parameters, amsgrad=True),
-            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2),
+            msgspec.structs.replace(cost.ADAMW, states=3, moved=cost.ADAMW.moved + 2, divides=False),
         ),
         (lambda parameters: optim.LAMB(parameters), cost.LAMB),
         (lambda parameters: optim.LARC(parameters), cost.LARS),
         (lambda parameters: torch.optim.SGD([{"params": [one for _, one in parameters if one.dim() > 1]}]), cost.SGD),
-        (lambda parameters: torch.optim.Adadelta(parameters), cost.ADAMW),  # not known
-        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), cost.ADAMW),  # cannot be made: refused later
+        (lambda parameters: torch.optim.Adadelta(parameters), UNKNOWN),
+        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), UNKNOWN),  # cannot be made: refused later
     ],
 )
 def test_optimizers_are_counted_as_what_they_are(factory: OptimizerFactory | None, expected: OptimizerCost) -> None:

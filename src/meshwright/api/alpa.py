@@ -9,6 +9,7 @@ from meshwright.api.gshard import MoE, MoEConfig
 from meshwright.api.plans import capture
 from meshwright.capture.garbage import nothing_collected
 from meshwright.catalog import load_cluster
+from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
@@ -44,13 +45,16 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
     limit = alpa.MEMORY * cluster.device.memory_bytes
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
-    search = Search(  # "inter" needs the most layers; the others share their prices
-        graph, pair.devices, cluster, PlanLowering, alpa.optimizer_of(pair.family), False, limit, "inter", False, clock,
-        memory_bytes=limit,
-    )  # fmt: skip
+    shared: dict[OptimizerCost, Search] = {}  # searches with equal optimizers share prices of layers
     found: dict[Kind, Found] = {}
     for kind in _ORDER:
-        search = search.within(*alpa.space_of(pair.family, kind))
+        optimizer = alpa.optimizer_of(pair.family, kind)
+        if optimizer not in shared:  # "inter" needs the most layers
+            shared[optimizer] = Search(
+                graph, pair.devices, cluster, PlanLowering, optimizer, False, limit, "inter", False, clock,
+                memory_bytes=limit,
+            )  # fmt: skip
+        search = shared[optimizer].within(*alpa.space_of(pair.family, kind))
         try:
             search.run()
             plan = search.best()

@@ -215,7 +215,7 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
     """The state that the optimizer of ``factory`` keeps, and the memory that it moves in a step. To find out, the
     optimizer is made over parameters with the shapes of ``graph``, but without memory. RMSprop and Adagrad count as SGD
     with momentum, LARC counts as LARS. An unknown optimizer, or one that cannot be made this way, counts as AdamW, and
-    the log says so."""
+    the log says so. ``divides`` holds for the known optimizers, but not for subclasses of them."""
     if factory is None:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
@@ -225,18 +225,20 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
         )
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything; training shows the error again
         log.info("planned as for AdamW: over parameters without memory the optimizer cannot be made: %s", error)
-        return ADAMW
-    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
-        return cost.MOMENTUM
+        return _UNKNOWN
     base = next((entry for kinds, entry in _COSTS if isinstance(optimizer, kinds)), None)
     if base is None:
         log.info("planned as for AdamW: what %s keeps and moves is not known", type(optimizer).__name__)
-        return ADAMW
+        return _UNKNOWN
+    if base is cost.SGD and any(group["momentum"] for group in optimizer.param_groups):
+        base = cost.MOMENTUM
     options = {option for kind, options in _STATES.items() if isinstance(optimizer, kind) for option in options}
     more = sum(any(group.get(option) for group in optimizer.param_groups) for option in options)
-    return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more)
+    own = all(type(optimizer) not in kinds for kinds, _ in _COSTS)  # a subclass may look at whole tensors
+    return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more, divides=not own)
 
 
+_UNKNOWN = msgspec.structs.replace(ADAMW, divides=False)
 _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (
     ((torch.optim.AdamW,), ADAMW),
     ((torch.optim.Adam,), cost.ADAM),

@@ -1,7 +1,6 @@
 """The time of a step in closed form: each action's pieces run one after the other, in the pipeline's schedule."""
 
 from collections.abc import Iterable
-from functools import cache
 
 import msgspec
 
@@ -11,7 +10,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import ActionKind, Schedule
-from meshwright.schedules.timing import run
+from meshwright.schedules.timing import order_of
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,9 +29,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
     """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
     compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
-    fabric, homes = Fabric(cluster, mesh), schedule.homes
+    fabric, homes, order = Fabric(cluster, mesh), schedule.homes, order_of(schedule)
 
-    @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
         """The seconds of an action, and the part of them in which it computes."""
         stage = work.stages[number]
@@ -44,17 +42,20 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
         pieces = stage.pieces.get(kind.value, ())
         return fabric.pieces_s(pieces, homes[number]), _computing_s(pieces)
 
-    times = run(schedule, lambda action: cost(action.stage, action.kind)[0])
+    costs = [cost(*each) for each in order.distinct]
+    times = order.times((costs[kind][0] for kind in order.kinds), len(schedule.ranks))
+    spent, computing = [0.0] * len(times), [0.0] * len(times)
+    for rank, kind in zip(order.ranks, order.kinds, strict=True):
+        spent[rank] += costs[kind][0]
+        computing[rank] += costs[kind][1]
     ends, busy = [], []
-    for actions, each in zip(schedule.ranks, times, strict=True):
-        stages = sorted({action.stage for action in actions})
+    for rank, each in enumerate(times):
+        stages = sorted(stage for stage, home in homes.items() if home == rank)
         rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
         outside = fabric.pieces_s(rest, homes[stages[0]] if stages else 0)
         ends.append((each[-1][1] if each else 0.0) + outside)
-        costs = [cost(action.stage, action.kind) for action in actions]
-        compute = sum(computing for _, computing in costs) + _computing_s(rest)
-        spent = sum(seconds for seconds, _ in costs) + outside
-        busy.append((compute, max(0.0, spent - compute)))
+        compute = computing[rank] + _computing_s(rest)
+        busy.append((compute, max(0.0, spent[rank] + outside - compute)))
     compute_s, communication_s = max(busy)
     return Predicted(step_s=max(ends), compute_s=compute_s, communication_s=communication_s)
 

@@ -5,11 +5,13 @@ import msgspec
 
 class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For every element of a parameter, an optimizer keeps ``states`` numbers, and reads or writes ``moved`` numbers in
-    a step, in ``kernels`` passes."""
+    a step, in ``kernels`` passes. ``divides``: it updates parts of a tensor as it updates whole tensors, so that ranks
+    may divide the update to save time."""
 
     states: int
     moved: int
     kernels: int
+    divides: bool = True
 
 
 SGD = OptimizerCost(0, 3, 1)

@@ -1,7 +1,7 @@
 """Compare the best options of a search by the programs of the whole model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -77,13 +77,17 @@ class WholeModel:
 class Finalists:
     """The options that fit by their estimates, the fastest first. ``step_s`` maps the name of an option to its estimate
     and, once it is simulated, to the simulated seconds (infinite if it does not fit after all). The first ``at_least``
-    options are simulated in any case, others only if those are slower than estimated."""
+    options are simulated in any case, others only if those are slower than estimated.
+
+    ``shared`` maps the name of an option to the same layout with ZeRO, if ranks that divide the update would save time.
+    If the option is the best, both are compared with the best bucket sizes, on which ZeRO depends most."""
 
     model: WholeModel
     options: Sequence[Option]
     at_least: int
     clock: TimeLimit
     refused: list[str]
+    shared: Mapping[str, Option] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
     real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
     stopped: bool = False
@@ -113,6 +117,12 @@ class Finalists:
         plan, foretold = self.real[best.name]
         if self.at_least:  # without explanations so far
             plan, foretold = self.model.planned(best, explains=True)
+            self.step_s[best.name] = foretold.played.step_s
+        other = self.shared.get(best.name)
+        if other is not None and not self.clock.over:
+            self._simulate(other, explains=True)
+            if self.step_s[other.name] * (1 + ALIKE) < self.step_s[best.name]:
+                return other, *self.real[other.name]
         return best, plan, foretold
 
     @property
@@ -129,10 +139,10 @@ class Finalists:
             key=lambda option: (complexity(option.layout), self.step_s[option.name]),
         )
 
-    def _simulate(self, option: Option) -> None:
+    def _simulate(self, option: Option, *, explains: bool = False) -> None:
         self.clock.say(f"simulating {option.name}")
         try:
-            self.real[option.name] = self.model.planned(option, explains=not self.at_least)
+            self.real[option.name] = self.model.planned(option, explains=explains or not self.at_least)
         except REFUSALS as error:
             self.refused.append(f"{option.name}: {error.problem}")
             self.step_s[option.name] = math.inf

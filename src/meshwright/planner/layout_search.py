@@ -49,7 +49,7 @@ AHEAD = 16
 """Number of entries for which other processes may price layouts before their turn."""
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
-there are more, only those akin to the fastest plain layouts are considered."""
+there are more, only those akin to the fastest plain layouts are considered, unless no layout fits."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered."""
 Entry = Layout | Option | Sketch
@@ -138,11 +138,11 @@ class Search:
             )
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
             first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
-            self.count = sum(len(self.space.runs(shape, self.batch)) for shape in first)
-            for number, shape in enumerate(first):
-                self.prices.expect(map(self.prices.largest, first[number + 1 :]))
-                self._push(shape)
+            self._push_every(first)
             self._climb(every if len(every) > EVERY_VARIATION else [])
+            if not self.found:
+                self._push_every(every)
+                self._climb([])
         except TimeIsOverError:
             self.stopped = True
 
@@ -244,11 +244,14 @@ class Search:
             shape for shape in every
             if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp == 2 or shape.ep > 1)
         ]  # fmt: skip
-        self.count += sum(
-            len(self.space.runs(shape, self.batch)) for shape in near if layout_text(shape) not in self._seen
-        )
-        for number, shape in enumerate(near):
-            self.prices.expect(map(self.prices.largest, near[number + 1 :]))
+        self._push_every(near)
+
+    def _push_every(self, every: list[Layout]) -> None:
+        """Add the runs of the shapes that were not added before."""
+        fresh = [shape for shape in every if layout_text(shape) not in self._seen]
+        self.count += sum(len(self.space.runs(shape, self.batch)) for shape in fresh)
+        for number, shape in enumerate(fresh):
+            self.prices.expect(map(self.prices.largest, fresh[number + 1 :]))
             self._push(shape)
 
     def _weigh_or_price(self, layout: Layout) -> None:
@@ -265,7 +268,8 @@ class Search:
 
     def _weigh(self, layout: Layout) -> None:
         """Estimate a layout. If it does not fit, its variants with less memory come later: they are slower, but for the
-        update of parameters, which ZeRO divides."""
+        update of parameters, which ZeRO divides. If it fits, and its update takes long, its variant with ZeRO comes
+        later."""
         self.clock.say(f"{layout_text(layout)}, layout {self.weighed + 1} of {self.count}")
         try:
             option = self.pipelines.option(layout, self.space.recompute[:1])
@@ -273,12 +277,14 @@ class Search:
             self._refuse(layout, error)
             return
         self.weighed += 1
-        if option.peak_bytes <= self.limit:
+        if self.lighter.fits(option):
             self._keep(option)
+            sketches = self.lighter.spread(option)
         else:
-            for sketch in self.lighter.first_sketches(option):
-                self._put(sketch.bound_s, sketch)
+            sketches = self.lighter.first_sketches(option)
             self._push_next(layout)
+        for sketch in sketches:
+            self._put(sketch.bound_s, sketch)
 
     def _lighten(self, sketch: Sketch) -> None:
         """Take up a variant of a layout that does not fit: first as if ZeRO took no time, and if it fits so, price it.
@@ -296,6 +302,9 @@ class Search:
     def _idealize(self, sketch: Sketch) -> bool:
         """Put a variant back with its ideal option, if it may fit. Returns whether the next ZeRO stage can wait until
         this variant is priced."""
+        last = sketch.zero == self.lighter.last_zero(sketch.plain.layout)
+        if not last and self.lighter.holds_too_much(sketch):
+            return False
         sketch = self.lighter.idealized(sketch)
         assert sketch.ideal is not None
         if self.lighter.may_fit(sketch):
@@ -308,7 +317,7 @@ class Search:
         """Estimate a variant, and keep it if it fits. Returns whether the next ZeRO stage is of no use, or was put on
         the heap with this variant."""
         option = self.lighter.priced(sketch)
-        if option.peak_bytes <= self.limit:
+        if self.lighter.fits(option):
             self._keep(option)
         else:
             self._note_size(sketch, option)
@@ -319,7 +328,7 @@ class Search:
 
     def _note_size(self, sketch: Sketch, option: Option) -> None:
         """Note that the smallest variant of a layout does not fit. It is the variant with the last ZeRO stage."""
-        if sketch.zero == self.lighter.last_zero(sketch.plain.layout):
+        if not self.lighter.fits(sketch.plain) and sketch.zero == self.lighter.last_zero(sketch.plain.layout):
             self.too_large[sketch.plain.name] = sketch.plain, option
 
     def _lighten_first(self) -> None:
@@ -358,7 +367,9 @@ class Search:
         for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
             fastest.setdefault(option.name, option)
         fitting = list(fastest.values())
-        finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
+        finalists = Finalists(
+            self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused, self._shared()
+        )
         best, plan, foretold = finalists.best()
         timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)
@@ -371,3 +382,10 @@ class Search:
             note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
+
+    def _shared(self) -> dict[str, Option]:
+        """The options with the first ZeRO stage, by the names of their layouts without ZeRO."""
+        return {
+            layout_text(msgspec.structs.replace(option.layout, zero=0)): option
+            for option in self.found if option.layout.zero == 1
+        }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Make a layout lighter that does not fit in memory: by ZeRO, recomputation, other strategies, or offload."""
+"""Make a layout lighter that does not fit in memory: by ZeRO, recomputation, other strategies, or offload. Let ZeRO
+divide long updates of a layout that fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,13 +9,14 @@ import msgspec
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.planner.finalists import WholeModel
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
 from meshwright.planner.reasons import complexity
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """ZeRO stage ``zero`` for a layout that does not fit (``plain``), before it is priced.
+    """ZeRO stage ``zero`` for a layout (``plain``), before it is priced. The layout does not fit, or its update takes
+    long.
 
     ``ideal`` is its option as if ZeRO took no time (``Pipelines.ideal``); None: not known yet. ``bound_s`` is a lower
     bound on its seconds.
@@ -52,7 +54,7 @@ class Lighter:
 
     def best(self, options: list[Option]) -> Option:
         """The fastest option that fits; if none fits, the smallest."""
-        fitting = list(filter(self._fits, options))
+        fitting = list(filter(self.fits, options))
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
         return min(fitting, key=lambda option: (option.step_s, complexity(option.layout)))
@@ -60,13 +62,21 @@ class Lighter:
     def is_free(self, option: Option) -> bool:
         """Whether no other variant of the same layout can be faster: it fits without recomputation, and ZeRO moves no
         more bytes than the sums of gradients (stages 1 and 2)."""
-        return self._fits(option) and option.layout.zero < 3 and set(option.recompute) == {self.pipelines.kinds[0]}
+        return self.fits(option) and option.layout.zero < 3 and set(option.recompute) == {self.pipelines.kinds[0]}
 
     def first_sketches(self, plain: Option) -> list[Sketch]:
         """The variants of a layout that does not fit, from which all others follow (``next_sketch``): without ZeRO, and
         with the first stage."""
         more = [zero for zero in self._stages(plain.layout) if zero]
         return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in (0, *more[:1])]
+
+    def spread(self, plain: Option) -> list[Sketch]:
+        """The variant with the first ZeRO stage of a layout that fits, if ranks that divide the update would save more
+        than ``ALIKE`` of the step; else none. This stage moves as many bytes as the sums of gradients."""
+        saved = self.pipelines.divided_s(plain)
+        worthwhile = saved > ALIKE * plain.step_s and self.pipelines.prices.optimizer.divides
+        stages = [zero for zero in self._stages(plain.layout) if zero] if worthwhile else []
+        return [Sketch(plain, zero, plain.step_s - saved, ideal=plain) for zero in stages[:1]]
 
     def last_zero(self, layout: Layout) -> int:
         """The ZeRO stage that needs the least memory."""
@@ -77,25 +87,41 @@ class Lighter:
 
     def next_sketch(self, sketch: Sketch) -> Sketch | None:
         """The variant with the next ZeRO stage. It needs less memory, and ZeRO takes more time in it. No stage follows
-        the variant without ZeRO."""
+        the variant without ZeRO, and none the first stage of a layout that fits."""
+        if self.fits(sketch.plain):
+            return None
         zero = next((zero for zero in self._stages(sketch.layout) if zero > sketch.zero > 0), None)
         return Sketch(sketch.plain, zero, self._bound_s(sketch.plain, zero)) if zero is not None else None
 
     def idealized(self, sketch: Sketch) -> Sketch:
         """The sketch with its ideal option, and the bound that follows from it."""
         ideal = self.pipelines.ideal(sketch.layout)
-        bound_s = self._bound_s(ideal, sketch.zero) if self._fits(ideal) else sketch.bound_s
+        bound_s = self._bound_s(ideal, sketch.zero) if self.fits(ideal) else sketch.bound_s
         return replace(sketch, ideal=ideal, bound_s=bound_s)
+
+    def holds_too_much(self, sketch: Sketch) -> bool:
+        """Whether parameters, gradients and optimizer state alone are more than the ranks of a variant can hold, even
+        if ZeRO divides them evenly. Parameters that several layers share are not counted."""
+        if self.offloads:
+            return False
+        pipelines, layout = self.pipelines, sketch.layout
+        works = pipelines.divided(pipelines.prices.of(msgspec.structs.replace(layout, zero=0, zero_ranks=0)), layout)
+        held = [fact.held for fact in works.facts]
+        each = [state.parameters_bytes + state.gradients_bytes + state.optimizer_bytes for state in held]
+        for shared in works.shared.values():
+            for layer in shared.layers:
+                each[layer] -= shared.num_bytes * (2 + pipelines.prices.optimizer.states)
+        return sum(each[number] for number in pipelines.chain.numbers) > layout.pp * pipelines.limit_bytes
 
     def may_fit(self, sketch: Sketch) -> bool:
         """Whether a variant whose ideal option is known can fit."""
         assert sketch.ideal is not None
-        return self._fits(sketch.ideal) or self._may_be_careful(sketch.layout) or self.offloads
+        return self.fits(sketch.ideal) or self._may_be_careful(sketch.layout) or self.offloads
 
     def fits_plainly(self, sketch: Sketch) -> bool:
         """Whether a variant whose ideal option is known fits without recomputation, as if ZeRO divided everything
         evenly. The next ZeRO stages are not faster then, unless the real option needs more memory."""
-        return sketch.recompute == self.pipelines.kinds[:1] and sketch.ideal is not None and self._fits(sketch.ideal)
+        return sketch.recompute == self.pipelines.kinds[:1] and sketch.ideal is not None and self.fits(sketch.ideal)
 
     def _bound_s(self, option: Option, zero: int) -> float:
         """A lower bound on the seconds of variants of an option with recomputation and a ZeRO stage."""
@@ -105,21 +131,22 @@ class Lighter:
         """The fastest variant of a sketch that fits, with the least recomputation that fits. If none fits, the variant
         that needs the least memory."""
         options = [self.pipelines.option(sketch.layout, [kind for kind in RECOMPUTE if kind in sketch.recompute])]
-        if not self._fits(options[0]):
+        if not self.fits(options[0]):
             options += self._recomputed(options[0])
-        if self.offloads and not any(map(self._fits, options)):
+        if self.offloads and not any(map(self.fits, options)):
             moved = msgspec.structs.replace(sketch.layout, offload="optimizer")
             options.append(self.pipelines.option(moved, self.pipelines.kinds[:1]))
             options += self._recomputed(options[-1])
         return self.best(options)
 
-    def _fits(self, option: Option) -> bool:
+    def fits(self, option: Option) -> bool:
+        """Whether an option needs no more memory than a rank has."""
         return option.peak_bytes <= self.pipelines.limit_bytes
 
     def _recomputed(self, option: Option) -> Iterator[Option]:
         """An option that does not fit, with more and more recomputation until it fits; and the option whose strategies
         need less memory (see ``_careful``). Nothing for an option that fits."""
-        if self._fits(option):
+        if self.fits(option):
             return
         layout = msgspec.structs.replace(option.layout, recompute="none")
         if (careful := self._careful(option)) is not None:
@@ -127,7 +154,7 @@ class Lighter:
         for number in range(1, len(self.pipelines.kinds) + 1):
             again = self.pipelines.option(layout, self.pipelines.kinds[:number])
             yield again
-            if self._fits(again):
+            if self.fits(again):
                 return
 
     def _may_be_careful(self, layout: Layout) -> bool:
@@ -155,4 +182,4 @@ class Lighter:
         except (LayoutError, PlanError):
             return None
         found = msgspec.structs.replace(light, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s)
-        return found if self._fits(found) else None
+        return found if self.fits(found) else None

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -74,6 +75,77 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
     return ()
 
 
+class Order(NamedTuple):
+    """The actions of a schedule in an order in which they can run, whatever time each of them takes.
+
+    ``ranks`` has the rank of each action. ``awaits`` has the numbers of the earlier actions of other ranks for which it
+    waits. ``kinds`` has the number of its stage and kind in ``distinct``.
+    """
+
+    actions: tuple[Action, ...]
+    ranks: tuple[int, ...]
+    awaits: tuple[tuple[int, ...], ...]
+    kinds: tuple[int, ...]
+    distinct: tuple[tuple[int, ActionKind], ...]
+
+    def times(self, seconds: Iterable[float], num_ranks: int) -> list[list[tuple[float, float]]]:
+        """Start and end of each rank's actions. ``seconds`` has the time that each action takes."""
+        times: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
+        free, ends = [0.0] * num_ranks, [0.0] * len(self.actions)
+        for number, (rank, awaits, each) in enumerate(zip(self.ranks, self.awaits, seconds, strict=True)):
+            start = free[rank]
+            for other in awaits:
+                start = max(start, ends[other])
+            free[rank] = ends[number] = start + each
+            times[rank].append((start, free[rank]))
+        return times
+
+
+MOST_ORDERS = 128
+"""Largest number of schedules whose order is kept."""
+_ORDERS: dict[int, tuple[Schedule, Order]] = {}
+"""Maps the id of a schedule to the schedule, which keeps the id from being used again, and to its order."""
+
+
+def order_of(schedule: Schedule) -> Order:
+    """The order of a schedule. Actions that can never run are left out, with all that follow them on their rank."""
+    known = _ORDERS.get(id(schedule))
+    if known is None:
+        if len(_ORDERS) >= MOST_ORDERS:
+            _ORDERS.clear()
+        known = _ORDERS[id(schedule)] = schedule, _ordered(schedule)
+    return known[1]
+
+
+def _ordered(schedule: Schedule) -> Order:
+    explicit = communicates(schedule)
+    actions: list[Action] = []
+    ranks: list[int] = []
+    awaits: list[tuple[int, ...]] = []
+    done, numbers = [0] * len(schedule.ranks), dict[Action, int]()
+    waiting: dict[Action, list[int]] = {}
+    ready = deque(range(len(schedule.ranks)))
+    while ready:
+        rank = ready.popleft()
+        for action in schedule.ranks[rank].actions[done[rank] :]:
+            needed = awaited(action, schedule, explicit=explicit)
+            there = tuple(numbers[dependency] for dependency in needed if dependency in numbers)
+            if needed and not there:
+                for dependency in needed:
+                    waiting.setdefault(dependency, []).append(rank)
+                break
+            numbers[action] = len(actions)
+            actions.append(action)
+            ranks.append(rank)
+            awaits.append(there)
+            done[rank] += 1
+            ready.extend(waiting.pop(action, ()))
+    distinct = dict.fromkeys((action.stage, action.kind) for action in actions)
+    places = {key: place for place, key in enumerate(distinct)}
+    kinds = tuple(places[action.stage, action.kind] for action in actions)
+    return Order(tuple(actions), tuple(ranks), tuple(awaits), kinds, tuple(distinct))
+
+
 def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[Times, ...]:
     """The times of every rank's actions. A rank with fewer times than actions is stuck after its last time.
 
@@ -82,23 +154,7 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
     """
     cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
     chunks = schedule.num_chunks if isinstance(costs, Costs) else 1
-    explicit = communicates(schedule)
-    times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
-    ends: dict[Action, float] = {}
-    waiting: dict[Action, list[int]] = {}
-    ready = deque(range(len(schedule.ranks)))
-    while ready:
-        rank = ready.popleft()
-        for action in schedule.ranks[rank].actions[len(times[rank]) :]:
-            needed = awaited(action, schedule, explicit=explicit)
-            there = [ends[dependency] for dependency in needed if dependency in ends]
-            if needed and not there:
-                for dependency in needed:
-                    waiting.setdefault(dependency, []).append(rank)
-                break
-            start = max(times[rank][-1][1] if times[rank] else 0.0, *there, 0.0)
-            # Add undivided costs and divide by the number of chunks once at the end: whole numbers stay exact.
-            ends[action] = start + cost(action)
-            times[rank].append((start, ends[action]))
-            ready.extend(waiting.pop(action, ()))
+    order = order_of(schedule)
+    times = order.times(map(cost, order.actions), len(schedule.ranks))
+    # Add undivided costs and divide by the number of chunks once at the end: whole numbers stay exact.
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)

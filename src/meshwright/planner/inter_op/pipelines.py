@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
-from meshwright.cost.work import Compute, StepWork
+from meshwright.cost.work import Compute, StageWork, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, layout_text
 from meshwright.ir.pipeline import Pipeline
@@ -115,10 +115,13 @@ class Pipelines:
         for stage in option.work.stages:
             pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
             sums = [*filter(is_reduction, pieces), *filter(is_sum, stage.after)]
-            update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
             sums_s = pieces_s(sums, layout.mesh(), self.prices.network)
-            saved = max(saved, layout.chunks * (update_s * (1 - 1 / layout.dp) + sums_s))
+            saved = max(saved, layout.chunks * (_divided_s(stage, layout) + sums_s))
         return option.step_s - saved
+
+    def divided_s(self, option: Option) -> float:
+        """The seconds that a step saves at most if ranks divide the update of parameters over dp."""
+        return option.layout.chunks * max(_divided_s(stage, option.layout) for stage in option.work.stages)
 
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
@@ -160,12 +163,12 @@ class Pipelines:
 
         def best(kinds: Sequence[Recompute]) -> Option:
             variants = {kind: self.prices.of(msgspec.structs.replace(plain, recompute=kind)) for kind in kinds}
-            return self._best(layout, {kind: self._divided(works, layout) for kind, works in variants.items()})
+            return self._best(layout, {kind: self.divided(works, layout) for kind, works in variants.items()})
 
         option = best(self.kinds[:1])  # nothing is faster than the least recomputation
         return option if option.peak_bytes <= self.limit_bytes else best(self.kinds)
 
-    def _divided(self, works: LayerWorks, layout: Layout) -> LayerWorks:
+    def divided(self, works: LayerWorks, layout: Layout) -> LayerWorks:
         """The works of a layout without ZeRO, with the parts of the state that ZeRO leaves on a rank."""
         once = layout.microbatches == 1  # each gradient is reduced at once, and only a part of it is kept
         key = works, layout.zero, layout.dp, once
@@ -377,6 +380,12 @@ class Pipelines:
         # One stage has few actions; ranks of unlike stages wait for each other in ways that the closed form leaves out.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         return predicted, self._simulated_s(layout, work) if simulates else predicted.step_s
+
+
+def _divided_s(stage: StageWork, layout: Layout) -> float:
+    """The seconds by which the update of a stage is shorter if dp divides it."""
+    update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
+    return update_s * (1 - 1 / layout.dp)
 
 
 def _ranges(stages: Sequence[AssignedStage]) -> list[range]:
