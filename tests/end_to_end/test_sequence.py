@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import meshwright as mw
 from meshwright.capture import builder
 from meshwright.errors import LayoutError
+from meshwright.ir.layout import layout_text
 from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import misfit
 from meshwright.lower.planned_graph import PlannedGraph
+from meshwright.lower.plans import PlanLowering
 from meshwright.lower.stage import lower_stage
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.ops import collectives
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.pipelines import ALIKE
 
 KINDS = {
     collectives.ALL_REDUCE: "all_reduce",
@@ -80,3 +89,68 @@ def test_layouts_that_do_not_fit(layout: mw.Layout, text: str) -> None:
     with pytest.raises(LayoutError) as caught:
         mw.plan(graph, layout=layout)
     assert text in str(caught.value)
+
+
+@cache
+def large_gpt() -> builder.Capture:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=2, width=1024, heads=16, vocabulary=32768, sequence_length=1024))
+        tokens = torch.zeros(16, 1024, dtype=torch.int64)
+        return builder.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
+
+
+@cache
+def mixtral() -> builder.Capture:
+    config = MixtralConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=8, num_local_experts=8, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        tokens = torch.zeros(16, 1024, dtype=torch.int64)
+        batch = {"input_ids": tokens, "labels": tokens}
+        return builder.capture(MixtralForCausalLM(config), lambda model, batch: model(**batch).loss, batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (large_gpt, mw.Layout(cp=2, tp=2)),
+        (large_gpt, mw.Layout(cp=2, tp=4)),
+        (large_gpt, mw.Layout(dp=2, cp=2, tp=2)),
+        (large_gpt, mw.Layout(cp=2, tp=2, context="ring")),
+        (mixtral, mw.Layout(dp=2, ep=2, tp=2)),
+        (mixtral, mw.Layout(dp=2, ep=2, cp=2)),
+        (mixtral, mw.Layout(dp=2, ep=2, cp=2, tp=2)),
+    ],
+    ids=lambda value: layout_text(value) if isinstance(value, mw.Layout) else value.__name__,
+)
+def test_a_program_beside_cp_and_ep_is_not_slower_than_the_explicit_rule(
+    model: Callable[[], builder.Capture], layout: mw.Layout
+) -> None:
+    """Attention stays split over cp, and experts over ep. Simulated steps, so that communication that is hidden does
+    not count."""
+    graph, cluster = model().graph, mw.Cluster.load("h100-80gb-dgx-ndr400x8", 8)
+    lower, seconds = PlanLowering(graph), []
+    for by_rule in (False, True):
+        ask = Ask(by_rule=by_rule, explains=False, lower=lower)
+        plan = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=cluster, ask=ask)
+        for operator in graph.operators:
+            strategy = plan.stage.strategy(operator.name)
+            if operator.target.startswith("meshwright.attention.") and layout.cp > 1:
+                assert strategy["cp"] == ("st" if layout.context == "ring" else "s")
+            if operator.target.startswith("meshwright.experts.") and layout.ep > 1:
+                assert strategy["ep"] == "te"
+        seconds.append(foretell(lower, plan, cluster).played.step_s)
+    assert seconds[0] <= (1 + ALIKE) * seconds[1]
+
+
+def test_keys_that_go_round_a_ring_are_not_split_over_another_axis() -> None:
+    (attention,) = (
+        operator for operator in gpt().graph.operators
+        if operator.name.startswith("blocks.0") and operator.target.startswith("meshwright.attention.")
+    )  # fmt: skip
+    assert attention.rule is not None
+    sizes, (queries, keys) = {"cp": 2, "tp": 2}, attention.rule.joint["st"]
+    assert misfit(attention.rule, {"cp": "st", "tp": "h"}, sizes) is None
+    assert misfit(attention.rule, {"cp": "st", "tp": queries}, sizes) is None
+    assert misfit(attention.rule, {"cp": "st", "tp": keys}, sizes) is not None

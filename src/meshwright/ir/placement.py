@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
-from meshwright.ir.rule import ONE_AXIS, Dim, Factor, PatternOperand, Rule
+from meshwright.ir.rule import ONE_AXIS, RING, Dim, Factor, PatternOperand, Rule
 
 LINEAR = "^"
 """The caret. If a strategy's choice for an axis consists of carets, the operator reads partial sums and makes partial
@@ -175,11 +175,13 @@ def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) ->
     """The first factor that cannot be cut as ``strategy`` asks, and the number of its parts; None if all can be cut.
 
     Parts may differ by one unit if the rule allows it. But no part may be empty, and micro-batches must be equal. A
-    factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only."""
+    factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only. What goes round a
+    ring, the last of its letters, cannot be cut over another axis."""
     for choice in strategy.values():
         if choice in rule.decompositions and rule.decomposition(choice) in ONE_AXIS:
             axes = [axis for axis, other in strategy.items() if other == choice]
-            if len(axes) > 1:
+            moved = rule.members(choice)[-1] if rule.decomposition(choice) == RING else ""
+            if len(axes) > 1 or (moved and moved in strategy.values()):
                 return choice, prod(sizes[axis] for axis in axes)
         for letter in rule.members(choice) if choice and not is_linear(choice) else ():
             parts, size = parts_of(rule, strategy, letter, sizes), rule.sizes[letter]

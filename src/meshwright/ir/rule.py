@@ -8,7 +8,8 @@ import msgspec
 
 from meshwright.errors import RuleError
 
-ONE_AXIS = ("ring", "all_to_all")
+RING = "ring"
+ONE_AXIS = (RING, "all_to_all")
 """Decompositions that work over one mesh axis only."""
 OWN = "own"
 """The name of the factor that splits batch norm's samples into parts with separate statistics. Its decomposition begins

@@ -111,8 +111,7 @@ def shapes(batch_size: int, world_size: int, axes: Axes, most_tp: float = math.i
 
 
 def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = math.inf) -> Iterator[Layout]:
-    """Yield all divisions of ranks with context, expert or sequence parallelism, with one micro-batch. Explicit rules,
-    not the integer program, choose the factors that each axis of these layouts splits."""
+    """Yield all divisions of ranks with context, expert or sequence parallelism, with one micro-batch."""
     for pp in divisors(world_size):
         for cp in divisors(world_size // pp) if axes.attention else (1,):
             for tp in divisors(world_size // pp // cp):

@@ -40,7 +40,7 @@ from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.join_plans import join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
-from meshwright.planner.sequence_rule import sequences_between, split_experts, split_sequence
+from meshwright.planner.sequence_rule import sequences_between, split_attention, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
 from meshwright.planner.tensor_rule import TensorRule
 from meshwright.schedules.pipeline import build
@@ -218,19 +218,20 @@ class _Planner:
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _choose(self) -> None:
-        """Apply the pins, and let the integer program choose the other strategies. For some layouts, explicit rules
-        choose the other strategies instead, later in ``_follow_rules``."""
+        """Apply the pins, and let the integer program choose the other strategies. For layouts with
+        sequence parallelism, and for those that leave nothing to choose, explicit rules give the other strategies
+        later, in ``_follow_rules``."""
         self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
         mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
         ruled = self.ask.by_rule or self.layout.sequence_parallel
-        if ruled or not self.axes.keys().isdisjoint(("cp", "ep", *(() if mixes else self.space))):
+        if ruled or not (mixes or self.axes.keys().isdisjoint(self.space)):
             for operator in self.graph.operators:
                 for axis, letter in self.pins.get(operator.name, {}).items():
                     self.strategies[operator.name][axis] = letter
                     self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}", "pinned"
         elif "tp" in self.axes or self.pins or mixes or self.layout.zero == -1:
             self._require_heads("tp")
-            self._solve(self._of_space() if self.space else self.pins)
+            self._solve(self._of_axes())
 
     def _follow_rules(self) -> None:
         """Add the strategies that the explicit rule of each axis gives, unless a strategy is already decided. With a
@@ -239,10 +240,10 @@ class _Planner:
         required = self.base is None
         for axis in (*DATA_AXES, "ep"):
             if axis in self.sizes:
-                if axis == "ep":
+                if axis == "ep" and self.solved is None:
                     split_experts(self.factors, axis, required=required)
                 self._split_batch(axis)
-        if "cp" in self.sizes:
+        if "cp" in self.sizes and self.solved is None:
             split_sequence(self.factors, "cp", self.layout.context, required=required)
         if self.solved is None:
             if self.space:
@@ -282,11 +283,17 @@ class _Planner:
         self.solved = self.ask.known[key]
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
 
-    def _of_space(self) -> dict[str, Strategy]:
-        """Join the pins with the splits of the spatial axes. The integer program must keep both."""
+    def _of_axes(self) -> dict[str, Strategy]:
+        """Join the pins with the splits of the spatial axes, of attention over ``cp``, and of experts over ``ep``. The
+        integer program must keep all of them."""
         strategies = {operator.name: dict(self.pins.get(operator.name, {})) for operator in self.graph.operators}
-        rule = SpatialRule(Factors(self.graph, self.sizes, strategies), defaultdict(dict))
-        self.axis_notes += rule.split(self.space, required=True)
+        factors = Factors(self.graph, self.sizes, strategies)
+        if self.space:
+            self.axis_notes += SpatialRule(factors, defaultdict(dict)).split(self.space, required=True)
+        if "ep" in self.sizes:
+            split_experts(factors, "ep", required=True)
+        if "cp" in self.sizes:
+            split_attention(factors, "cp", self.layout.context, required=True)
         return {name: strategy for name, strategy in strategies.items() if strategy}
 
     def _require_heads(self, axis: str) -> None:

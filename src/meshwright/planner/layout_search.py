@@ -51,7 +51,7 @@ EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
 there are more, only those akin to the fastest plain layouts are considered, unless no layout fits."""
 AKIN = 3
-"""Number of fastest plain layouts whose variations are considered."""
+"""Number of fastest plain layouts whose variations are considered. Variations of fast variations are considered."""
 Entry = Layout | Option | Sketch
 """What the search takes up in the order of seconds: a layout with its lower bound, an option that fits with its
 estimate, or a variant of a layout that does not fit, with ZeRO or recomputation, with its lower bound."""
@@ -214,9 +214,9 @@ class Search:
                 self._lighten(entry)
             else:
                 taken += 1
-                if akin < AKIN and every and entry.layout.is_plain:
-                    akin += 1
-                    self._push_akin(entry.layout, every)
+                akin += entry.layout.is_plain
+                if akin <= AKIN or not entry.layout.is_plain:
+                    self._push_every([shape for shape in every if _has_one_more(shape, entry.layout)])
         self.weighed = self.count
 
     def _next_to_price(self) -> Iterator[Layout]:
@@ -236,15 +236,6 @@ class Search:
         if self.whole or not self.found:
             return False
         return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
-
-    def _push_akin(self, layout: Layout, every: list[Layout]) -> None:
-        """Add the variations of a plain layout: those with as many stages and as large tp. With tp and without cp, the
-        integer program already splits the sequence where that is faster."""
-        near = [
-            shape for shape in every
-            if shape.pp == layout.pp and shape.tp == layout.tp and (shape.cp == 2 or shape.ep > 1)
-        ]  # fmt: skip
-        self._push_every(near)
 
     def _push_every(self, every: list[Layout]) -> None:
         """Add the runs of the shapes that were not added before."""
@@ -389,3 +380,11 @@ class Search:
             layout_text(msgspec.structs.replace(option.layout, zero=0)): option
             for option in self.found if option.layout.zero == 1
         }  # fmt: skip
+
+
+def _has_one_more(shape: Layout, layout: Layout) -> bool:
+    """Whether a variation has as many stages and as large tp as ``layout``, and either twice its cp or a larger ep. The
+    integer program already splits the sequence over tp where that is faster."""
+    if (shape.pp, shape.tp) != (layout.pp, layout.tp) or shape.sequence_parallel:
+        return False
+    return (shape.cp == 2 * layout.cp and shape.ep == layout.ep) or (shape.cp == layout.cp and shape.ep > layout.ep)

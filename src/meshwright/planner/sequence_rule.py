@@ -34,24 +34,36 @@ def split_experts(factors: Factors, axis: str, *, required: bool) -> None:
         raise LayoutError(f"{axis}={factors.sizes[axis]}, and there are no experts", where="layout", remedy="use ep=1")
 
 
+def split_attention(factors: Factors, axis: str, context: str, *, required: bool) -> None:
+    """Split the queries of attention over ``axis``. ``context`` says how each rank gets all keys and values: by a
+    gather (``gather``), or in rounds from rank to rank (``ring``)."""
+    sequences = factors.sequences()
+    for operator in factors.graph.operators:
+        if axis in factors.strategies[operator.name] or not operator.target.startswith("meshwright.attention"):
+            continue
+        letter = factors.letter_of(operator, sequences, axis)
+        if context == "ring" and letter:
+            rings = operator.rule.joint if operator.rule is not None else {}
+            rounds = next((ring for ring in rings if factors.fits(operator, ring, axis)), None)
+            if rings and rounds is None and required:
+                raise _unequal(factors, operator, axis, "use a sequence that it divides, or context='gather'")
+            letter = rounds or letter
+        if letter is not None:
+            factors.strategies[operator.name][axis] = letter
+        elif operator.target.startswith("meshwright.attention.") and required:
+            raise _unequal(factors, operator, axis, "use a longer sequence")
+
+
 def split_sequence(factors: Factors, axis: str, context: str, *, required: bool) -> None:
-    """Split every operator's sequence over ``axis``. Attention splits its queries. ``context`` says how each rank gets
-    all keys and values: by a gather (``gather``), or in rounds from rank to rank (``ring``)."""
+    """Split every operator's sequence over ``axis``; attention as in ``split_attention``."""
     sequences = factors.sequences()
     whole = repeated_heads(factors.graph) if context == "gather" else set()
+    split_attention(factors, axis, context, required=required)
     for operator in factors.graph.operators:
         if axis not in factors.strategies[operator.name] and not operator.prologue and operator.name not in whole:
             letter = factors.letter_of(operator, sequences, axis)
-            if context == "ring" and operator.target.startswith("meshwright.attention") and letter:
-                rings = operator.rule.joint if operator.rule is not None else {}
-                rounds = next((ring for ring in rings if factors.fits(operator, ring, axis)), None)
-                if rings and rounds is None and required:
-                    raise _unequal(factors, operator, axis, "use a sequence that it divides, or context='gather'")
-                letter = rounds or letter
             if letter is not None:
                 factors.strategies[operator.name][axis] = letter
-            elif operator.target.startswith("meshwright.attention.") and required:
-                raise _unequal(factors, operator, axis, "use a longer sequence")
 
 
 def _unequal(factors: Factors, operator: Operator, axis: str, remedy: str) -> LayoutError:

@@ -187,10 +187,13 @@ class LayerPrices:
         micro-batches have the same strategies: those that are best if all ranks divide the batch. So prices do not
         depend on the order in which layouts are priced."""
         batch = self.chain.graph.batch_size
-        if not single.is_plain or single.stage_sizes or batch % (single.dp * single.microbatches):
+        plain = msgspec.structs.replace(single, cp=1, ep=1, context="gather").is_plain
+        if not plain or single.stage_sizes or batch % (single.dp * single.microbatches):
             return single
-        parts = gcd(batch, self.num_ranks // single.tp)
-        dp, microbatches = (parts, 1) if single.dp > 1 else (1, parts)
+        parts = gcd(batch, self.num_ranks // (single.tp * single.cp))
+        if parts % single.ep:
+            return single
+        dp, microbatches = (parts, 1) if single.dp > single.ep else (single.ep, parts // single.ep)
         return msgspec.structs.replace(single, dp=dp, microbatches=microbatches, zero=0, recompute="none")
 
     def _found(self, single: Layout) -> LayerWorks:

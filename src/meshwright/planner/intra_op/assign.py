@@ -92,7 +92,7 @@ def assign(
         batch = any(graph.factor_classes[name].role == "batch" for name in names)
         if asked.get(operator.name, {}).get(axis) == letter:
             return True
-        allowed = {"dp": batch, "dp_shard": batch, "cp": sequences.issuperset(names), "tp": not batch}
+        allowed = {"dp": batch, "dp_shard": batch, "ep": batch, "cp": sequences.issuperset(names), "tp": not batch}
         return allowed.get(axis, axis not in SPATIAL_AXES)
 
     def keeps(operator: Operator, strategy: Strategy) -> bool:
@@ -108,7 +108,7 @@ def assign(
             met += strategy.get("tp", "") in weights.get(operator.name, ())
         if uses_axes and kind_of(operator) in COMPUTE:
             met += sum(bool(strategy.get(axis)) and not is_linear(strategy[axis]) for axis in free - pinned.keys())
-        for axis in DATA_AXES if uses_axes and not operator.prologue else ():
+        for axis in (*DATA_AXES, "ep") if uses_axes and not operator.prologue else ():
             if axis in sizes and axis not in pinned:
                 met += 2 * (operator.classes.get(strategy.get(axis, "")) is not None)
         return met

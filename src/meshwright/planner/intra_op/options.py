@@ -189,8 +189,8 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
     counts: Counter[str] = Counter()
     letters = {}
     rule = operator.rule
-    rows = [name for name in rule.joint if rule.sums(name) and name != OWN] if rule is not None else []
-    for letter in (*operator.classes, *rows):
+    joint = [name for name in rule.joint if name != OWN] if rule is not None else []
+    for letter in (*operator.classes, *joint):
         name = JOINED.join(sorted(classes_of(operator, letter)))
         letters[name, counts[name]] = letter
         counts[name] += 1
