@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,6 +187,7 @@ ON_META = {
         x[:, :, ::2, ::2], x, [2, 2], [2, 2], [0, 0], [1, 1], False, image(4, 6, 4, 5, dtype=torch.int64),
     ),
     aten.cat.default: lambda x: ([x, x[:, :1]], 1),
+    aten.index.Tensor: lambda x: (x, [None, image(3, 2, dtype=torch.int64), image(2, dtype=torch.int64)]),
 }  # fmt: skip
 """Arguments from an image [4, 6, 8, 10]."""
 FORMS = {
@@ -209,12 +210,12 @@ def test_every_operator_that_is_run_on_the_meta_device_is_compared() -> None:
 
 @pytest.mark.parametrize("function", ON_META, ids=str)
 def test_what_is_found_on_the_meta_device_is_what_pytorch_finds_with_fake_tensors(ran: Ran, function: Any) -> None:
-    for form, dtype in itertools.product(FORMS, (torch.float32, torch.float64, torch.bfloat16)):
+    for form, dtype in itertools.product(FORMS, (torch.float32, torch.float64, torch.bfloat16, torch.float16)):
         outputs._forms.cache_clear()
         args = ON_META[function](FORMS[form](dtype))
         before = ran.count
         made = outputs_of(function, args, {})
-        assert (ran.count == before) == (dtype in outputs._WIDE)
+        assert (ran.count == before) == (dtype in (outputs._WIDE if function in outputs._NORMS else outputs._FLOATS))
         wanted = function(*args)
         for one, other in zip(*[[x] if isinstance(x, Tensor) else x for x in (made, wanted)], strict=True):
             assert (one is None) == (other is None), (form, dtype)
@@ -350,3 +351,13 @@ def test_a_capture_leaves_garbage_collection_as_it_was(collects: bool) -> None:
         assert (list(seen), after, gc.isenabled()) == ([False, False], collects, collects)
     finally:
         gc.enable()
+
+
+def test_an_index_by_places_is_known_and_an_index_by_a_mask_is_not(ran: Ran) -> None:
+    value, places, mask = torch.empty(4, 6), torch.empty(3, dtype=torch.int64), torch.empty(4, dtype=torch.bool)
+    for _ in range(2):
+        before = ran.count
+        assert outputs_of(aten.index.Tensor, (value, [places]), {}).shape == (3, 6)
+        assert ran.count == before
+    with pytest.raises(DynamicOutputShapeException):
+        outputs_of(aten.index.Tensor, (value, [mask]), {})

@@ -50,17 +50,20 @@ _AS_ON_META = frozenset({
     aten.embedding_dense_backward.default, aten.tanh_backward.default, aten.sigmoid.default,
     aten.sigmoid_backward.default, aten.clamp_min.default, aten.addcmul.default, aten.amax.default, aten.max.dim,
     aten.argmax.default, aten.sum.default, aten.scatter_add.default, aten.max_pool2d_with_indices.default,
-    aten.max_pool2d_with_indices_backward.default, aten.cat.default,
+    aten.max_pool2d_with_indices_backward.default, aten.cat.default, aten.index.Tensor,
 })  # fmt: skip
 """Operators whose results have the same layout on the meta device as on fake CPU tensors, if the first tensor has a
-dtype in ``_WIDE`` (batch norm: only in training). They run on the meta device without any mode, which takes less time:
-on fake tensors, PyTorch runs many of them as Python functions that call dozens of operators. The only in-place change
-by an operator of this list is that of batch norm's running statistics."""
+dtype in ``_FLOATS`` (norms: in ``_WIDE``; batch norm: only in training). They run on the meta device without any mode,
+which takes less time: on fake tensors, PyTorch runs many of them as Python functions that call dozens of operators. The
+only in-place change by an operator of this list is that of batch norm's running statistics."""
 _WIDE = frozenset({torch.float32, torch.float64})
+_FLOATS = _WIDE | {torch.bfloat16, torch.float16}
 _BATCH_NORMS = frozenset({
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
 })  # fmt: skip
+_NORMS = _BATCH_NORMS | {aten.native_layer_norm.default}
+"""Operators that keep statistics in float32 if their input is narrower, but not on the meta device."""
 
 
 def _statistics(source: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -149,7 +152,8 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         key = (function, torch.get_default_dtype(), cast, described(args, tensors), described(kwargs, tensors))
     except UnlikeError:
         return _run(function, args, kwargs)
-    if not tensors or torch.is_inference_mode_enabled() or not _follows(function):
+    follows = _follows(function) or (function is aten.index.Tensor and _takes_places(args))
+    if not tensors or torch.is_inference_mode_enabled() or not follows:
         return _run(function, args, kwargs)
     call = _Call(key, (function, args, kwargs, tensors))
     try:
@@ -184,7 +188,8 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_as_on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> bool:
-    if function not in _WITHOUT_META and (function not in _AS_ON_META or tensors[0].dtype not in _WIDE):
+    dtypes = _WIDE if function in _NORMS else _FLOATS
+    if function not in _WITHOUT_META and (function not in _AS_ON_META or tensors[0].dtype not in dtypes):
         return False
     if "device" in kwargs:  # the result would be on that device, with memory
         return False
@@ -236,6 +241,11 @@ def _follows(function: Any) -> bool:
     own = function.namespace in _NAMESPACES
     writes = function._schema.is_mutable and function not in _AS_ON_META and function not in _WITHOUT_META
     return own and not writes and _VALUES_MATTER.isdisjoint(function.tags)
+
+
+def _takes_places(args: tuple[Any, ...]) -> bool:
+    """Whether a tensor is indexed by numbers of places, not by masks, whose values say how large the result is."""
+    return all(index is None or index.dtype in (torch.int32, torch.int64) for index in args[1])
 
 
 def described(value: Any, tensors: list[FakeTensor]) -> Any:
