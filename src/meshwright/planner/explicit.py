@@ -260,8 +260,9 @@ class _Planner:
             memory = self.ask.room_bytes or float(self.cluster.device.memory_bytes)
         layout = self.ask.alike(self.layout) if self.ask.alike is not None else self.layout
         mesh = layout.mesh()
+        pinned = tuple((name, *sorted(strategy.items())) for name, strategy in pins.items())
         key = (mesh, layout.microbatches, memory, self.ask.parameter_bytes, self.ask.whole,
-               layout.batch_statistics, zero)  # fmt: skip
+               layout.batch_statistics, zero, pinned)  # fmt: skip
         if key not in self.ask.known:
             assert self.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
             self.ask.known[key] = assign(
