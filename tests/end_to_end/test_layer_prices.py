@@ -35,6 +35,7 @@ from meshwright.planner.inter_op.chain import Chain, chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.shorten import shorten
+from meshwright.planner.lighter import lighter_bound_s
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face
 
@@ -361,7 +362,7 @@ def test_no_layout_with_zero_is_better_than_its_ideal(layout: mw.Layout) -> None
             ideal, real = pipelines.ideal(level), pipelines.option(level, RECOMPUTE)
             if real.peak_bytes <= limit:
                 assert ideal.peak_bytes <= limit
-                assert pipelines.lighter_bound_s(ideal) <= real.step_s * (1 + 1e-9)
+                assert lighter_bound_s(ideal, prices.network) <= real.step_s * (1 + 1e-9)
 
 
 def small(_: int) -> nn.Module:

@@ -126,6 +126,14 @@ def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = ma
                             yield Layout(dp=dp, cp=cp, ep=ep, tp=tp, pp=pp, sequence_parallel=between, context=context)
 
 
+def has_one_more(shape: Layout, layout: Layout) -> bool:
+    """Whether a variation has as many stages and as large tp as ``layout``, and either twice its cp or a larger ep. The
+    integer program already splits the sequence over tp where that is faster."""
+    if (shape.pp, shape.tp) != (layout.pp, layout.tp) or shape.sequence_parallel:
+        return False
+    return (shape.cp == 2 * layout.cp and shape.ep == layout.ep) or (shape.cp == layout.cp and shape.ep > layout.ep)
+
+
 def runs(shape: Layout, batch_size: int, fewest: int = 1) -> Iterator[Layout]:
     """Yield ``shape`` with all numbers of micro-batches from ``fewest`` on, and for each number all schedules and
     numbers of chunks.

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +28,7 @@ from meshwright.planner.candidates import (
     Only,
     Space,
     axes_of,
+    has_one_more,
     more_microbatches,
     shapes,
     variations,
@@ -52,6 +54,8 @@ EVERY_VARIATION = 24
 there are more, only those akin to the fastest plain layouts are considered, unless no layout fits."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered. Variations of fast variations are considered."""
+FILLED = 4
+"""Number of micro-batches for each stage with which a pipeline is filled well enough to compare divisions of ranks."""
 Entry = Layout | Option | Sketch
 """What the search takes up in the order of seconds: a layout with its lower bound, an option that fits with its
 estimate, or a variant of a layout that does not fit, with ZeRO or recomputation, with its lower bound."""
@@ -66,8 +70,8 @@ class Search:
     estimated or excluded by a lower bound. ``stopped``: the time was over before the end. ``limit`` is the memory limit
     of every rank, and ``memory_bytes`` the limit that was asked for.
 
-    If devices differ, layouts with equal stages are estimated as if all devices were the slowest. Unequal stages are
-    estimated by the devices where they lie (``inter_op.unequal``). The best of both are lowered as they are.
+    If devices differ, layouts are estimated as if all devices were the slowest. The fastest are then cut anew for the
+    devices where their stages lie, beside pipelines with unequal stages (``unlike_stages``).
 
     ``space`` restricts the layouts. ``before`` has the model and the prices of layers of an earlier search (see
     ``within``).
@@ -138,7 +142,7 @@ class Search:
             )
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
             first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
-            self._push_every(first)
+            self._push_every([*first, *(self._nearest(every) if len(every) > EVERY_VARIATION else [])])
             self._climb(every if len(every) > EVERY_VARIATION else [])
             if not self.found:
                 self._push_every(every)
@@ -216,7 +220,7 @@ class Search:
                 taken += 1
                 akin += entry.layout.is_plain
                 if akin <= AKIN or not entry.layout.is_plain:
-                    self._push_every([shape for shape in every if _has_one_more(shape, entry.layout)])
+                    self._push_every([shape for shape in every if has_one_more(shape, entry.layout)])
         self.weighed = self.count
 
     def _next_to_price(self) -> Iterator[Layout]:
@@ -236,6 +240,19 @@ class Search:
         if self.whole or not self.found:
             return False
         return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
+
+    def _nearest(self, every: list[Layout]) -> list[Layout]:
+        """The ``AKIN`` variations with the smallest lower bounds, of those that have ep in place of tp: they may be
+        fast although no plain layout with as many stages is."""
+        bounds = []
+        for number, shape in enumerate(every):
+            runs = self.space.runs(shape, self.batch) if shape.ep > 1 and shape.tp == shape.cp == 1 else []
+            most = max((run.microbatches for run in runs if run.microbatches <= FILLED * run.pp), default=1)
+            for run in (run for run in runs if run.microbatches == most):
+                with suppress(*REFUSALS):
+                    bounds.append((self.pipelines.bound_s(run), number))
+        nearest = dict.fromkeys(number for _, number in sorted(bounds))
+        return [every[number] for number in list(nearest)[:AKIN]]
 
     def _push_every(self, every: list[Layout]) -> None:
         """Add the runs of the shapes that were not added before."""
@@ -351,9 +368,9 @@ class Search:
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
         unlike = UnlikeStages(
-            self.cluster, self.world_size, self.pipelines, self.of_chain, self.most_tp, self.only, self.memory_bytes,
+            self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,
-        ).options(fitting[:AKIN]) if self.space.unlike else []  # fmt: skip
+        ).options(fitting) if self.space.unlike else []  # fmt: skip
         fastest: dict[str, Option] = {}
         for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
             fastest.setdefault(option.name, option)
@@ -380,11 +397,3 @@ class Search:
             layout_text(msgspec.structs.replace(option.layout, zero=0)): option
             for option in self.found if option.layout.zero == 1
         }  # fmt: skip
-
-
-def _has_one_more(shape: Layout, layout: Layout) -> bool:
-    """Whether a variation has as many stages and as large tp as ``layout``, and either twice its cp or a larger ep. The
-    integer program already splits the sequence over tp where that is faster."""
-    if (shape.pp, shape.tp) != (layout.pp, layout.tp) or shape.sequence_parallel:
-        return False
-    return (shape.cp == 2 * layout.cp and shape.ep == layout.ep) or (shape.cp == layout.cp and shape.ep > layout.ep)

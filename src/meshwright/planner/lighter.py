@@ -6,9 +6,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from meshwright.cost.closed_form import pieces_s
+from meshwright.cost.collective import Network
+from meshwright.cost.work import Compute, StageWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
+from meshwright.ir.schedule import ActionKind
 from meshwright.planner.finalists import WholeModel
+from meshwright.planner.inter_op.assemble import is_reduction, is_sum
 from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
 from meshwright.planner.reasons import complexity
 
@@ -73,7 +78,7 @@ class Lighter:
     def spread(self, plain: Option) -> list[Sketch]:
         """The variant with the first ZeRO stage of a layout that fits, if ranks that divide the update would save more
         than ``ALIKE`` of the step; else none. This stage moves as many bytes as the sums of gradients."""
-        saved = self.pipelines.divided_s(plain)
+        saved = self._saved_s(plain)
         worthwhile = saved > ALIKE * plain.step_s and self.pipelines.prices.optimizer.divides
         stages = [zero for zero in self._stages(plain.layout) if zero] if worthwhile else []
         return [Sketch(plain, zero, plain.step_s - saved, ideal=plain) for zero in stages[:1]]
@@ -125,7 +130,11 @@ class Lighter:
 
     def _bound_s(self, option: Option, zero: int) -> float:
         """A lower bound on the seconds of variants of an option with recomputation and a ZeRO stage."""
-        return self.pipelines.lighter_bound_s(option) if zero else option.step_s
+        return lighter_bound_s(option, self.pipelines.prices.network) if zero else option.step_s
+
+    def _saved_s(self, option: Option) -> float:
+        """The seconds that a step saves at most if ranks divide the update of parameters over dp."""
+        return option.layout.chunks * max(_divided_s(stage, option.layout) for stage in option.work.stages)
 
     def priced(self, sketch: Sketch) -> Option:
         """The fastest variant of a sketch that fits, with the least recomputation that fits. If none fits, the variant
@@ -183,3 +192,22 @@ class Lighter:
             return None
         found = msgspec.structs.replace(light, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s)
         return found if self.fits(found) else None
+
+
+def lighter_bound_s(option: Option, network: Network) -> float:
+    """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
+    update, and sums gradients in other ways, which take some time. No rank can save more than the rank that updates
+    and sums the most."""
+    layout, saved = option.layout, 0.0
+    for stage in option.work.stages:
+        pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
+        sums = [*filter(is_reduction, pieces), *filter(is_sum, stage.after)]
+        sums_s = pieces_s(sums, layout.mesh(), network)
+        saved = max(saved, layout.chunks * (_divided_s(stage, layout) + sums_s))
+    return option.step_s - saved
+
+
+def _divided_s(stage: StageWork, layout: Layout) -> float:
+    """The seconds by which the update of a stage is shorter if dp divides it."""
+    update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
+    return update_s * (1 - 1 / layout.dp)

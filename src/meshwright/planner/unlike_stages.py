@@ -1,21 +1,30 @@
-"""Options whose stages differ in dp, in tp, or in their number of ranks, made from the fastest layouts of a search."""
+"""Options whose stages differ in dp, in tp, in their number of ranks, or in their devices, from the fastest layouts."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
+from meshwright.cost.closed_form import predict_step
+from meshwright.cost.occupancy import peak_memory
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.part import part_of, pools_of
+from meshwright.ir.part import memory_of, part_of, pools_of
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS
+from meshwright.planner.inter_op.assemble import assemble
+from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.unequal import Pool, UnequalStages
+from meshwright.planner.lighter import Lighter
 from meshwright.planner.time_limit import TimeLimit
 
+AKIN = 3
+"""Number of fastest layouts from which options with unlike stages are made."""
 MOST_UNEQUAL, MOST_MICROBATCHES = 128, 64
 """Largest number of ranks, and of micro-batches, for which unequal stages are considered."""
 
@@ -27,7 +36,7 @@ class UnlikeStages:
 
     cluster: Cluster
     world_size: int
-    pipelines: Pipelines
+    lighter: Lighter
     lower: Lower
     most_tp: float
     only: Only
@@ -35,8 +44,16 @@ class UnlikeStages:
     clock: TimeLimit
 
     def options(self, fastest: Sequence[Option]) -> list[Option]:
-        """The options that may be faster than ``fastest``, the fastest layouts with equal stages."""
-        return [*self._uneven(fastest), *self._unequal(fastest)]
+        """The options that may be faster than all layouts with equal stages, the fastest of which come first in
+        ``fastest``."""
+        pools = self._pools() if self.world_size > 1 else []
+        cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest, pools)
+        return [*self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN], pools)]
+
+    @property
+    def pipelines(self) -> Pipelines:
+        """Makes the stages of layouts, with the prices of the slowest devices."""
+        return self.lighter.pipelines
 
     @property
     def batch(self) -> int:
@@ -59,7 +76,68 @@ class UnlikeStages:
             if uneven is not None and uneven.peak_bytes <= self.pipelines.limit_bytes:
                 yield uneven
 
-    def _unequal(self, fastest: Sequence[Option]) -> Iterator[Option]:
+    def _pools(self) -> list[Pool]:
+        """The ranks with like devices, and prices of layers there, which are found when they are asked for."""
+        alike, pools, of_all = self.cluster.homogeneous, [], self.pipelines.prices
+        for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
+            part = part_of(self.cluster, ranks)
+            box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
+            prices = LayerPrices(of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks))
+            own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
+            pools.append(Pool(ranks, box, own))
+        return pools
+
+    def _cut_for_devices(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
+        """The fastest layouts of each schedule, each of whose stages lies in one pool, also with ZeRO where the update
+        takes long. They are cut anew by the prices of the devices where stages lie."""
+        kinds: dict[tuple[str, int], list[Option]] = defaultdict(list)
+        for option in fastest:
+            kinds[option.layout.schedule, option.layout.chunks].append(option)
+        for option in (option for options in kinds.values() for option in self._spread(options[:AKIN])):
+            layout = option.layout
+            if layout.pp == 1 or self.clock.over:
+                continue
+            ranks = [set(layout.mesh().stage_ranks(rank)) for rank in range(layout.pp)]
+            homes = [next((pool for pool in pools if each.issubset(pool.ranks)), None) for each in ranks]
+            if None not in homes:
+                with suppress(*REFUSALS):
+                    yield from self._cut_anew(option, [home for home in homes if home is not None])
+
+    def _spread(self, options: Sequence[Option]) -> Iterator[Option]:
+        for option in options:
+            yield option
+            for sketch in self.lighter.spread(option) if not option.layout.zero else ():
+                yield msgspec.structs.replace(option, layout=sketch.layout)
+
+    def _cut_anew(self, option: Option, homes: Sequence[Pool]) -> Iterator[Option]:
+        """The option with other cuts. ``homes`` has the pool of each rank. Nothing if it does not fit."""
+        layout, pipeline = option.layout, option.layout.pipeline
+        places = list(map(pipeline.rank_of, range(pipeline.num_stages)))
+        works, busy = [], []
+        for rank, kind in zip(places, option.recompute, strict=True):
+            pipelines = homes[rank].pipelines
+            works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
+            busy.append(pipelines.busy_s(layout, works[-1]))
+        names = [layer.first for layer in self.pipelines.chain.layers]
+        stages = balanced([0, *map(names.index, option.firsts)], places, busy)
+        work = assemble(
+            works, self.pipelines.chain.priced(stages), pipeline, self.pipelines.prices.optimizer,
+            accumulates=layout.microbatches > 1,
+        )  # fmt: skip
+        few = periods(layout)[0]
+        memory = peak_memory(work, few)
+        limits = [self.memory_bytes or memory_of(self.cluster, home.ranks) for home in homes]
+        if all(rank.peak_bytes <= limit for rank, limit in zip(memory, limits, strict=True)):
+            yield msgspec.structs.replace(
+                option,
+                firsts=self.pipelines.chain.firsts_of(stages),
+                work=work,
+                predicted=predict_step(work, few, layout.mesh(), self.cluster),
+                step_s=simulated_s(layout, work, self.cluster),
+                memory=max(memory, key=lambda rank: rank.peak_bytes),
+            )
+
+    def _unequal(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
         """Options whose stages differ in their number of ranks. If devices are equal, only divisions of stages that are
         priced already are considered, and as many micro-batches as the fastest layouts with stages have."""
         if self.only == "intra" or self.clock.over or self.world_size == 1:
@@ -73,13 +151,6 @@ class UnlikeStages:
         if self.world_size > MOST_UNEQUAL or not counts:
             return
         self.clock.say("simulating unequal stages")
-        pools, of_all = [], self.pipelines.prices
-        for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
-            part = part_of(self.cluster, ranks)
-            box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
-            prices = LayerPrices(of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks))
-            own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
-            pools.append(Pool(ranks, box, own))
         most_ranks = 1 if self.only == "inter" else self.world_size
         unequal = UnequalStages(
             self.cluster, pools, self.batch, self.memory_bytes, known_only=alike, most_ranks=most_ranks

@@ -13,7 +13,7 @@ from meshwright.planner.cut import cut_points, live_bytes, operator_times
 from meshwright.planner.inter_op.layers import group_layers
 from meshwright.planner.inter_op.shorten import shorten
 
-FEWEST_LAYERS = 8
+FEWEST_LAYERS = 10
 """A model with fewer blocks is cut inside its blocks, too."""
 PRICED, MOST_PRICED = 12, 24
 """Numbers of layers that are priced, at least and at most, if the model can be cut so often. There are three layers for

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
-from meshwright.cost.work import Compute, StageWork, StepWork
+from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_reduction, is_sum
+from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
@@ -106,22 +107,6 @@ class Pipelines:
         except (LayoutError, PlanError):  # a model that several micro-batches would change
             return self.prices.of(layout), 1.0
         return works, part if layout.microbatches > 1 or part == 1.0 else part * LEAST
-
-    def lighter_bound_s(self, option: Option) -> float:
-        """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
-        update, and sums gradients in other ways, which take some time. No rank can save more than the rank that updates
-        and sums the most."""
-        layout, saved = option.layout, 0.0
-        for stage in option.work.stages:
-            pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
-            sums = [*filter(is_reduction, pieces), *filter(is_sum, stage.after)]
-            sums_s = pieces_s(sums, layout.mesh(), self.prices.network)
-            saved = max(saved, layout.chunks * (_divided_s(stage, layout) + sums_s))
-        return option.step_s - saved
-
-    def divided_s(self, option: Option) -> float:
-        """The seconds that a step saves at most if ranks divide the update of parameters over dp."""
-        return option.layout.chunks * max(_divided_s(stage, option.layout) for stage in option.work.stages)
 
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
@@ -274,7 +259,20 @@ class Pipelines:
         prices = StagePrices((Submesh.of(0, 1),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
         found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
-        return found.stages if found is not None else None
+        if found is None or layout.chunks == 1:
+            return found.stages if found is not None else None
+        busy = layout.microbatches * seconds + once
+        ranges = balanced(
+            [stage.first for stage in found.stages], list(map(layout.pipeline.rank_of, range(num_stages))),
+            [busy[:, :, 0, stage.variant] for stage in found.stages],
+        )  # fmt: skip
+        return tuple(
+            replace(stage, first=layers[0], last=layers[-1]) for stage, layers in zip(found.stages, ranges, strict=True)
+        )
+
+    def busy_s(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
+        """[i, j]: the seconds of a step in which a stage of layers i to j is busy."""
+        return layout.microbatches * self._stage_seconds(layout, works) + self.stage_once_s(works)
 
     def _stage_seconds(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
@@ -380,12 +378,6 @@ class Pipelines:
         # One stage has few actions; ranks of unlike stages wait for each other in ways that the closed form leaves out.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         return predicted, self._simulated_s(layout, work) if simulates else predicted.step_s
-
-
-def _divided_s(stage: StageWork, layout: Layout) -> float:
-    """The seconds by which the update of a stage is shorter if dp divides it."""
-    update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
-    return update_s * (1 - 1 / layout.dp)
 
 
 def _ranges(stages: Sequence[AssignedStage]) -> list[range]:
