@@ -33,9 +33,9 @@ class Space:
     """The layouts that a search may take (default: all that there are).
 
     ``schedules``: the schedules of layouts with stages. ``recompute``: the kinds of recomputation of stages, in the
-    order of falling memory. ``zero``: the ZeRO stages that may save memory. ``unlike``: whether stages may differ in
-    their ranks. ``fewest`` is the smallest number of micro-batches. ``batch_statistics``: as in ``Layout``. ``holds``
-    says of a division of the ranks, with one micro-batch, whether it belongs to the space.
+    order of falling memory. ``zero``: the ZeRO stages that may save memory or time. ``unlike``: whether stages may
+    differ in their ranks. ``fewest`` is the smallest number of micro-batches. ``batch_statistics``: as in ``Layout``.
+    ``holds`` says of a division of the ranks, with one micro-batch, whether it belongs to the space.
     """
 
     schedules: tuple[ScheduleName, ...] = ("1f1b", *ZERO_BUBBLE, "interleaved")

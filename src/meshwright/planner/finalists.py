@@ -1,7 +1,7 @@
 """Compare the best options of a search by the programs of the whole model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -10,6 +10,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.explicit import Ask, plan_layout
@@ -79,15 +80,14 @@ class Finalists:
     and, once it is simulated, to the simulated seconds (infinite if it does not fit after all). The first ``at_least``
     options are simulated in any case, others only if those are slower than estimated.
 
-    ``shared`` maps the name of an option to the same layout with ZeRO, if ranks that divide the update would save time.
-    If the option is the best, both are compared with the best bucket sizes, on which ZeRO depends most."""
+    If the best option is without ZeRO, and the same layout with ZeRO is among the options, both are compared with the
+    best bucket sizes, on which ZeRO depends most."""
 
     model: WholeModel
     options: Sequence[Option]
     at_least: int
     clock: TimeLimit
     refused: list[str]
-    shared: Mapping[str, Option] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
     real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
     stopped: bool = False
@@ -118,12 +118,20 @@ class Finalists:
         if self.at_least:  # without explanations so far
             plan, foretold = self.model.planned(best, explains=True)
             self.step_s[best.name] = foretold.played.step_s
-        other = self.shared.get(best.name)
+        other = self._with_zero(best.layout)
+        self.stopped |= other is not None and self.clock.over
         if other is not None and not self.clock.over:
             self._simulate(other, explains=True)
             if self.step_s[other.name] * (1 + ALIKE) < self.step_s[best.name]:
                 return other, *self.real[other.name]
         return best, plan, foretold
+
+    def _with_zero(self, layout: Layout) -> Option | None:
+        """The fastest option that is ``layout`` with ZeRO stage 1 or 2."""
+        for option in self.options if not layout.zero else ():
+            if option.layout.zero in (1, 2) and msgspec.structs.replace(option.layout, zero=0) == layout:
+                return option
+        return None
 
     @property
     def _any_fits(self) -> bool:

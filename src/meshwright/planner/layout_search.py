@@ -51,14 +51,15 @@ AHEAD = 16
 """Number of entries for which other processes may price layouts before their turn."""
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
-there are more, only those akin to the fastest plain layouts are considered, unless no layout fits."""
+there are more, only those akin to the fastest layouts, and the most promising with experts over ranks, are considered,
+unless no layout fits."""
 AKIN = 3
 """Number of fastest plain layouts whose variations are considered. Variations of fast variations are considered."""
 FILLED = 4
 """Number of micro-batches for each stage with which a pipeline is filled well enough to compare divisions of ranks."""
 Entry = Layout | Option | Sketch
 """What the search takes up in the order of seconds: a layout with its lower bound, an option that fits with its
-estimate, or a variant of a layout that does not fit, with ZeRO or recomputation, with its lower bound."""
+estimate, or a variant of a layout with ZeRO or recomputation, with its lower bound."""
 
 
 @dataclass
@@ -142,7 +143,9 @@ class Search:
             )
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
             first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
-            self._push_every([*first, *(self._nearest(every) if len(every) > EVERY_VARIATION else [])])
+            self._push_every(first)
+            if len(every) > EVERY_VARIATION:
+                self._push_every(self._nearest(every))
             self._climb(every if len(every) > EVERY_VARIATION else [])
             if not self.found:
                 self._push_every(every)
@@ -219,7 +222,7 @@ class Search:
             else:
                 taken += 1
                 akin += entry.layout.is_plain
-                if akin <= AKIN or not entry.layout.is_plain:
+                if not entry.layout.mixed and (akin <= AKIN or not entry.layout.is_plain):
                     self._push_every([shape for shape in every if has_one_more(shape, entry.layout)])
         self.weighed = self.count
 
@@ -247,8 +250,10 @@ class Search:
         bounds = []
         for number, shape in enumerate(every):
             runs = self.space.runs(shape, self.batch) if shape.ep > 1 and shape.tp == shape.cp == 1 else []
-            most = max((run.microbatches for run in runs if run.microbatches <= FILLED * run.pp), default=1)
+            most = max((run.microbatches for run in runs if run.microbatches <= FILLED * run.pp), default=0)
+            most = most or min((run.microbatches for run in runs), default=0)
             for run in (run for run in runs if run.microbatches == most):
+                self.clock.check()
                 with suppress(*REFUSALS):
                     bounds.append((self.pipelines.bound_s(run), number))
         nearest = dict.fromkeys(number for _, number in sorted(bounds))
@@ -287,7 +292,7 @@ class Search:
         self.weighed += 1
         if self.lighter.fits(option):
             self._keep(option)
-            sketches = self.lighter.spread(option)
+            sketches = self.lighter.faster_by_zero(option)
         else:
             sketches = self.lighter.first_sketches(option)
             self._push_next(layout)
@@ -375,9 +380,7 @@ class Search:
         for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
             fastest.setdefault(option.name, option)
         fitting = list(fastest.values())
-        finalists = Finalists(
-            self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused, self._shared()
-        )
+        finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
         best, plan, foretold = finalists.best()
         timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)
@@ -390,10 +393,3 @@ class Search:
             note = self.clock.stopped(self.weighed, self.count, len(finalists.real))
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return msgspec.structs.replace(plan, alternatives=tuple(lost), prediction=foretold.prediction)
-
-    def _shared(self) -> dict[str, Option]:
-        """The options with the first ZeRO stage, by the names of their layouts without ZeRO."""
-        return {
-            layout_text(msgspec.structs.replace(option.layout, zero=0)): option
-            for option in self.found if option.layout.zero == 1
-        }  # fmt: skip

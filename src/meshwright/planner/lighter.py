@@ -34,7 +34,7 @@ class Sketch:
 
     @property
     def layout(self) -> Layout:
-        """The layout with the ZeRO stage, without recomputation."""
+        """The layout with the ZeRO stage."""
         return msgspec.structs.replace(self.plain.layout, zero=self.zero)
 
     @property
@@ -75,7 +75,7 @@ class Lighter:
         more = [zero for zero in self._stages(plain.layout) if zero]
         return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in (0, *more[:1])]
 
-    def spread(self, plain: Option) -> list[Sketch]:
+    def faster_by_zero(self, plain: Option) -> list[Sketch]:
         """The variant with the first ZeRO stage of a layout that fits, if ranks that divide the update would save more
         than ``ALIKE`` of the step; else none. This stage moves as many bytes as the sums of gradients."""
         saved = self._saved_s(plain)
@@ -107,7 +107,7 @@ class Lighter:
     def holds_too_much(self, sketch: Sketch) -> bool:
         """Whether parameters, gradients and optimizer state alone are more than the ranks of a variant can hold, even
         if ZeRO divides them evenly. Parameters that several layers share are not counted."""
-        if self.offloads:
+        if self.offloads or self._may_be_careful(sketch.layout):
             return False
         pipelines, layout = self.pipelines, sketch.layout
         works = pipelines.divided(pipelines.prices.of(msgspec.structs.replace(layout, zero=0, zero_ranks=0)), layout)
@@ -168,10 +168,8 @@ class Lighter:
 
     def _may_be_careful(self, layout: Layout) -> bool:
         """Whether the integer program can choose strategies of ``layout`` that need less memory."""
-        by_rule = layout.cp > 1 or layout.ep > 1 or layout.sequence_parallel
-        return (
-            self.whole and self.pipelines.kinds[0] == "none" and not by_rule and (layout.tp > 1 or bool(layout.mixed))
-        )
+        chosen = not layout.sequence_parallel and (layout.tp > 1 or bool(layout.mixed))
+        return self.whole and self.pipelines.kinds[0] == "none" and chosen
 
     def _careful(self, option: Option) -> Option | None:
         """The option with strategies that the integer program chooses under the memory limit.
@@ -208,6 +206,6 @@ def lighter_bound_s(option: Option, network: Network) -> float:
 
 
 def _divided_s(stage: StageWork, layout: Layout) -> float:
-    """The seconds by which the update of a stage is shorter if dp divides it."""
+    """The seconds by which the update of a stage is shorter if the ranks with equal parameters divide it."""
     update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
-    return update_s * (1 - 1 / layout.dp)
+    return update_s * (1 - layout.ep / layout.dp)

@@ -1,5 +1,6 @@
 """Options whose stages differ in dp, in tp, in their number of ranks, or in their devices, from the fastest layouts."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.layout import layout_text
 from meshwright.ir.part import memory_of, part_of, pools_of
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only, divisors
@@ -90,10 +91,12 @@ class UnlikeStages:
     def _cut_for_devices(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
         """The fastest layouts of each schedule, each of whose stages lies in one pool, also with ZeRO where the update
         takes long. They are cut anew by the prices of the devices where stages lie."""
-        kinds: dict[tuple[str, int], list[Option]] = defaultdict(list)
+        kinds: dict[tuple[str, int], dict[str, Option]] = defaultdict(dict)
         for option in fastest:
-            kinds[option.layout.schedule, option.layout.chunks].append(option)
-        for option in (option for options in kinds.values() for option in self._spread(options[:AKIN])):
+            if option.memory_bytes is None:  # else its strategies are not those of priced layers
+                plain = layout_text(msgspec.structs.replace(option.layout, zero=0))
+                kinds[option.layout.schedule, option.layout.chunks].setdefault(plain, option)
+        for option in (option for options in kinds.values() for option in self._zeroed([*options.values()][:AKIN])):
             layout = option.layout
             if layout.pp == 1 or self.clock.over:
                 continue
@@ -103,14 +106,15 @@ class UnlikeStages:
                 with suppress(*REFUSALS):
                     yield from self._cut_anew(option, [home for home in homes if home is not None])
 
-    def _spread(self, options: Sequence[Option]) -> Iterator[Option]:
+    def _zeroed(self, options: Sequence[Option]) -> Iterator[Option]:
+        """The options, and those that ZeRO may make faster also with ZeRO."""
         for option in options:
             yield option
-            for sketch in self.lighter.spread(option) if not option.layout.zero else ():
+            for sketch in self.lighter.faster_by_zero(option) if not option.layout.zero else ():
                 yield msgspec.structs.replace(option, layout=sketch.layout)
 
     def _cut_anew(self, option: Option, homes: Sequence[Pool]) -> Iterator[Option]:
-        """The option with other cuts. ``homes`` has the pool of each rank. Nothing if it does not fit."""
+        """The option cut anew, or if that does not fit as it was cut. ``homes`` has the pool of each rank."""
         layout, pipeline = option.layout, option.layout.pipeline
         places = list(map(pipeline.rank_of, range(pipeline.num_stages)))
         works, busy = [], []
@@ -118,24 +122,27 @@ class UnlikeStages:
             pipelines = homes[rank].pipelines
             works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
             busy.append(pipelines.busy_s(layout, works[-1]))
-        names = [layer.first for layer in self.pipelines.chain.layers]
-        stages = balanced([0, *map(names.index, option.firsts)], places, busy)
-        work = assemble(
-            works, self.pipelines.chain.priced(stages), pipeline, self.pipelines.prices.optimizer,
-            accumulates=layout.microbatches > 1,
-        )  # fmt: skip
-        few = periods(layout)[0]
-        memory = peak_memory(work, few)
         limits = [self.memory_bytes or memory_of(self.cluster, home.ranks) for home in homes]
-        if all(rank.peak_bytes <= limit for rank, limit in zip(memory, limits, strict=True)):
-            yield msgspec.structs.replace(
-                option,
-                firsts=self.pipelines.chain.firsts_of(stages),
-                work=work,
-                predicted=predict_step(work, few, layout.mesh(), self.cluster),
-                step_s=simulated_s(layout, work, self.cluster),
-                memory=max(memory, key=lambda rank: rank.peak_bytes),
-            )
+        chain = self.pipelines.chain
+        names = [layer.first for layer in chain.layers]
+        firsts = [0, *map(names.index, option.firsts)]
+        before = [range(first, end) for first, end in itertools.pairwise([*firsts, len(names)])]
+        for stages in (balanced(firsts, places, busy), before):
+            work = assemble(
+                works, chain.priced(stages), pipeline, self.pipelines.prices.optimizer,
+                accumulates=layout.microbatches > 1,
+            )  # fmt: skip
+            memory = peak_memory(work, periods(layout)[0])
+            if all(rank.peak_bytes <= limit for rank, limit in zip(memory, limits, strict=True)):
+                yield msgspec.structs.replace(
+                    option,
+                    firsts=chain.firsts_of(stages),
+                    work=work,
+                    predicted=self.pipelines.predicted(layout, work, self.cluster),
+                    step_s=simulated_s(layout, work, self.cluster),
+                    memory=max(memory, key=lambda rank: rank.peak_bytes),
+                )
+                return
 
     def _unequal(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
         """Options whose stages differ in their number of ranks. If devices are equal, only divisions of stages that are

@@ -42,11 +42,12 @@ FEWEST_MICROBATCHES = 16
 MASTER_ADAM = OptimizerCost(states=6, moved=14, kernels=1)
 """Adam over float16 parameters, in numbers of 2 bytes: it keeps a float32 copy and two float32 moments of each
 parameter. One fused kernel reads the gradient, reads and writes the state, and writes the parameter."""
-MASTER_ADAFACTOR = OptimizerCost(states=2, moved=8, kernels=2)
+MASTER_ADAFACTOR = OptimizerCost(states=2, moved=7, kernels=2)
 """Adafactor without momentum over float16 parameters, in numbers of 2 bytes: it keeps a float32 copy of each parameter.
 Its second moments are one row and one column of each matrix, and are left out. One kernel reads the gradient for the
 moments; the other reads the gradient, reads and writes the copy, and writes the parameter. Alpa's mixtures of experts
-have it (``benchmark_3d_one_case_moe.py``); Adam's 16 bytes for each of 70 B parameters are more than 64 V100 have."""
+have it (``benchmark_3d_one_case_moe.py``), and its compiler divides the update over ranks like any other computation.
+Adam's 16 bytes for each of 70 B parameters are more than 64 V100 have."""
 SEQUENCE, GROUP = 1024, 2048
 """Tokens of a sequence, and of a group that is sent to experts together."""
 EQUAL = 0.05

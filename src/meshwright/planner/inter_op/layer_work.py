@@ -191,7 +191,7 @@ class LayerPrices:
         if not plain or single.stage_sizes or batch % (single.dp * single.microbatches):
             return single
         parts = gcd(batch, self.num_ranks // (single.tp * single.cp))
-        if parts % single.ep:
+        if parts % single.ep or (parts == single.ep < single.dp):
             return single
         dp, microbatches = (parts, 1) if single.dp > single.ep else (single.ep, parts // single.ep)
         return msgspec.structs.replace(single, dp=dp, microbatches=microbatches, zero=0, recompute="none")

@@ -12,6 +12,7 @@ from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
@@ -189,8 +190,14 @@ class Pipelines:
             fastest = self._assigned(layout, [variants[last]], inf)
             assert fastest is not None, "layers can always be cut where memory does not matter"
             return self._made(layout, _ranges(fastest), [(last, variants[last])] * num_stages)
-        chosen = [kinds[stage.variant] for stage in assigned]
-        return self._made(layout, _ranges(assigned), [(kind, variants[kind]) for kind in chosen])
+        chosen = [(kinds[stage.variant], variants[kinds[stage.variant]]) for stage in assigned]
+        if layout.chunks > 1:  # the program made the slowest stage fast, not the rank with the most work
+            ranks = [layout.pipeline.rank_of(stage) for stage in range(num_stages)]
+            busy = [self.busy_s(layout, works) for _, works in chosen]
+            option = self._made(layout, balanced([stage.first for stage in assigned], ranks, busy), chosen)
+            if option.peak_bytes <= self.limit_bytes:
+                return option
+        return self._made(layout, _ranges(assigned), chosen)
 
     def uneven(self, option: Option, others: Mapping[tuple[int, int], LayerWorks]) -> Option | None:
         """The option in which each stage has the sizes of dp and tp that are fastest for it. ``others`` maps sizes of
@@ -209,13 +216,13 @@ class Pipelines:
         """Simulated seconds of a step."""
         return simulated_s(layout, work, self.cluster)
 
-    def _predicted(self, layout: Layout, work: StepWork) -> Predicted:
-        """The closed form of a step."""
+    def predicted(self, layout: Layout, work: StepWork, cluster: Cluster) -> Predicted:
+        """The closed form of a step on ``cluster``."""
         few, more, steps = periods(layout)
-        first = predict_step(work, few, layout.mesh(), self.cluster)
+        first = predict_step(work, few, layout.mesh(), cluster)
         if not steps:
             return first
-        second = predict_step(work, more, layout.mesh(), self.cluster)
+        second = predict_step(work, more, layout.mesh(), cluster)
         fields = Predicted.__struct_fields__
         return Predicted(**{
             name: getattr(first, name) + steps * (getattr(second, name) - getattr(first, name)) for name in fields
@@ -259,16 +266,7 @@ class Pipelines:
         prices = StagePrices((Submesh.of(0, 1),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
         found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
-        if found is None or layout.chunks == 1:
-            return found.stages if found is not None else None
-        busy = layout.microbatches * seconds + once
-        ranges = balanced(
-            [stage.first for stage in found.stages], list(map(layout.pipeline.rank_of, range(num_stages))),
-            [busy[:, :, 0, stage.variant] for stage in found.stages],
-        )  # fmt: skip
-        return tuple(
-            replace(stage, first=layers[0], last=layers[-1]) for stage, layers in zip(found.stages, ranges, strict=True)
-        )
+        return found.stages if found is not None else None
 
     def busy_s(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the seconds of a step in which a stage of layers i to j is busy."""
@@ -374,7 +372,7 @@ class Pipelines:
 
     def _timed(self, layout: Layout, work: StepWork) -> tuple[Predicted, float]:
         """The closed form of a step, and the estimate by which options are compared."""
-        predicted = self._predicted(layout, work)
+        predicted = self.predicted(layout, work, self.cluster)
         # One stage has few actions; ranks of unlike stages wait for each other in ways that the closed form leaves out.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         return predicted, self._simulated_s(layout, work) if simulates else predicted.step_s

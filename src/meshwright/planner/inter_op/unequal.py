@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
@@ -26,7 +25,7 @@ from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.layer_work import LayerWorks
 from meshwright.planner.inter_op.pipelines import Option, Pipelines
-from meshwright.planner.inter_op.rounds import periods, simulated_s
+from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.schedules.pipeline import training_schedule
@@ -176,8 +175,7 @@ class UnequalStages:
                 work, sizes, [last.up_bytes for _, last in ends], [first.down_bytes for first, _ in ends]
             )
         try:
-            few = periods(layout)[0]
-            predicted = predict_step(work, few, layout.mesh(), self.cluster)
+            predicted = self.pools[0].pipelines.predicted(layout, work, self.cluster)
             step_s = simulated_s(layout, work, self.cluster)
         except ScheduleError:
             return None
