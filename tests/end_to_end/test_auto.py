@@ -116,6 +116,10 @@ def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
         sketches = lighter.first_sketches(lighter.pipelines.option(layout, RECOMPUTE[:1]))
         while (more := lighter.next_sketch(sketches[-1])) is not None:
             sketches.append(more)
+        for sketch in sketches:
+            ideal = lighter.idealized(sketch).ideal
+            assert ideal is not None
+            assert not (lighter.holds_too_much(sketch) and ideal.peak_bytes <= limit), "then the ideal cannot fit"
         sketches = [sketch for sketch in map(lighter.idealized, sketches) if lighter.may_fit(sketch)]
         found = lighter.best([lighter.priced(sketch) for sketch in sketches])
         for sketch in sketches:
@@ -172,6 +176,27 @@ def test_every_variation_is_considered_if_nothing_else_fits(monkeypatch: pytest.
     assert search.found
     assert search.best().layout.cp == 2
     assert search.weighed == search.count
+
+
+def test_experts_over_ranks_are_weighed_whatever_the_fastest_plain_layouts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plain layout has the stages of these variations, so that none is akin to a plain layout."""
+    monkeypatch.setattr(layout_search, "EVERY_VARIATION", 1)
+    one = hugging_face.subject("Mixtral", 1)
+    graph = mw.capture(one.model, one.loss_fn, one.batches[0])
+    space = candidates.Space(holds=lambda shape: shape.pp == (2 if shape.is_plain else 1))
+    search = layout_search.Search(
+        graph, 4, FOUR, PlanLowering, ADAMW, False, math.inf, "both", False, TimeLimit(None, lambda what: None),
+        space=space,
+    )  # fmt: skip
+    search.run()
+    every = list(candidates.variations(graph.batch_size, 4, search.axes))
+    bounds = {shape.ep: search.pipelines.bound_s(shape) for shape in every if shape.pp == shape.tp == shape.cp == 1}
+    assert bounds.keys() == {2, 4}
+    assert any(option.layout.is_plain for option in search.found)
+    assert {text for text in search._seen if "ep" in text} == {"dp4 x ep2", "dp4 x ep4"}
+    least = min(option.step_s for option in search.found)
+    for ep, bound_s in bounds.items():  # estimated, or excluded by its own bound
+        assert bound_s > least or any(option.layout.ep == ep for option in search.found)
 
 
 def test_a_plan_tells_why_the_others_lost() -> None:

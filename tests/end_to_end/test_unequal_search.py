@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import msgspec
@@ -24,12 +25,16 @@ from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.candidates import Space
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.unequal import moved_bytes, with_transfers
+from meshwright.planner.layout_search import Search
+from meshwright.planner.time_limit import TimeLimit
+from meshwright.planner.unlike_stages import UnlikeStages
 from meshwright.schedules.pipeline import schedule_of
 
 pytestmark = pytest.mark.usefixtures("without_workers")
@@ -260,3 +265,24 @@ def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_w
     assert said.prediction is not None
     assert found.prediction is not None
     assert said.prediction.step_s <= found.prediction.step_s * 1.02
+
+
+def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:
+    """The search estimates as if both boxes were slow. Cut anew, plans of the whole model take less time, also under
+    schedules with two chunks for each rank, and as long as is estimated."""
+    graph, clock = gpt(width=512), TimeLimit(None, lambda what: None)
+    space = Space(schedules=("1f1b", "zb-v"), holds=lambda shape: shape.pp == 2 and shape.tp == 1)
+    search = Search(graph, 8, SLOW_BOX, PlanLowering, ADAMW, False, math.inf, "both", False, clock, space=space)
+    search.run()
+    before = {option.name: option for option in search.found}
+    unlike = UnlikeStages(SLOW_BOX, 8, search.lighter, search.of_chain, search.most_tp, "both", None, clock)
+    fastest = sorted(search.found, key=lambda option: option.step_s)
+    ratios: dict[str, list[float]] = {"1f1b": [], "zb-v": []}
+    for option in unlike._cut_for_devices(fastest, unlike._pools()):
+        old = before.get(option.name)
+        if old is not None and old.firsts != option.firsts:
+            seconds = [search.model.planned(each, explains=False)[1].played.step_s for each in (old, option)]
+            assert option.step_s == pytest.approx(seconds[1], rel=0.1)
+            ratios[option.layout.schedule].append(seconds[1] / seconds[0])
+    assert all(each and max(each) < 1 for each in ratios.values()), ratios
+    assert min(ratios["1f1b"]) < 0.9
