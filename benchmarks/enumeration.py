@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
@@ -31,8 +32,8 @@ from meshwright.planner.inter_op.assemble import is_reduction
 from meshwright.schedules.pipeline import least_microbatches
 
 FINALISTS, NEAR = 12, 1.08
-"""The uniform layouts that are planned again with the best bucket sizes: within ``NEAR`` of the best, at most so many.
-"""
+"""At most ``FINALISTS`` layouts are planned again with the best bucket sizes: those that take at most ``NEAR`` times as
+long as the fastest."""
 CONTROLS = 6
 """Layouts that were left out, and are simulated all the same, to test that they may be left out."""
 
@@ -45,12 +46,9 @@ def divisions(graph: Graph, num_devices: int) -> Iterator[Layout]:
             for tp in divisors(num_devices // pp // cp):
                 dp = num_devices // pp // cp // tp
                 sequence = (False, True) if tp > 1 and axes.sequences else (False,)
-                contexts = ("gather", "ring") if cp > 1 else ("gather",)
+                contexts: tuple[Literal["gather", "ring"], ...] = ("gather", "ring") if cp > 1 else ("gather",)
                 for ep, between, context in itertools.product(divisors(math.gcd(dp, axes.experts)), sequence, contexts):
-                    yield Layout(
-                        dp=dp, cp=cp, ep=ep, tp=tp, pp=pp, sequence_parallel=between,
-                        context=context,  # type: ignore[arg-type]
-                    )  # fmt: skip
+                    yield Layout(dp=dp, cp=cp, ep=ep, tp=tp, pp=pp, sequence_parallel=between, context=context)
 
 
 Group = tuple[Layout, ...]
@@ -58,7 +56,7 @@ Group = tuple[Layout, ...]
 
 
 def groups(division: Layout, microbatches: int) -> Iterator[Group]:
-    """The layouts of a division of the devices with so many micro-batches."""
+    """The layouts that have this division of the devices and this number of micro-batches, in groups."""
     run = msgspec.structs.replace(division, microbatches=microbatches)
     if run.pp == 1:
         yield (run,)

@@ -186,8 +186,8 @@ def peak_bytes(layout: mw.Layout) -> int:
 
 
 def chosen_plans(model: str, cluster: Cluster, num_ranks: int) -> list[mw.Plan]:
-    """What "auto" takes for so many ranks, and the plans of the layouts that are possible beside it. More ranks than
-    cores are planned as if each rank had its own core."""
+    """The plan that "auto" chooses for ``num_ranks`` ranks, followed by the plans of all other layouts that the model
+    and the batch allow. If there are more ranks than cores, each rank is planned as if it had its own core."""
     one = subject(model)
     graph = mw.capture(one.model, one.loss_fn, one.batches[0])
     if num_ranks > cluster.num_devices:

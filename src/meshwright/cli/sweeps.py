@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def show_sweep(
     run: Run, ranks: int, memory_bytes: float | None, vary: str, scaling: str, fresh: bool, as_json: bool
 ) -> int:
-    """Search a plan for each value in ``vary``, and print all plans; after Ctrl-C, those that were found until then.
+    """Search a plan for each value in ``vary``, and print the plans. Ctrl-C ends the sweep and prints the plans so far.
     Returns the exit code: 1 if a value has no plan, 130 after Ctrl-C.
 
     Raises:

@@ -218,9 +218,9 @@ class _Planner:
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _choose(self) -> None:
-        """Apply the pins, and let the integer program choose the other strategies. For layouts with
-        sequence parallelism, and for those that leave nothing to choose, explicit rules give the other strategies
-        later, in ``_follow_rules``."""
+        """Apply the pins, and let the integer program choose the other strategies. For layouts with sequence
+        parallelism, and for layouts that leave nothing to choose, explicit rules give the other strategies later
+        (``_follow_rules``)."""
         self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
         mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
         ruled = self.ask.by_rule or self.layout.sequence_parallel

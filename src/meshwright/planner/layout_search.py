@@ -245,8 +245,8 @@ class Search:
         return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
 
     def _nearest(self, every: list[Layout]) -> list[Layout]:
-        """The ``AKIN`` variations with the smallest lower bounds, of those that have ep in place of tp: they may be
-        fast although no plain layout with as many stages is."""
+        """The most promising layouts that divide experts over ranks and have no tp: ``AKIN`` layouts, those with the
+        smallest lower bounds. They may be fast even if no plain layout with as many stages is fast."""
         bounds = []
         for number, shape in enumerate(every):
             runs = self.space.runs(shape, self.batch) if shape.ep > 1 and shape.tp == shape.cp == 1 else []

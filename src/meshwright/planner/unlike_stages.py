@@ -45,8 +45,8 @@ class UnlikeStages:
     clock: TimeLimit
 
     def options(self, fastest: Sequence[Option]) -> list[Option]:
-        """The options that may be faster than all layouts with equal stages, the fastest of which come first in
-        ``fastest``."""
+        """Options that may be faster than the options of the search. ``fastest`` has the options of the search, the
+        fastest first."""
         pools = self._pools() if self.world_size > 1 else []
         cut = [] if self.cluster.homogeneous else self._cut_for_devices(fastest, pools)
         return [*self._uneven(fastest[:AKIN]), *cut, *self._unequal(fastest[:AKIN], pools)]
@@ -89,8 +89,8 @@ class UnlikeStages:
         return pools
 
     def _cut_for_devices(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
-        """The fastest layouts of each schedule, each of whose stages lies in one pool, also with ZeRO where the update
-        takes long. They are cut anew by the prices of the devices where stages lie."""
+        """The ``AKIN`` fastest layouts of each schedule, also with ZeRO where the update takes long. They are cut anew
+        by the prices of the devices where their stages lie. Layouts with a stage on unlike devices are left out."""
         kinds: dict[tuple[str, int], dict[str, Option]] = defaultdict(dict)
         for option in fastest:
             if option.memory_bytes is None:  # else its strategies are not those of priced layers
@@ -107,14 +107,15 @@ class UnlikeStages:
                     yield from self._cut_anew(option, [home for home in homes if home is not None])
 
     def _zeroed(self, options: Sequence[Option]) -> Iterator[Option]:
-        """The options, and those that ZeRO may make faster also with ZeRO."""
+        """Each option as it is, and a second time with ZeRO if a divided update may make it faster."""
         for option in options:
             yield option
             for sketch in self.lighter.faster_by_zero(option) if not option.layout.zero else ():
                 yield msgspec.structs.replace(option, layout=sketch.layout)
 
     def _cut_anew(self, option: Option, homes: Sequence[Pool]) -> Iterator[Option]:
-        """The option cut anew, or if that does not fit as it was cut. ``homes`` has the pool of each rank."""
+        """The option with a new cut. If the new cut does not fit in memory, the option keeps its old cut. ``homes`` has
+        the pool of each rank."""
         layout, pipeline = option.layout, option.layout.pipeline
         places = list(map(pipeline.rank_of, range(pipeline.num_stages)))
         works, busy = [], []

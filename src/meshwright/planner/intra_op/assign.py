@@ -64,16 +64,17 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators and storage of all parameters, over the axes of ``mesh`` except ``pp``.
 
-    The axes ``dp`` and ``dp_shard`` split the batch only, ``cp`` the sequence only, ``tp`` any factor but the batch,
-    the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules.
+    The axes ``dp``, ``dp_shard`` and ``ep`` split the batch only, ``cp`` the sequence only, ``tp`` any factor but the
+    batch, the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules: experts
+    are pinned on ``ep``.
 
     Args:
         lower: makes the programs of operators, from which their costs are computed.
         microbatches: the number of micro-batches of a step.
         own_statistics: whether batch norm computes statistics from each rank's own samples.
         uses_axes: use all axes wherever possible, even if that costs time. Operators then split their batch over
-            ``dp``. Matrix products split their weights over ``tp``. Products, convolutions and attention split any
-            factor over mixed axes.
+            ``dp`` and ``ep``. Matrix products split their weights over ``tp``. Products, convolutions and attention
+            split any factor over mixed axes.
         memory_bytes: the limit of a rank's parameters, gradients, optimizer state and activations together.
         whole: parameters that are stored whole; operators may still read parts of them.
         costs: the cost model; None: the costs of ``cluster``.
