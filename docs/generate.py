@@ -248,14 +248,16 @@ def validation_page() -> str:
         GENERATED.format(source="validation/*.csv"),
         "",
         "Published step times, each table with its citation in the column `source`, and what `meshwright validate`",
-        "says of them, with one set of parameters a device ([what was fitted to what](../predictor.md)). Errors are in",
-        "percent; *constant* is the error of one constant efficiency fitted to that very table.",
+        "says of them, with one set of parameters a device and one profile a software ([what was fitted to",
+        "what](../predictor.md)). Errors are in percent; *inside* is the share of times in their interval of 80 %, and",
+        "*constant* the error of one constant efficiency fitted to that very table.",
         "",
-        "| table | runs | mean | 90th percentile | bias | rank correlation | constant |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| table | software | runs | mean | 90th percentile | bias | inside | rank correlation | memory | constant |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| [{name}](../../validation/{name}.csv) | {one.cases} | {one.mape:.1f} | {one.p90:.1f} | {one.bias:+.1f} "
-            f"| {one.spearman:.3f} | {one.baseline_mape:.1f} |"
+            f"| [{name}](../../validation/{name}.csv) | {', '.join(one.software)} | {one.cases} | {one.mape:.1f} "
+            f"| {one.p90:.1f} | {one.bias:+.1f} | {one.coverage:.0%} | {one.spearman:.3f} "
+            f"| {'' if one.memory_mape is None else f'{one.memory_mape:.1f}'} | {one.baseline_mape:.1f} |"
             for name, one in found.items()
         ),
         "",

@@ -105,6 +105,7 @@ def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
         "        bubble                       0 us       0 us         -",
         "        step                         10 s     12.5 s      0.80",
         "        peak memory                 3 MiB      0 MiB         -",
+        "in 80 % of runs a step takes 8.31 s to 12 s (software unknown): this run is outside",
         "off most: computing on rank 0, 8 s predicted and 10 s measured: +16.0% of the step",
         found.explanation,
     ])  # fmt: skip

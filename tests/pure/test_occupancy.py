@@ -1,17 +1,25 @@
 """Memory over a schedule: what lives with which micro-batches, and the verdict against a limit."""
 
+import math
+from statistics import NormalDist
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.occupancy import memory_verdict, peak_memory
+from meshwright.cost.occupancy import fit_chance, memory_verdict, peak_memory, taken_bytes
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
 from meshwright.ir.device import Condition, Device, Kernels
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.part import room_of
 from meshwright.ir.schedule import Action, Schedule
+from meshwright.ir.software import Software, Spread
 from meshwright.schedules.check import check
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
@@ -87,12 +95,29 @@ def test_the_peak_is_where_workspace_and_saved_are_most_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "verdict"), [(127, "fits"), (126, "fits"), (120, "marginal"), (117, "marginal"), (116, "does not fit")]
+    ("limit", "verdict"), [(127, "fits"), (125, "fits"), (124, "marginal"), (117, "marginal"), (116, "does not fit")]
 )
 def test_the_verdict_leaves_a_margin(limit: float, verdict: str) -> None:
+    """With a deviation of 5 %, 9 of 10 peaks are at most 6.6 % above the predicted."""
     peaks = peak_memory(StepWork((stage(),)), schedule("none", 1, 1))
     assert peaks[0].peak_bytes == 117
-    assert memory_verdict(max(one.peak_bytes for one in peaks), limit) == verdict
+    assert memory_verdict(max(one.peak_bytes for one in peaks), limit, 0.05) == verdict
+
+
+@given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.01, 1.0))
+def test_the_chance_to_fit_is_that_of_a_lognormal_peak(peak: float, limit: float, deviation: float) -> None:
+    expected = NormalDist(math.log(peak), deviation).cdf(math.log(limit))
+    assert fit_chance(peak, limit, deviation) == pytest.approx(expected, abs=1e-9)
+    assert fit_chance(peak, limit, 0.0) == (peak <= limit)
+
+
+@pytest.mark.parametrize(("name", "context"), [("h100-dgx", 1.5 * 2**30), ("cpu-local", 0.0)])
+def test_the_room_of_tensors_is_what_surely_fits(name: str, context: float) -> None:
+    machine = load_cluster(name, software=Software(fragmentation=0.1, spread=Spread(memory=0.05)))
+    kind, memory_bytes = machine.device.kind, machine.device.memory_bytes
+    taken = taken_bytes(room_of(machine, range(1)), machine.software, kind)
+    assert fit_chance(taken, memory_bytes, 0.05) == pytest.approx(0.9, abs=1e-6)
+    assert taken_bytes(100.0, machine.software, kind) == pytest.approx((110.0 if context else 100.0) + context)
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.kernels import Rates
 from meshwright.cost.recalibrate import MOST, Corrections, factors, recalibrate
 from meshwright.errors import ClusterError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Member
 from meshwright.ir.device import Device, Kernels
 from meshwright.ir.ledger import Ledger, RankEntry
+from meshwright.ir.software import Software
 from meshwright.ir.summary import RankTimes
 
 CORE = Device(
@@ -89,36 +91,47 @@ def test_what_is_too_little_to_tell_from_changes_nothing() -> None:
 def test_the_corrected_cluster_foretells_the_run() -> None:
     slower = ledger((times(0, 8.0, 2.0, 0.0, 0.0), times(0, 10.0, 6.0, 0.0, 0.0)))
     found = recalibrate(CLUSTER, slower)
-    for size in (1e5, 1e7, 1e10):
-        assert found.device.efficiency_at("matmul", size) == pytest.approx(CORE.efficiency_at("matmul", size) / 1.25)
-    assert found.device.efficiency_at("pointwise", 1e4) == pytest.approx(0.08)
-    kernels = found.device.kernels
-    assert kernels is not None
-    assert (kernels.kernel_s, kernels.launch_s) == pytest.approx((3.75e-6, 1.25e-5))
-    assert kernels.matmul_fraction == pytest.approx(0.905 / 1.25)
+    before, after = (Rates(cluster.device, cluster.software) for cluster in (CLUSTER, found))
+    for kind, size in (("matmul", 1e5), ("matmul", 1e10), ("pointwise", 1e4), ("softmax", 1e4)):
+        expected = 1.25 * before.seconds(kind, "float32", size, size)
+        assert after.seconds(kind, "float32", size, size) == pytest.approx(expected)
+    assert after.kernel_s == pytest.approx(1.25 * before.kernel_s)
     for num_bytes in (100, 10**6):
         expected = 3 * Network(CLUSTER).collective_s("all_reduce", num_bytes, Group(2))
         assert Network(found).collective_s("all_reduce", num_bytes, Group(2)) == pytest.approx(expected)
     assert [row.time_s for row in found.collectives] == [pytest.approx(3e-3), 1e-3]
-    assert found.levels[1] == CLUSTER.levels[1]
-    assert (found.device.peak_flops_per_s, found.num_devices) == (CORE.peak_flops_per_s, 4)
+    assert (found.levels[1], found.device) == (CLUSTER.levels[1], CLUSTER.device)
+    assert found.software == Software(pace=1.25, runs=1)
+
+
+def test_several_runs_correct_by_their_geometric_mean() -> None:
+    before = times(0, 8.0, 2.0, 0.0, 0.0)
+    runs = [ledger((before, times(0, 8.0 * k, 2.0 * k, 0.0, 0.0))) for k in (1.0, 4.0)]
+    found = recalibrate(CLUSTER, *runs)
+    assert found.software.pace == pytest.approx(2.0)
+    assert found.software.runs == 2
+    assert found.levels[0].alpha_s == pytest.approx(2e-5)
+
+
+def test_a_level_is_corrected_by_the_runs_that_cross_it() -> None:
+    before = times(0, 8.0, 2.0, 0.0, 0.0)
+    inside = ledger((before, times(0, 8.0, 4.0, 0.0, 0.0)))
+    across = ledger((before, times(0, 8.0, 8.0, 0.0, 0.0)), levels=("box", "rack"))
+    found = recalibrate(CLUSTER, inside, across)
+    assert [level.alpha_s for level in found.levels] == pytest.approx([1e-5 * 8**0.5, 2e-4])
 
 
 def test_a_run_as_predicted_leaves_the_cluster_and_says_so() -> None:
     same = times(0, 8.0, 2.0, 0.0, 0.0)
     found = recalibrate(CLUSTER, ledger((same, same)))
-    assert msgspec.structs.replace(found, source="measured") == CLUSTER
+    assert msgspec.structs.replace(found, source="measured", software=Software()) == CLUSTER
     assert found.source == (
-        "measured; corrected by a run of GPT as dp2: computing takes 1.000 times as long, communication 1.000 times"
+        "measured; corrected by a run of GPT as dp2: computing takes 1.000 times as long, communication over box 1.000 "
+        "times"
     )
     again = recalibrate(found, ledger((same, same)))
     assert again.source == found.source
     assert files.decode(msgspec.toml.encode(found), Cluster, where="c.toml", toml=True) == found
-
-
-def test_no_efficiency_gets_above_one() -> None:
-    faster = ledger((times(0, 8.0, 2.0, 0.0, 0.0), times(0, 4.0, 2.0, 0.0, 0.0)))
-    assert recalibrate(CLUSTER, faster).device.efficiency["matmul"] == ((1e6, 0.4), (1e9, 1.0))
 
 
 def test_devices_of_members_are_corrected_too() -> None:
@@ -129,7 +142,7 @@ def test_devices_of_members_are_corrected_too() -> None:
         ),
     )  # fmt: skip
     found = recalibrate(unlike, ledger((times(0, 8.0, 2.0, 0.0, 0.0), times(0, 16.0, 4.0, 0.0, 0.0))))
-    assert found.device_of(0) == found.device_of(1) != CORE
+    assert found.software.pace == 2.0
     assert found.levels[0].alpha_s == 2e-5
 
 
@@ -142,6 +155,3 @@ def test_what_cannot_be_corrected_is_refused() -> None:
         recalibrate(CLUSTER, off)
     with pytest.raises(ClusterError, match=r"cluster other: the ledger is of a run on 'two-boxes'"):
         recalibrate(msgspec.structs.replace(CLUSTER, name="other"), ledger((same, same)))
-    bare = msgspec.structs.replace(CORE, efficiency={}, kernels=None)
-    with pytest.raises(ClusterError, match="the device has no efficiency curves that could be corrected"):
-        recalibrate(msgspec.structs.replace(CLUSTER, device=bare), ledger((same, same)))

@@ -153,7 +153,10 @@ def test_the_command_prints_what_the_issue_asks_for(tmp_path: Path, capsys: pyte
         "cases", "mape", "p90", "bias", "spearman", "baseline_mape", "oom_balanced_accuracy", "rows",
     ]  # fmt: skip
     assert told["cases"] == 1
-    assert list(told["rows"][0]) == ["case", "predicted_s", "measured_s", "predicted_peak_bytes", "fits"]
+    assert list(told["rows"][0]) == [
+        "case", "predicted_s", "measured_s", "predicted_peak_bytes", "fits", "interval_s", "fit_chance",
+        "reported_peak_bytes", "measured_peak_bytes",
+    ]  # fmt: skip
     assert err == f"left out: bad (line 3): seq: it is blank; {COLUMNS['seq']}\n"
     assert cli(["validate", str(path)]) == 0
     assert "1 runs: mean error" in capsys.readouterr().out
@@ -165,19 +168,20 @@ def test_the_command_prints_what_the_issue_asks_for(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "tight"),
+    ("name", "software", "limit", "tight"),
     [
-        ("korthikanti_2022", 4.0, []),
-        ("narayanan_2021", 5.0, []),
-        ("llm_foundry", 12.0, []),
-        ("zero_bubble", 4.0, []),
-        ("torchtitan", 9.0, ["llama2-70b 64xa100 batch 2 selective"]),  # which ran out of memory
-        ("nemo_2024", 7.0, ["Nemotron-340B 128xh100"]),  # which ran
+        ("korthikanti_2022", "megatron-lm", 4.0, []),
+        ("narayanan_2021", "megatron-lm", 5.0, []),
+        ("llm_foundry", "llm-foundry", 5.0, []),
+        ("zero_bubble", "megatron-lm", 4.0, []),
+        # the first ran, at an unknown peak; the second ran out of memory
+        ("torchtitan", "torchtitan", 7.0, ["llama2-13b 64xa100 batch 2 none", "llama2-70b 64xa100 batch 2 selective"]),
+        ("nemo_2024", "nemo", 6.0, ["Nemotron-340B 128xh100"]),  # which ran
     ],
 )
-def test_published_measurements_are_met(name: str, limit: float, tight: list[str]) -> None:
+def test_published_measurements_are_met(name: str, software: str, limit: float, tight: list[str]) -> None:
     """Better than one constant efficiency, and ``tight`` is all that does not fit."""
-    found = validate(Path(__file__).parents[2] / "validation" / f"{name}.csv")
+    found = validate(Path(__file__).parents[2] / "validation" / f"{name}.csv", software)
     assert not found.left_out
     assert [row.case for row in found.rows if not row.fits] == tight
     assert found.mape is not None
@@ -188,15 +192,15 @@ def test_published_measurements_are_met(name: str, limit: float, tight: list[str
 
 
 def test_published_memory_is_met() -> None:
-    """Peaks that torchtitan reports: a little more than predicted of the small model, not a third off of any."""
+    """Peaks that torchtitan reports: the small model within 10 %, none a fifth off."""
     cases, _ = read_cases(Path(__file__).parents[2] / "validation" / "torchtitan.csv")
     ratios = {
         case.name: estimate_memory(case.setup, case.cluster).peak_bytes / case.measured_peak_bytes
         for case in cases
         if case.measured_peak_bytes
     }
-    assert all(0.84 < ratio < 1.0 for name, ratio in ratios.items() if "llama3-8b" in name and "h200" not in name)
-    assert all(0.65 < ratio < 1.3 for ratio in ratios.values())
+    assert all(0.9 < ratio < 1.11 for name, ratio in ratios.items() if "llama3-8b" in name)
+    assert all(0.8 < ratio < 1.11 for ratio in ratios.values())
 
 
 def test_a_row_with_memory_alone_is_judged_by_it(tmp_path: Path) -> None:

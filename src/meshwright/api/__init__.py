@@ -1,7 +1,15 @@
 """The public functions, which join planning and running. The command line calls only these functions."""
 
 from meshwright.api.alpa import recompute_alpa
-from meshwright.api.machine import calibrate, calibrated, calibration_file, is_busy, measure_machine, recalibrate
+from meshwright.api.machine import (
+    calibrate,
+    calibrated,
+    calibration_file,
+    is_busy,
+    learn_from_runs,
+    measure_machine,
+    recalibrate,
+)
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
 from meshwright.api.runs import Trained, train, trainer_of, verify_run
@@ -32,6 +40,7 @@ __all__ = [
     "is_busy",
     "launched",
     "launched_rank",
+    "learn_from_runs",
     "load_cluster",
     "measure_machine",
     "num_devices",

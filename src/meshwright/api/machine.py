@@ -5,20 +5,22 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
-from meshwright.catalog import load_cluster, reported_cluster
+from meshwright.catalog import load_cluster, reported_cluster, with_software
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.transport import mpi
 from meshwright.cost.recalibrate import recalibrate as corrected
-from meshwright.errors import ClusterError, LaunchError, MeshwrightError
+from meshwright.errors import ClusterError, FileFormatError, LaunchError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Calibration, Cluster
 from meshwright.ir.ledger import Ledger
+from meshwright.ir.software import Software
+from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch
 from meshwright.runtime.loop import Progress, Silent
@@ -54,30 +56,65 @@ def calibrate(
         return known
     if launch.launched():
         measured = (measured_by or measure_machine)()
-        return from_rank_0(lambda: _keep(measured, target))
+        return from_rank_0(lambda: save_cluster(measured, target))
     scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
     cluster = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
     shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
-    return _keep(cluster, target)
+    return save_cluster(cluster, target)
 
 
-def recalibrate(ledger: Ledger) -> Cluster:
-    """Correct this machine's calibration by the ledger of a run, and keep the result in place of the calibration.
+def recalibrate(*ledgers: Ledger, where: str = "--recalibrate") -> Cluster:
+    """Correct this machine's calibration by the ledgers of runs, and keep the result in place of the calibration.
 
     Raises:
-        ClusterError: this machine was not calibrated, or the ledger deviates by more than any constant explains.
+        ClusterError: this machine was not calibrated, or a ledger deviates by more than any constant explains.
         LaunchError: the file cannot be written.
     """
     known = calibrated()
     if known is None:
         raise ClusterError(
-            "there is nothing to correct: this machine was not calibrated", where="--recalibrate",
+            "there is nothing to correct: this machine was not calibrated", where=where,
             remedy="run `meshwright calibrate` first",
         )  # fmt: skip
-    return _keep(corrected(known, ledger), calibration_file())
+    return save_cluster(corrected(known, *ledgers), calibration_file())
 
 
-def _keep(cluster: Cluster | None, target: Path) -> Cluster:
+def learn_from_runs(directories: Sequence[Path], cluster: str = "", output: Path | None = None) -> tuple[Cluster, Path]:
+    """Correct a cluster by runs of ``meshwright train``. Return it and the file to which it was written.
+
+    Without ``cluster`` this machine's calibration is corrected, and ``output`` is by default the calibration's file.
+    With ``cluster`` (a name or a file), ``output`` is needed unless ``cluster`` is a file.
+
+    Raises:
+        FileFormatError: a directory is not that of a run, or has no ledger.
+        ClusterError: as for ``recalibrate``; or there is no file to write to.
+        LaunchError: the file cannot be written.
+    """
+    ledgers = []
+    for directory in directories:
+        ledger = read_run(directory).ledger
+        if ledger is None:
+            raise FileFormatError(
+                "prediction and measurement were not compared in this run", where=str(directory),
+                remedy="give a run that made at least 2 steps with a predicted plan",
+            )  # fmt: skip
+        ledgers.append(ledger)
+    if not cluster and output is None:
+        return recalibrate(*ledgers, where="--from"), calibration_file()
+    known = _ours(load_cluster(cluster)) if cluster else calibrated()
+    if known is None:
+        raise ClusterError(
+            "there is nothing to correct: this machine was not calibrated", where="--from",
+            remedy="run `meshwright calibrate` first, or name a cluster with --cluster",
+        )  # fmt: skip
+    target = output or Path(cluster)
+    if target.suffix != ".toml":
+        raise ClusterError("no file is named", where="--output", remedy="name the cluster file to write: mine.toml")
+    return save_cluster(corrected(known, *ledgers), target), target
+
+
+def save_cluster(cluster: Cluster | None, target: Path) -> Cluster:
+    """Write a cluster file, and return the cluster; raises a LaunchError if it cannot be written."""
     assert cluster is not None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +157,7 @@ def calibrated() -> Cluster | None:
     if reason:
         log.info("%s is stale: %s", path, reason)
         return None
-    return cluster
+    return _ours(cluster)
 
 
 def is_busy(measurement: Calibration) -> bool:
@@ -137,23 +174,30 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
     """The given cluster. If none is given, this machine: on a CPU as it was calibrated, else ``cpu-local``; on CUDA one
     box of this machine's devices.
 
+    A cluster that says nothing of its software gets our own profile.
+
     ``num_ranks``: an open-ended cluster grows to at least this number of devices. This machine grows too: more ranks
     than cores are planned as if each rank had its own core.
     """
     if isinstance(cluster, Cluster):
-        return cluster
+        return _ours(cluster)
     if cluster is not None:
-        known = load_cluster(cluster)
+        known = _ours(load_cluster(cluster))
         return known.resized(num_ranks) if known.open_ended and num_ranks > known.num_devices else known
     if device.type == "cpu":
-        generic = load_cluster("cpu-local")
+        generic = _ours(load_cluster("cpu-local"))
         here = _runnable(calibrated() or generic)
         if num_ranks <= here.num_devices:
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
     properties = torch.cuda.get_device_properties(device)
-    return reported_cluster(properties.name, properties.total_memory, torch.cuda.device_count())
+    return _ours(reported_cluster(properties.name, properties.total_memory, torch.cuda.device_count()))
+
+
+def _ours(cluster: Cluster) -> Cluster:
+    """The cluster with our own profile of software, unless it has another."""
+    return with_software(cluster, "meshwright") if cluster.software == Software() else cluster
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:

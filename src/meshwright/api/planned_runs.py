@@ -9,15 +9,17 @@ import torch
 from meshwright import build
 from meshwright.api.machine import known_cluster
 from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, simulate
-from meshwright.cost.occupancy import Occupancy, memory_verdict
+from meshwright.cost.occupancy import Occupancy, fit_chance, memory_verdict, taken_bytes
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.interval import Interval, interval, step_deviation
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run
+from meshwright.ir.summary import summarize
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner import compare
@@ -33,15 +35,19 @@ CPU = torch.device("cpu")
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with its prediction, and whether it fits in a rank's memory (``verdict``). ``constants``: the source of
-    the cluster's constants. ``programs`` are the programs of one rank, if a rank was asked for. ``changes`` are the
-    changes of one thing that would make a layout fit that does not, the fastest first. ``lost`` says why another layout
-    was not chosen, if it was asked for."""
+    """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
+    ``interval_s`` holds 80 % of the times of such steps. ``constants``: the source of the cluster's constants;
+    ``software``: the name of the profile. ``programs`` are the programs of one rank, if a rank was asked for.
+    ``changes`` are the changes of one thing that would make a layout fit that does not, the fastest first. ``lost``
+    says why another layout was not chosen, if it was asked for."""
 
     plan: Plan
     constants: str
     memory_bytes: float
     verdict: Occupancy
+    fit_chance: float
+    interval_s: Interval
+    software: str
     programs: RankPrograms | None = None
     changes: tuple[Change, ...] = ()
     lost: Alternative | None = None
@@ -75,19 +81,25 @@ def plan_run(
     foretold = foretell(lower, chosen, known, optimizer=optimizer, clips=clips)
     chosen = msgspec.structs.replace(chosen, prediction=foretold.prediction)
     fullest, limit = foretold.fullest(memory_bytes)
-    verdict = memory_verdict(fullest.peak_bytes, limit)
+    software, kind = known.software, known.device.kind
+    taken = fullest.peak_bytes if memory_bytes else taken_bytes(fullest.peak_bytes, software, kind)
+    deviation = software.spread.memory
+    verdict, chance = memory_verdict(taken, limit, deviation), fit_chance(taken, limit, deviation)
+    exposed = max(times.exposed_s for times in summarize(foretold.trace())) / foretold.played.step_s
     changes: tuple[Change, ...] = ()
     lost = None
     if verdict == "does not fit" and not chosen.layout.stage_sizes:
         changes = compare.changes_that_fit(
-            graph, chosen.layout, known, PlanLowering, memory_bytes=limit, optimizer=optimizer, clips=clips
+            graph, chosen.layout, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
         )
     if why_not is not None:
         lost = compare.why_not(
-            graph, why_not, chosen, known, lower, memory_bytes=limit, optimizer=optimizer, clips=clips
+            graph, why_not, chosen, known, lower, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
         )
     return Planned(
         plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
+        fit_chance=chance, software=software.name,
+        interval_s=interval(foretold.played.step_s, step_deviation(software.spread, exposed)),
         changes=changes, lost=lost,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from meshwright.errors import ClusterError, refuse
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device, device_problems, quantity_problems
+from meshwright.ir.software import Software, software_problems
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _VENDORS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
@@ -102,8 +103,11 @@ def load_device(name: str) -> Device:
     return _device_file(file_name).device
 
 
-def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None = None) -> Cluster:
-    """A cluster by file, by catalog name, or by the grammar DEVICE-BOX-FABRIC, with ``num_devices`` devices if given.
+def load_cluster(
+    name_or_path: str | os.PathLike[str], num_devices: int | None = None, software: str | Software | None = None
+) -> Cluster:
+    """A cluster by file, by catalog name, or by the grammar DEVICE-BOX-FABRIC, with ``num_devices`` devices if given,
+    and with ``software`` (a profile, or a name for ``load_software``) in place of its own if given.
 
     - A path ends in ``.toml`` or has a directory. Any other text is a name.
     - DEVICE is one of ``device_names()`` or an alias (``h100-80gb``). BOX is a kind from ``parts.toml``, such as
@@ -126,7 +130,43 @@ def load_cluster(name_or_path: str | os.PathLike[str], num_devices: int | None =
         cluster = _read(f"clusters/{text}.toml", Cluster)
     else:
         cluster = _from_grammar(text, _parts().machines.get(text, text))
+    cluster = with_software(cluster, software)
     return cluster if num_devices is None else cluster.resized(num_devices)
+
+
+def with_software(cluster: Cluster, software: str | Software | None) -> Cluster:
+    """The cluster with a profile, or with the profile that ``load_software`` finds by name; unchanged for None."""
+    if software is None:
+        return cluster
+    profile = software if isinstance(software, Software) else load_software(software)
+    return msgspec.structs.replace(cluster, software=profile)
+
+
+def software_names() -> list[str]:
+    """The names of the catalog's software profiles."""
+    return _names("software")
+
+
+def load_software(name_or_path: str | os.PathLike[str]) -> Software:
+    """A software profile by its name in the catalog, or from a file: a ``.toml`` file with the fields of ``Software``,
+    or a cluster file, whose ``[software]`` is taken.
+
+    Raises:
+        ClusterError: the name is unknown (the message suggests similar names), or a number is impossible.
+        FileFormatError: the file cannot be read or has a wrong key.
+    """
+    text = os.fspath(name_or_path)
+    if text.endswith(".toml") or os.path.dirname(text):
+        described = b"num_devices" in files.read_bytes(text)
+        found = files.load(text, Cluster).software if described else files.load(text, Software)
+    elif text in _names("software"):
+        found = _read(f"software/{text}.toml", Software)
+    else:
+        known = ", ".join(software_names())
+        remedy = files.did_you_mean(text, software_names(), f"profiles: {known}; a file's name ends in .toml")
+        raise ClusterError(f"unknown software {text!r}", where="software", remedy=remedy)
+    refuse(ClusterError, software_problems(found, text))
+    return found
 
 
 def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Cluster:

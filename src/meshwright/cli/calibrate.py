@@ -1,4 +1,4 @@
-"""``meshwright calibrate``: measure this machine, without a model, so that predictions hold for it."""
+"""``meshwright calibrate``: measure this machine, or learn from runs, so that predictions hold."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshwright.cli import display
+from meshwright.errors import ClusterError, FileFormatError
+from meshwright.ir import files
 
 if TYPE_CHECKING:
     from meshwright.api import Cluster
+    from meshwright.prediction import LearnedCluster
 
 EPILOG = display.examples(
     "meshwright calibrate",
@@ -16,6 +19,8 @@ EPILOG = display.examples(
     "meshwright calibrate --if-stale --json",
     "torchrun --nnodes 2 ... --no-python meshwright calibrate --output cluster.toml",
     "mpirun -n 4 meshwright calibrate --output machine.toml",
+    "meshwright calibrate --from RUNS.csv --software torchtitan --output mine.toml",
+    "meshwright calibrate --from runs/gpt --from runs/gpt-tp2",
     note="The file is a cluster file: `meshwright clusters FILE` shows it, and --cluster FILE plans for it.",
 )
 
@@ -23,19 +28,33 @@ EPILOG = display.examples(
 def calibrate(
     output: Path | None = typer.Option(None, help="Where to write the cluster file; default: the user's cache."),
     if_stale: bool = typer.Option(False, "--if-stale", help="Only where the last one no longer holds."),
+    learn: list[Path] = typer.Option(
+        [], "--from", metavar="RUNS.csv|RUN_DIR", help="Learn from a table of runs, or from runs of `meshwright train`."
+    ),
+    cluster: str = typer.Option("", help="With --from: the cluster to correct; default: that of the runs."),
+    software: str = typer.Option("", help="With --from a table: the profile to start from, for rows that name none."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Measure this machine's cores and the links between them, in less than a minute. Best while nothing else runs."""
+    """Measure this machine's cores and the links between them, in less than a minute, best while nothing else runs. Or
+    learn from runs: what their software does differently."""
+    if learn:
+        if if_stale:
+            raise ClusterError("runs do not become stale", where="--if-stale", remedy="leave it out")
+        _learn(learn, cluster, software, output, as_json)
+        return
+    for option, value in (("--cluster", cluster), ("--software", software)):
+        if value:
+            raise ClusterError("this machine is measured", where=option, remedy="give --from too, or leave it out")
     from meshwright import api
 
     with display.cursor_kept():
-        cluster = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
+        measured = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
     if api.launched_rank() > 0:
         return
     if as_json:
-        display.print_json(cluster)
+        display.print_json(measured)
         return
-    _print(cluster)
+    _print(measured)
     display.console().print(f"\nwritten to {output or api.calibration_file()}")
 
 
@@ -54,6 +73,65 @@ def measure_rank() -> "Cluster | None":
     from meshwright import api
 
     return display.on_rank(api.measure_machine)
+
+
+def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, as_json: bool) -> None:
+    """Learn from a table or from directories of runs; write the cluster file and print what was learned."""
+    tables = [path for path in paths if path.suffix == ".csv"]
+    if tables and len(paths) > 1:
+        raise FileFormatError(
+            f"{len(paths)} sources are given, and one is a table", where="--from",
+            remedy="give one table, or directories of runs",
+        )  # fmt: skip
+    if not tables:
+        if software:
+            remedy = "leave it out: runs of `meshwright train` correct the profile of their own cluster"
+            raise ClusterError("the runs are ours", where="--software", remedy=remedy)
+        from meshwright import api
+
+        corrected, target = api.learn_from_runs(paths, cluster, output)
+        if as_json:
+            display.print_json(corrected)
+        else:
+            display.console().print(f"{corrected.source}\n\nwritten to {target}")
+        return
+    if output is None:
+        raise FileFormatError(
+            "a table says nothing of this machine", where="--output", remedy="name the cluster file to write: mine.toml"
+        )
+    from meshwright import prediction
+
+    found = prediction.learn_table(tables[0], cluster=cluster, software=software)
+    display.write(output, files.encode_toml(found.cluster))
+    for row in found.left_out:
+        typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
+    if as_json:
+        display.print_json(found)
+        return
+    print_learned(found)
+    display.console().print(f"\nwritten to {output}: use it with --cluster {output}, or --software {output}")
+
+
+def print_learned(found: "LearnedCluster") -> None:
+    """Print the learned numbers of a profile: which the runs tell, and which stay as they were."""
+    terminal, learned = display.console(), found.learned
+    table = display.table(("number", "before", "learned", "uncertain by", ""), left=("number", ""))
+    for number in learned.numbers:
+        deviation = f"{number.deviation_before:.0%} -> {number.deviation:.0%}"
+        table.add_row(
+            number.name, f"{number.before:.4g}", f"{number.value:.4g}", deviation,
+            "" if number.told else "the runs say little: stays near what it was",
+        )  # fmt: skip
+    terminal.print(table)
+    terminal.print()
+    if learned.error is not None:
+        runs = "1 run" if learned.software.runs == 1 else f"{learned.software.runs} runs"
+        terminal.print(
+            f"{runs}: mean error of their times {learned.error_before:.1f} % before, {learned.error:.1f} % now (on "
+            "these very runs)"
+        )
+    for note in learned.notes:
+        terminal.print(f"note: {note}")
 
 
 def _print(cluster: "Cluster") -> None:

@@ -3,19 +3,27 @@
 import typer
 
 from meshwright.cli import display
+from meshwright.errors import ClusterError
 
 EPILOG = display.examples(
     "meshwright clusters",
     "meshwright clusters a100-80gb-dgx-hdr200x8",
     "meshwright clusters cpu-local --json",
+    "meshwright clusters --software",
 )
 
 
 def clusters(
     name: str = typer.Argument("", help="One cluster: a name, DEVICE-BOX-FABRIC, or a .toml file."),
+    software: bool = typer.Option(False, "--software", help="List the profiles of software instead."),
     as_json: bool = display.JSON,
 ) -> None:
-    """List the clusters of the catalog, or show one."""
+    """List the clusters of the catalog, or show one. With --software, list the profiles of software."""
+    if software:
+        if name:
+            raise ClusterError("profiles of software are listed", where=name, remedy="leave it out")
+        _list_software(as_json)
+        return
     from meshwright import api
 
     listed = [api.load_cluster(name)] if name else [api.load_cluster(key) for key in api.cluster_names()]
@@ -43,3 +51,19 @@ def clusters(
             f"{level.name}: {level.fan_out} together, {level.alpha_s * 1e6:.3g} us a message, {rate:.3g} GB/s"
             f"{f' x {level.links} links' if level.links > 1 else ''}: {level.origin}  ({level.source})"
         )
+
+
+def _list_software(as_json: bool) -> None:
+    from meshwright import prediction
+
+    profiles = [prediction.load_software(name) for name in prediction.software_names()]
+    if as_json:
+        display.print_json(profiles)
+        return
+    titles = ("software", "steps deviate", "peaks deviate", "source")
+    table = display.table(titles, left=("software", "source"), wrapped=("source",))
+    for profile in profiles:
+        spread = profile.spread
+        table.add_row(profile.name, f"{spread.step:.0%}", f"{spread.memory:.0%}", profile.source)
+    display.console().print(table)
+    display.console().print("\nGive one with --software, or learn one: meshwright calibrate --from RUNS.csv")

@@ -1,6 +1,7 @@
 """The terminal output of commands: lines, tables, and progress bars that disappear when they are done."""
 
 import logging
+import math
 import re
 import shlex
 import signal
@@ -216,6 +217,20 @@ def num_bytes(text: str, where: str) -> int:
     if match is None:
         raise FileFormatError(f"{text!r} is not a size", where=where, remedy="write a number and a unit, as in 16MiB")
     return round(float(match[1]) * UNITS[match[2] or ""])
+
+
+def seconds(text: str, where: str) -> list[float]:
+    """The times in a list such as ``1.52,1.49``; raises a FileFormatError if one is no positive number."""
+    found = []
+    for part in text.split(","):
+        try:
+            value = float(part)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < math.inf:
+            raise FileFormatError(f"{part!r} is no number of seconds", where=where, remedy="write 1.52,1.49,1.50")
+        found.append(value)
+    return found
 
 
 def numbers(text: str, where: str, remedy: str) -> list[int]:

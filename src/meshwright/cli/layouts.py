@@ -20,10 +20,11 @@ VARIED = ("cluster", "devices", "seq", "batch")
 
 def show_layouts(
     model: str, cluster: str, devices: int, batch: int, sequence: int, vary: str, scaling: str, price: float,
-    as_json: bool,
+    software: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Search layouts and print them; with ``vary``, print the best layout for each value. ``price``: US dollars per
-    device and hour; 0: the catalog's price. Returns the exit code: 1 if a search found no layout that fits."""
+    device and hour; 0: the catalog's price. ``software``: a profile in place of the cluster's. Returns the exit code:
+    1 if a search found no layout that fits."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -34,10 +35,10 @@ def show_layouts(
             if vary.startswith("devices") and scaling == "weak":
                 value["batch"] = max(1, batch * int(value["devices"]) // int(values[0]["devices"]))
             started = time.perf_counter()
+            machine = prediction.load_cluster(value["cluster"], value["devices"] or None, software or None)
             result = prediction.find_layouts(
-                model, value["cluster"], devices=value["devices"] or None, global_batch=value["batch"],
-                sequence=value["seq"], usd_per_hour=price or None,
-            )  # fmt: skip
+                model, machine, global_batch=value["batch"], sequence=value["seq"], usd_per_hour=price or None
+            )
             rows.append((value, result, time.perf_counter() - started))
             bars.advance()
     if as_json:
@@ -53,7 +54,7 @@ def show_layouts(
     elif vary:
         _print_varied(vary, scaling, rows)
     else:
-        _print(model, *rows[0])
+        _print(model, software, *rows[0])
     return 0 if all(result.options for _, result, _ in rows) else 1
 
 
@@ -87,12 +88,13 @@ def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [asked | {key: number} for number in numbers]
 
 
-def _print(model: str, value: dict[str, Any], result: "SearchResult", seconds: float) -> None:
+def _print(model: str, software: str, value: dict[str, Any], result: "SearchResult", seconds: float) -> None:
     from meshwright.prediction import load_cluster
 
     terminal = display.console()
     terminal.print(f"{model} on {value['cluster']}: {result.considered} setups weighed in {seconds:.2f} s")
-    terminal.print(f"constants of the cluster: {load_cluster(value['cluster']).constants}\n")
+    machine = load_cluster(value["cluster"], software=software or None)
+    terminal.print(f"constants of the cluster: {machine.constants}; software {machine.software.name}\n")
     if not result.options:
         terminal.print("nothing fits", end="")
         if result.nearest is not None:

@@ -11,8 +11,9 @@ FACTORS = (0.25, 0.5, 2, 4)
 
 
 def write_report(
-    path: Path, model: str, cluster: str, devices: int, batch: int, sequence: int, price: float, command: str
-) -> int:
+    path: Path, model: str, cluster: str, devices: int, batch: int, sequence: int, price: float, software: str,
+    command: str,
+) -> int:  # fmt: skip
     """Search layouts, also for fewer and for more devices, and write the page. Returns the exit code: 1 if no layout
     fits.
 
@@ -27,12 +28,11 @@ def write_report(
         )
 
     def found_on(size: int) -> "prediction.SearchResult":
-        return prediction.find_layouts(
-            model, cluster, devices=size or None, global_batch=batch, sequence=sequence, usd_per_hour=price or None
-        )
+        sized = prediction.load_cluster(cluster, size or None, software or None)
+        return prediction.find_layouts(model, sized, global_batch=batch, sequence=sequence, usd_per_hour=price or None)
 
     with display.progress("weighing layouts", 1 + len(FACTORS)) as bars:
-        machine = prediction.load_cluster(cluster, devices or None)
+        machine = prediction.load_cluster(cluster, devices or None, software or None)
         result = found_on(machine.num_devices)
         bars.advance()
         scaling = {machine.num_devices: result}

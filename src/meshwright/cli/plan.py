@@ -54,7 +54,7 @@ RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for,
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only")
 """Options that do not apply to a model that is planned from its sizes."""
-OF_SIZES = ("batch", "sequence", "price", "report")
+OF_SIZES = ("batch", "sequence", "price", "software", "report")
 """Options that do not apply to a model that is captured."""
 OF_ONE = ("dp", "tp", "output", "program", "rank", "why_not")
 """Options that need one plan as the answer."""
@@ -91,6 +91,9 @@ def plan(
     price: float = typer.Option(
         0.0, min=0.0, help="US dollars an hour for a device, for such a model; 0: the catalog's list price, if any."
     ),
+    software: str = typer.Option(
+        "", help="What runs such a model's step: a name of `meshwright clusters --software`, or a .toml file."
+    ),
     report: Path | None = typer.Option(None, help="Write an HTML page of the plan of such a model."),
     scaling: str = typer.Option(
         "strong", help="With --vary devices: strong (the batch stays), or by sizes also weak (it grows)."
@@ -117,7 +120,8 @@ def plan(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
         if network:
-            refuse(context, ("sequence", "price", "report", "scaling"), f"{target} is a convolution network")
+            unfit = ("sequence", "price", "software", "report", "scaling")
+            refuse(context, unfit, f"{target} is a convolution network")
             return show_network(target, cluster, ranks, batch, vary, as_json)
         if report is not None:
             if vary:
@@ -130,10 +134,11 @@ def plan(
                 "batch": batch,
                 "seq": sequence,
                 "price": f"{price:g}" if price else "",
+                "software": software,
             }
             command = display.command("plan", target, options=options)
-            return write_report(report, target, cluster, ranks, batch, sequence, price, command)
-        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, as_json)
+            return write_report(report, target, cluster, ranks, batch, sequence, price, software, command)
+        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, software, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
     run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
@@ -171,8 +176,12 @@ def plan(
         display.console().print(program_text(planned.programs))
     else:
         display.console().print(chosen.explain())
+        low, high = (end * 1e3 for end in (planned.interval_s.low, planned.interval_s.high))
+        between = f"{low:.4g} to {high:.4g} ms in 80 % of runs"
+        display.console().print(f"  a step takes {between} (software {planned.software})")
         display.console().print(f"  constants of the cluster: {planned.constants}")
-        display.console().print(f"  memory: {planned.verdict} in {planned.memory_bytes / 2**30:.3g} GiB a rank")
+        room = f"{planned.memory_bytes / 2**30:.3g} GiB a rank"
+        display.console().print(f"  memory: {planned.verdict} in {room} (chance {planned.fit_chance:.0%})")
         for change in planned.changes:
             costs = f"{change.step_s * 1e3:.4g} ms a step, {change.peak_bytes / 2**30:.3g} GiB a rank"
             display.console().print(f"    it fits with {change.text}: {costs}")

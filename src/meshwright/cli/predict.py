@@ -1,10 +1,14 @@
 """``meshwright predict``: predict step time and memory of one layout, part by part, without running it."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from meshwright.cli import display
+from meshwright.cli.calibrate import print_learned
+from meshwright.errors import ClusterError
+from meshwright.ir import files
 from meshwright.ir.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
@@ -14,6 +18,8 @@ EPILOG = display.examples(
     "meshwright predict gpt3-175b --cluster a100-80gb-dgx-hdr200x8 --devices 64 --tp 8 --pp 8 --global-batch 64",
     "meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16",
     "meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json",
+    "meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16 "
+    "--software torchtitan --measured 2.71,2.68,2.70 --output mine.toml",
     note="The exit code is 1 where it does not fit.",
 )
 
@@ -42,6 +48,12 @@ def predict(
     compiled: bool = typer.Option(False, help="With --zero 3: torch.compile fuses the model's own operations."),
     overlap: str = typer.Option("none", help="What of communication runs beside compute: none, dp, all."),
     inner: str = typer.Option("dp", help="Which of dp and pp has its ranks nearer to each other: dp, pp."),
+    software: str = typer.Option(
+        "",
+        help="What runs it: a name of `meshwright clusters --software`, or a .toml file; default: the cluster's.",
+    ),
+    measured: str = typer.Option("", help="Seconds of a few logged steps, as in 1.52,1.49: learn from them."),
+    output: Path | None = typer.Option(None, help="With --measured: write the cluster with the learned software."),
     memory: float = typer.Option(0.0, min=0.0, help="Bytes a device has; 0: what the cluster says."),
     as_json: bool = display.JSON,
 ) -> int:
@@ -54,12 +66,27 @@ def predict(
         "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
     } | ({"dp": dp} if dp else {})  # fmt: skip
     predicted = prediction.predict(
-        model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None, **layout
-    )
+        model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None,
+        software=software or None, **layout,
+    )  # fmt: skip
+    learned = None
+    if measured:
+        steps = display.seconds(measured, "--measured")
+        machine = prediction.load_cluster(cluster, software=predicted.software)
+        learned = prediction.learn_step(predicted.setup, machine, steps)
+        if output is not None:
+            display.write(output, files.encode_toml(learned.cluster))
+    elif output is not None:
+        raise ClusterError("nothing is learned", where="--output", remedy="give --measured too, or leave it out")
     if as_json:
-        display.print_json(predicted)
+        display.print_json(predicted if learned is None else {"predicted": predicted, "learned": learned})
     else:
         _print(predicted)
+        if learned is not None:
+            display.console().print("\nlearned from the measured steps:")
+            print_learned(learned)
+            if output is not None:
+                display.console().print(f"\nwritten to {output}: use it with --cluster {output}")
     return 1 if predicted.verdict == "does not fit" else 0
 
 
@@ -70,9 +97,11 @@ def _print(predicted: "Forecast") -> None:
     step_s, memory = predicted.estimate.step_s, predicted.memory
     tokens = predicted.setup.global_batch * predicted.setup.model.sequence
     devices = f"{predicted.setup.world_size} devices of {predicted.cluster} ({predicted.constants})"
+    between = predicted.interval_s
     terminal.print(f"{predicted.setup.model.name} on {devices}")
     terminal.print(
-        f"\nstep {step_s:.4g} s   {tokens / step_s:,.0f} tokens/s   "
+        f"\nstep {step_s:.4g} s ({between.low:.3g} to {between.high:.3g} in 80 % of runs, software "
+        f"{predicted.software.name})   {tokens / step_s:,.0f} tokens/s   "
         f"{predicted.estimate.model_flops_per_s / predicted.setup.world_size / 1e12:.1f} TFLOP/s a device   "
         f"mfu {predicted.mfu:.1%}"
     )
@@ -84,8 +113,8 @@ def _print(predicted: "Forecast") -> None:
     )
     limit = predicted.device_memory_bytes
     terminal.print(
-        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {predicted.verdict} "
-        f"(stage {memory.stage}, at {memory.moment})"
+        f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {predicted.verdict}, "
+        f"chance {predicted.fit_chance:.0%} (stage {memory.stage}, at {memory.moment})"
     )
     names = [key for key in memory.__struct_fields__ if key.endswith("_bytes")]
     parts = [(key.removesuffix("_bytes"), float(getattr(memory, key))) for key in names]

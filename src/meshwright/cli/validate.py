@@ -8,10 +8,13 @@ import typer
 from meshwright.cli import display
 
 if TYPE_CHECKING:
-    from meshwright.prediction import Validation
+    from meshwright.prediction import Choices, Trials, Validation
 
 EPILOG = display.examples(
     "meshwright validate CASES.csv",
+    "meshwright validate CASES.csv --software torchtitan",
+    "meshwright validate CASES.csv --choose",
+    "meshwright validate CASES.csv --learn 3 --repeats 20",
     "meshwright validate CASES.csv --json",
     "meshwright validate --columns",
     note="Rows that cannot be read are left out and listed. The columns are explained in docs/reference/cases.md.",
@@ -20,6 +23,10 @@ EPILOG = display.examples(
 
 def validate(
     cases: Path | None = typer.Argument(None, metavar="CASES.csv", help="A table: one measured run a row."),
+    software: str = typer.Option("", help="Profile of rows that name none: a name, or a .toml file."),
+    choose: bool = typer.Option(False, "--choose", help="Choose a layout from each measured sweep, and judge that."),
+    learn: int = typer.Option(0, min=0, help="Learn from so many random runs, and judge the others."),
+    repeats: int = typer.Option(20, min=1, help="With --learn, how often other runs are drawn."),
     as_json: bool = display.JSON,
     worst: int = typer.Option(10, min=0, help="How many rows to show, those with the largest errors first."),
     columns: bool = typer.Option(False, "--columns", help="Say what each column of a table means, and stop."),
@@ -36,13 +43,22 @@ def validate(
         return
     if cases is None:
         raise typer.BadParameter("give a table: meshwright validate CASES.csv")
-    summary = prediction.validate(cases)
+    usable, left_out = prediction.read_cases(cases, software)
+    summary = prediction.compare(usable, left_out)
     for row in summary.left_out:
         typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
+    choices = prediction.choose(usable) if choose else None
+    trials = prediction.learning_trials(usable, learn, repeats) if learn else None
     if as_json:
-        display.print_json(summary)
+        asked = {"choices": choices, "learning": trials}
+        extra = {name: value for name, value in asked.items() if value is not None}
+        display.print_json({"validation": summary, **extra} if extra else summary)
         return
     _print(summary, worst)
+    if choices is not None:
+        _print_choices(choices)
+    if trials is not None:
+        _print_trials(trials)
 
 
 def _print(summary: "Validation", worst: int) -> None:
@@ -50,10 +66,13 @@ def _print(summary: "Validation", worst: int) -> None:
     timed = [(row, 100 * (row.predicted_s / row.measured_s - 1)) for row in summary.rows if row.measured_s]
     timed.sort(key=lambda pair: -abs(pair[1]))
     if timed and worst:
-        table = display.table(("case", "predicted", "measured", "error", "memory"), left=("case",))
+        table = display.table(("case", "predicted", "80 %", "measured", "error", "memory"), left=("case",))
         for row, error in timed[:worst]:
             memory = f"{row.predicted_peak_bytes / 2**30:.1f} GiB{'' if row.fits else ', does not fit'}"
-            table.add_row(row.case, f"{row.predicted_s:.4g} s", f"{row.measured_s:.4g} s", f"{error:+.1f} %", memory)
+            between = f"{row.interval_s.low:.3g}-{row.interval_s.high:.3g}"
+            table.add_row(
+                row.case, f"{row.predicted_s:.4g} s", between, f"{row.measured_s:.4g} s", f"{error:+.1f} %", memory
+            )
         terminal.print(table)
         terminal.print()
     if summary.mape is not None:
@@ -62,7 +81,50 @@ def _print(summary: "Validation", worst: int) -> None:
             f"{summary.bias:+.2f} %{'' if summary.spearman is None else f', rank correlation {summary.spearman:.3f}'})"
         )
         terminal.print(f"one constant efficiency, fitted to these very runs: {summary.baseline_mape:.2f} %")
+    if summary.coverage is not None:
+        terminal.print(f"inside their interval of 80 %: {summary.coverage:.0%} of the times")
+    if summary.memory_mape is not None:
+        peaks = sum(row.measured_peak_bytes is not None for row in summary.rows)
+        terminal.print(f"memory of {peaks} runs: mean error {summary.memory_mape:.2f} %")
     if summary.oom_balanced_accuracy is not None:
         terminal.print(f"out of memory or not: balanced accuracy {summary.oom_balanced_accuracy:.3f}")
+    terminal.print(f"software: {', '.join(summary.software) or 'none'}")
     if summary.left_out:
         terminal.print(f"{len(summary.left_out)} rows were left out")
+
+
+def _print_choices(choices: "Choices") -> None:
+    terminal = display.console()
+    if not choices.choices:
+        terminal.print("\nno choice: the table has no two setups of one model, batch and number of devices")
+        return
+    table = display.table(("sweep", "setups", "chosen", "slower than the best"), left=("sweep", "chosen"))
+    for choice in sorted(choices.choices, key=lambda each: -(each.slower or 0.0))[:10]:
+        slower = "" if choice.slower is None else f"{choice.slower:.1%}"
+        table.add_row(
+            choice.sweep, f"{choice.layouts}", choice.case, "out of memory" if choice.out_of_memory else slower
+        )
+    terminal.print()
+    terminal.print(table)
+    median = "" if choices.median is None else f"; {choices.median:.2f} % slower than the best in the median"
+    p90 = "" if choices.p90 is None else f", {choices.p90:.2f} % at the 90th percentile"
+    terminal.print(
+        f"\n{len(choices.choices)} sweeps: {choices.failed} choices ran out of memory in a measured run{median}{p90}"
+    )
+
+
+def _print_trials(trials: "Trials") -> None:
+    def percent(value: float | None) -> str:
+        return "none" if value is None else f"{value:.2f} %"
+
+    terminal = display.console()
+    terminal.print(
+        f"\nlearned from {trials.learned} random runs, judged on the others, {trials.repeats} draws: mean error "
+        f"{percent(trials.mape)} (before learning {percent(trials.zero_shot_mape)})"
+    )
+    if trials.coverage is not None:
+        terminal.print(f"inside their interval of 80 %: {trials.coverage:.0%} of the times")
+    if trials.memory_mape is not None:
+        terminal.print(f"memory: mean error {trials.memory_mape:.2f} %")
+    if trials.oom_balanced_accuracy is not None:
+        terminal.print(f"out of memory or not: balanced accuracy {trials.oom_balanced_accuracy:.3f}")

@@ -44,6 +44,7 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self.start_s = START_S if cluster.device.kind != "cpu" else 0.0
         self._levels, self._gamma = cluster.levels, gamma_s_per_byte(cluster.device)
+        self._factor = cluster.software.communication
         self._measured: dict[tuple[str, str, tuple[int, ...]], dict[str, list[tuple[float, float]]]] = {}
         for row in cluster.collectives:
             tables = self._measured.setdefault((row.operation, row.level, row.fan_outs or (row.ranks,)), {})
@@ -63,7 +64,7 @@ class Network:
         """
         key = operation, num_bytes, group, algorithm
         if key not in self._known:
-            self._known[key] = self._collective_s(operation, num_bytes, group, algorithm)
+            self._known[key] = self._factor * self._collective_s(operation, num_bytes, group, algorithm)
         return self._known[key]
 
     def _collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str) -> float:
@@ -116,9 +117,10 @@ class Network:
         """Seconds of a message to the rank at distance ``stride``, while all ranks that share the links send
         messages."""
         if (measured := self._table_s("send", num_bytes, Group(2, stride))) is not None:
-            return measured
+            return self._factor * measured
         for level, _, _, unit in self._members(Group(2, stride)):
-            return level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
+            message_s = level.alpha_s + num_bytes * level.shared_beta_s_per_byte(unit) / level.ring_fraction(2)
+            return self._factor * message_s
         return 0.0
 
     def link(self, group: Group) -> Link:

@@ -8,6 +8,7 @@ from meshwright.cost.attention import score_kernels
 from meshwright.ir.device import PEAK_DTYPES, Device, Kernels
 from meshwright.ir.kernel import Kernel, Product
 from meshwright.ir.kind import COMPUTE, OPERANDS
+from meshwright.ir.software import Software
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Blocks (rows, columns) of the output that one processor computes at a time, as in cuBLAS and CUTLASS."""
@@ -58,12 +59,14 @@ class Rates:
     loads more often: ``1 / (1 + operand_cost * (1/rows + 1/columns))``. The last wave may be nearly empty, but costs as
     much as a full wave. The fastest tile counts, because the libraries try to choose it. No kernel takes less than its
     memory time.
+
+    ``software`` changes the fractions, and its ``pace`` multiplies every time.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.kernels = device.kernels or default_kernels(device)
-        self.kernel_s, self.launch_s = self.kernels.kernel_s, self.kernels.launch_s
+    def __init__(self, device: Device, software: Software | None = None) -> None:
+        self.device, self.software = device, software or Software()
+        self.kernels = _reached(device.kernels or default_kernels(device), self.software)
+        self.kernel_s, self.launch_s = self.software.pace * self.kernels.kernel_s, self.kernels.launch_s
         self._streamed = device.memory_bandwidth_bytes_per_s * self.kernels.bandwidth_fraction
         self._peaks: dict[tuple[str, bool], float] = {}
 
@@ -74,19 +77,22 @@ class Rates:
         Raises:
             ClusterError: the device has no peak for a dtype in which it has to compute.
         """
+        return self.software.pace * self._seconds(kind, dtype, flops, num_bytes, product)
+
+    def _seconds(self, kind: str, dtype: str, flops: float, num_bytes: float, product: Product | None) -> float:
         device, measured = self.device, kind in self.device.efficiency
         if kind not in COMPUTE:
             if not measured:
-                return self.kernel_s + num_bytes / self._streamed
+                return self.kernels.kernel_s + num_bytes / self._streamed
             fraction = device.efficiency_at(kind, num_bytes)
-            return self.kernel_s + num_bytes / (device.memory_bandwidth_bytes_per_s * fraction)
+            return self.kernels.kernel_s + num_bytes / (device.memory_bandwidth_bytes_per_s * fraction)
         peak = self._peak(kind, dtype)
         if measured:
             arithmetic_s = flops / (peak * device.efficiency_at(kind, flops))
             memory_s = num_bytes / device.memory_bandwidth_bytes_per_s
             if (operands := OPERANDS.get(kind, "")) in device.efficiency:
-                return self.kernel_s + arithmetic_s + memory_s / device.efficiency_at(operands, num_bytes)
-            return self.kernel_s + max(arithmetic_s, memory_s)
+                return self.kernels.kernel_s + arithmetic_s + memory_s / device.efficiency_at(operands, num_bytes)
+            return self.kernels.kernel_s + max(arithmetic_s, memory_s)
         if kind.startswith("attention"):
             again = ATTENTION_BACKWARD if kind == "attention_backward" else 1.0
             arithmetic_s = again * flops / (peak * self.kernels.attention_fraction)
@@ -94,7 +100,7 @@ class Rates:
             arithmetic_s = flops / (peak * self.kernels.matmul_fraction)
         else:
             arithmetic_s = self._tiles_s(peak, product or Product(*3 * [(flops / 2) ** (1 / 3)]))
-        return self.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
+        return self.kernels.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
         """The cost of all calls of a kernel. Attention costs one kernel if the device has a fused attention kernel,
@@ -168,3 +174,13 @@ def default_kernels(device: Device) -> Kernels:
             launch_s=0.0,
         )  # fmt: skip
     return Kernels(processors=100 if device.kind == "gpu" else 1)
+
+
+def _reached(kernels: Kernels, software: Software) -> Kernels:
+    """The constants of a device's kernels as ``software`` reaches them."""
+    return msgspec.structs.replace(
+        kernels,
+        matmul_fraction=min(1.0, kernels.matmul_fraction * software.matmul),
+        attention_fraction=min(1.0, kernels.attention_fraction * software.attention),
+        launch_s=kernels.launch_s * software.host,
+    )

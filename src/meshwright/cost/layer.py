@@ -11,13 +11,14 @@ from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates
 from meshwright.cost.setup import Setup
 
-LOSS_BYTES = 73.0
-"""Bytes that the kernels of softmax cross-entropy in float32 read and write per logit, forward and backward."""
-
 CAST_BYTES = 5.0
 """Bytes that the cast of an operand to float8 reads and writes per element, with dynamic scaling: a pass for the
 maximum, then a pass for the rounding. Megatron-LM's kernels need no such passes: they round when they write, scaled by
 the maxima of earlier steps."""
+
+EAGER_SOFTMAX = 14
+"""How often eager code reads or writes the scores between attention's two products, in elements of 16 bits: scale 2,
+mask 2, cast to float32 3, softmax 4, cast back 3. Its backward moves as much."""
 
 EXPERT_SPREAD = 1.1
 """Tokens of the busiest expert, relative to the mean of all experts."""
@@ -57,8 +58,9 @@ class Pass(msgspec.Struct, frozen=True):
 class _Tally:
     """Adds up the kernels of one direction, forward or backward."""
 
-    def __init__(self, rates: Rates, dtype: str, cast_bytes: float = 0.0) -> None:
-        self._rates, self._dtype, self._cast = rates, dtype, cast_bytes
+    def __init__(self, setup: Setup, rates: Rates, dtype: str = "", cast_bytes: float = 0.0) -> None:
+        self._rates, self._dtype, self._cast = rates, dtype or setup.dtype, cast_bytes
+        self.eager = setup.eager(rates.software)
         self.device_s, self.comm_s, self.kernels, self.weight_s = 0.0, 0.0, 0.0, 0.0
 
     def matmul(self, m: float, n: float, k: float, batch: float = 1) -> None:
@@ -78,7 +80,7 @@ class _Tally:
     def memory_bound(
         self, moved_bytes: float, kernels: int = 1, *, weights: bool = False, kind: str = "pointwise"
     ) -> None:
-        seconds = self._rates.memory_bound(kind, moved_bytes, kernels).seconds
+        seconds = self._rates.memory_bound(kind, self._rates.software.traffic * moved_bytes, kernels).seconds
         self.device_s += seconds
         self.weight_s += seconds * weights
         self.kernels += kernels
@@ -100,12 +102,14 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
     """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
 
     The kernels are those of Megatron-LM. It fuses bias, activation, dropout and addition, and it fuses softmax with its
-    scale and mask. Without ``flash`` the attention scores are written to memory. With ZeRO 3, unless ``compiled``, each
+    scale and mask. Without ``flash`` the attention scores are written to memory. In eager code (``Setup.eager``) each
     operation of the norm, the rotary embedding and the gate is a kernel of its own, as in Llama's PyTorch code.
     """
     core, core_back = _attention_core(setup, rates, network)
-    cast = CAST_BYTES if setup.precision == "fp8" and setup.zero == 3 else 0.0
-    forward, backward = (_Tally(rates, setup.dtype, cast) for _ in range(2))
+    given = rates.software.float8_bytes
+    cast = given if given is not None else CAST_BYTES if setup.zero == 3 else 0.0
+    cast = cast if setup.precision == "fp8" else 0.0
+    forward, backward = (_Tally(setup, rates, cast_bytes=cast) for _ in range(2))
     _attention_rest(setup, network, forward, backward)
     if experts:
         _experts(setup, network, forward, backward)
@@ -117,7 +121,7 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
 def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     """The embedding on one micro-batch: lookup of tokens and positions, their sum and its dropout."""
     model, element = setup.model, setup.element_bytes
-    forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
+    forward, backward = _Tally(setup, rates), _Tally(setup, rates)
     width = setup.tokens * model.hidden * element
     forward.memory_bound(width * (4 if model.dropout else 2), 4, kind="gather")
     backward.memory_bound(width * 4 + model.hidden * model.vocabulary / setup.tp * element, 4)
@@ -129,15 +133,15 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     """The head on one micro-batch: last norm, vocabulary head, and cross-entropy over the vocabulary's shards."""
     model, element = setup.model, setup.element_bytes
     dtype = "bfloat16" if setup.precision == "fp8" else setup.dtype  # no framework rounds the head to float8
-    forward, backward = _Tally(rates, dtype), _Tally(rates, dtype)
+    forward, backward = _Tally(setup, rates, dtype), _Tally(setup, rates, dtype)
     if not model.vocabulary:
         return Pass(PassCost(), PassCost())
     columns = model.vocabulary / setup.tp
-    logits = setup.tokens * columns
+    loss_bytes = setup.tokens * columns * rates.software.loss_bytes
     forward.memory_bound(2 * setup.local_tokens * model.hidden * element, kind="norm")
     forward.matmul(setup.tokens, columns, model.hidden)
-    forward.memory_bound(logits * LOSS_BYTES * 0.65, 12)
-    backward.memory_bound(logits * LOSS_BYTES * 0.35, 8)
+    forward.memory_bound(0.65 * loss_bytes, 12)
+    backward.memory_bound(0.35 * loss_bytes, 8)
     backward.backward_matmul(setup.tokens, columns, model.hidden)
     backward.memory_bound(4 * setup.local_tokens * model.hidden * element, 2)
     _tensor_collective(setup, network, backward)
@@ -167,7 +171,7 @@ def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None
 def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassCost, PassCost]:
     """Forward and backward of the attention core: from queries, keys and values to the heads' outputs."""
     model, element = setup.model, setup.element_bytes
-    forward, backward = _Tally(rates, setup.dtype), _Tally(rates, setup.dtype)
+    forward, backward = _Tally(setup, rates), _Tally(setup, rates)
     heads = model.heads / setup.tp
     query = setup.tokens * model.query_width / setup.tp * element
     keys = 2 * setup.tokens * setup.key_width * element
@@ -183,7 +187,9 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassC
         scores = batch * rows * keyed
         mask = scores if model.dropout else 0.0
         forward.matmul(rows, keyed, model.head_width, batch)
-        forward.memory_bound(2 * scores * element, kind="softmax")
+        # Eager code scales, masks, casts to float32, normalises and casts back in kernels of their own.
+        passes, kernels = (EAGER_SOFTMAX, 5) if forward.eager else (2, 1)
+        forward.memory_bound(passes * scores * element, kernels, kind="softmax")
         if model.dropout:
             forward.memory_bound(2 * scores * element + mask)
         forward.matmul(rows, model.head_width, keyed, batch)
@@ -191,7 +197,8 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassC
         backward.backward_matmul(rows, model.head_width, keyed, batch, weights=False)
         if model.dropout:
             backward.memory_bound(2 * scores * element + mask)
-        backward.memory_bound(3 * scores * element, kind="softmax")
+        passes, kernels = (EAGER_SOFTMAX, 5) if backward.eager else (3, 1)
+        backward.memory_bound(passes * scores * element, kernels, kind="softmax")
         backward.backward_matmul(rows, keyed, model.head_width, batch, weights=False)
         backward.memory_bound(3 * query, 2)
     if setup.cp > 1:
@@ -212,7 +219,7 @@ def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _
     backward.backward_matmul(tokens, columns, model.hidden)
     if model.rotary:
         turned = tokens * (model.query_width / tp + setup.key_width) * element
-        passes, kernels = (10, 6) if setup.unfused else (2, 2)
+        passes, kernels = (10, 6) if forward.eager else (2, 2)
         forward.memory_bound(passes * turned, kernels)
         backward.memory_bound(passes * turned, kernels)
     forward.matmul(tokens, model.hidden, model.query_width / tp)
@@ -267,7 +274,7 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
     inputs = 2 if model.gated else 1
     tokens = math.ceil(tokens)
     forward.matmul(tokens, inputs * width, model.hidden, batch)
-    extra = 2 if model.gated and setup.unfused else 0
+    extra = 2 if model.gated and forward.eager else 0
     forward.memory_bound((inputs + 1 + extra) * batch * tokens * width * element, 1 + extra // 2)
     forward.matmul(tokens, model.hidden, width, batch)
     backward.backward_matmul(tokens, model.hidden, width, batch)
@@ -277,7 +284,7 @@ def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:
     moved = setup.local_tokens * setup.model.hidden * setup.element_bytes
-    if setup.unfused and setup.model.gated:  # separate kernels: cast to float32, square, mean, product, cast back
+    if forward.eager and setup.model.gated:  # separate kernels: cast to float32, square, mean, product, cast back
         forward.memory_bound(18 * moved, 6)
         backward.memory_bound(35 * moved, 12)
         return

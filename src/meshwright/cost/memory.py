@@ -6,12 +6,14 @@ from meshwright.cost.occupancy import Occupancy, memory_verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.software import Software
 
-CONTEXT_BYTES = 1.5 * 2**30
-"""Bytes taken before the first tensor: device context and kernels, libraries, communication buffers of a few groups."""
+EAGER_NORM_BYTES = 4
+"""Bytes that an RMS norm in PyTorch's own operations keeps per element beyond those of a fused norm: its input in
+float32 in place of 16 bits, and the normed input before it is scaled."""
 
-BUCKET_BYTES = 2**28
-"""Bytes of gradients in buckets that are being reduced or reduce-scattered over data-parallel ranks."""
+MEGATRON = Software()
+"""The software that the formulas of a layer's activations describe."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +21,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     ``activations_bytes`` are saved by layers for backward, for all micro-batches in flight; ``ends_bytes`` are added by
     embedding, vocabulary head and loss; ``workspace_bytes`` live only during one layer's pass (gradients of
-    activations, recomputed activations, gathered parameters). ``moment`` says when the peak is.
+    activations, recomputed activations, gathered parameters); ``buffers_bytes`` are buckets of gradients;
+    ``context_bytes`` are taken outside of the framework's tensors; ``fragmentation_bytes`` are taken by the allocator
+    and not used. ``moment`` says when the peak is.
     """
 
     stage: int
@@ -31,12 +35,19 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     ends_bytes: float
     workspace_bytes: float
     buffers_bytes: float
+    context_bytes: float
+    fragmentation_bytes: float
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Bytes of the framework's live tensors: all parts but context and fragmentation."""
+        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + self.buffers_bytes
 
     @property
     def peak_bytes(self) -> float:
         """The sum of all parts."""
-        states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + self.buffers_bytes
+        return self.allocated_bytes + self.fragmentation_bytes + self.context_bytes
 
 
 def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
@@ -47,15 +58,16 @@ def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
 
 def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     """The memory of a rank of pipeline stage ``stage`` at its peak."""
-    data = setup.dp * setup.cp
+    data, software = setup.dp * setup.cp, cluster.software
     parameters, element = stage_parameters(setup, stage), setup.element_bytes
     mixed = element == 2
     # Megatron-LM accumulates gradients in float32; ZeRO's optimizers keep them in the parameters' dtype until they are
     # reduced to the shard that this rank updates.
     gradient = float(element) if setup.zero in (1, 2) else 4.0
+    gradient = software.gradient_bytes or gradient
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
-    saved = layer_activation_bytes(setup)
+    saved = layer_activation_bytes(setup, software)
     if setup.resharded:
         # The shards are those of the float32 copy; two layers are gathered at a time.
         parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
@@ -63,12 +75,12 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         parameters_bytes, gathered = parameters * element, 0.0
     # A pipeline accumulates whole gradients over its micro-batches, and shards them once.
     shards = data if setup.zero >= 2 and setup.pp == 1 else 1
-    working = _layer_bytes(setup, setup.recompute == "full") if setup.recompute != "none" else 0.0
-    workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup)
-    loss = _loss_bytes(setup) if stage == setup.pipeline.last_rank else 0.0
+    working = _layer_bytes(setup, software, setup.recompute == "full") if setup.recompute != "none" else 0.0
+    workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup, software)
+    loss = _loss_bytes(setup, software) if stage == setup.pipeline.last_rank else 0.0
     # The loss comes before the first layer's backward: the two workspaces do not live at once.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
-    return Memory(
+    memory = Memory(
         stage=stage,
         moment="the loss of the first micro-batch" if in_loss else backward,
         parameters_bytes=parameters_bytes,
@@ -77,13 +89,17 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         activations_bytes=layers * saved * in_flight(setup, stage),
         ends_bytes=_ends_bytes(setup, stage) + (loss if in_loss else 0.0),
         workspace_bytes=0.0 if in_loss else workspace,
-        buffers_bytes=(CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0) + (BUCKET_BYTES if data > 1 else 0.0),
+        buffers_bytes=min(software.bucket_bytes, parameters * gradient) if data > 1 else 0.0,
+        context_bytes=software.context_bytes if cluster.device.kind != "cpu" else 0.0,
+        fragmentation_bytes=0.0,
     )
+    return msgspec.structs.replace(memory, fragmentation_bytes=software.fragmentation * memory.allocated_bytes)
 
 
 def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Occupancy:
     """Whether ``memory`` fits the device, or the limit ``memory_bytes`` if it is given."""
-    return memory_verdict(memory.peak_bytes, memory_bytes or cluster.device.memory_bytes)
+    limit = memory_bytes or cluster.device.memory_bytes
+    return memory_verdict(memory.peak_bytes, limit, cluster.software.spread.memory)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
@@ -102,18 +118,19 @@ def in_flight(setup: Setup, stage: int) -> float:
     return min(float(setup.microbatches), held[setup.schedule])
 
 
-def layer_activation_bytes(setup: Setup) -> float:
+def layer_activation_bytes(setup: Setup, software: Software = MEGATRON) -> float:
     """Bytes that one layer saves for one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
 
     For GPT in 16 bit it is sbh (10 + 24/t + 5as/ht), or sbh (34/t + 5as/ht) with sequence parallelism, in the paper's
     letters. Selective recomputation or fused attention removes the last term. Full recomputation saves 2 sbh, or 2
-    sbh/t with sequence parallelism.
+    sbh/t with sequence parallelism. ``software`` multiplies all but the last (``Software.activations``), and in eager
+    code norms and rotary embeddings keep copies.
     """
     if setup.recompute == "full":
         return setup.tokens * setup.model.hidden * setup.element_bytes / setup.sequence_parts
     if setup.alternate:
-        return _alternate_bytes(setup)
-    return _layer_bytes(setup, scores=setup.recompute == "none")
+        return software.activations * _alternate_bytes(setup)
+    return _layer_bytes(setup, software, scores=setup.recompute == "none")
 
 
 def _alternate_bytes(setup: Setup) -> float:
@@ -124,11 +141,14 @@ def _alternate_bytes(setup: Setup) -> float:
     return setup.tokens * setup.element_bytes * (2 * model.hidden / shared + split)
 
 
-def _layer_bytes(setup: Setup, scores: bool) -> float:
+def _layer_bytes(setup: Setup, software: Software, scores: bool) -> float:
     model, element, tp = setup.model, setup.element_bytes, setup.tp
     width = model.hidden
     whole = 4 * width * element + (2 * width if model.dropout else 0)  # inputs of norms and of first products; masks
     parallel = 2 * element * model.query_width / tp + 2 * element * setup.key_width
+    if model.gated and setup.eager(software):
+        whole += 2 * EAGER_NORM_BYTES * width
+        parallel += 2 * element * (model.query_width / tp + setup.key_width)  # queries and keys, turned in two steps
     kept = (2 * model.mlp_matrices - 2) * element  # before and after the activation, and the gate's product if gated
     dense = kept * model.ffn / tp
     share = model.expert_layers / model.layers
@@ -139,11 +159,11 @@ def _layer_bytes(setup: Setup, scores: bool) -> float:
     attention = 0.0
     if not setup.flash and scores:
         held = element * (2 if model.dropout else 1) + (1 if model.dropout else 0)
-        attention = held * model.heads / tp * model.sequence
+        attention = (software.score_bytes or held) * model.heads / tp * model.sequence
     elif setup.flash:
         attention = 4 * model.heads / tp  # the softmax's log-sum-exp
     crossed = 1 + model.cross / model.layers / 2
-    return setup.tokens * crossed * (whole / setup.sequence_parts + parallel + dense + attention)
+    return software.activations * setup.tokens * crossed * (whole / setup.sequence_parts + parallel + dense + attention)
 
 
 def _ends_bytes(setup: Setup, stage: int) -> float:
@@ -157,18 +177,19 @@ def _ends_bytes(setup: Setup, stage: int) -> float:
     return saved
 
 
-def _loss_bytes(setup: Setup) -> float:
+def _loss_bytes(setup: Setup, software: Software) -> float:
     """Bytes of the logits and of their gradient, in the model's dtype and in float32. Megatron-LM's cross-entropy works
     in place: the float32 gradient overwrites the float32 logits. Llama's PyTorch code, used with ZeRO 3, keeps both the
     log-softmax and its gradient in float32."""
     each = 2 * setup.element_bytes + (8 if setup.zero == 3 and setup.model.gated else 4)
-    return setup.tokens * setup.model.vocabulary / setup.tp * each
+    return setup.tokens * setup.model.vocabulary / setup.tp * (software.logit_bytes or each)
 
 
-def _gradient_workspace_bytes(setup: Setup) -> float:
+def _gradient_workspace_bytes(setup: Setup, software: Software) -> float:
     """Bytes of the gradients of a layer's widest activations: those of the MLP, or the attention scores."""
     model, element = setup.model, setup.element_bytes
     mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.tp + 2 * model.hidden)
     if setup.flash:
         return mlp
-    return max(mlp, 2 * element * setup.tokens * model.heads / setup.tp * model.sequence)
+    scores = software.score_bytes or 2 * element
+    return max(mlp, scores * setup.tokens * model.heads / setup.tp * model.sequence)

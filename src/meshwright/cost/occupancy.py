@@ -1,15 +1,18 @@
 """Memory per rank over a schedule: its peak, and whether it fits a limit, before anything is allocated."""
 
+import math
 from typing import Literal
 
 import msgspec
 
 from meshwright.cost.work import StepWork
+from meshwright.ir.interval import COVERED
 from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.software import Software
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
-MARGIN = 0.06
-"""The fraction of the limit that allocators lose to fragmentation. Peaks inside this margin are marginal."""
+SURE = (1 + COVERED) / 2
+"""The chance of staying within the limit from which on a peak fits; below an even chance it does not fit."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +53,22 @@ def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
     return tuple(peaks)
 
 
-def memory_verdict(peak_bytes: float, limit_bytes: float) -> Occupancy:
-    """Whether a rank with this peak stays within ``limit_bytes``."""
-    if peak_bytes > limit_bytes:
-        return "does not fit"
-    return "marginal" if peak_bytes > (1 - MARGIN) * limit_bytes else "fits"
+def taken_bytes(live_bytes: float, software: Software, kind: str) -> float:
+    """Bytes of a device of this ``kind`` that are taken while tensors of ``live_bytes`` live: with the allocator's
+    fragmentation and the device's context. On a CPU they are ``live_bytes``, which include what the heap loses."""
+    return live_bytes if kind == "cpu" else (1 + software.fragmentation) * live_bytes + software.context_bytes
+
+
+def fit_chance(peak_bytes: float, limit_bytes: float, deviation: float) -> float:
+    """The chance (0 to 1) that a rank with this predicted peak stays within ``limit_bytes``. ``deviation`` is the
+    standard deviation of the logarithm of the peak (``Spread.memory``)."""
+    room = math.log(limit_bytes / peak_bytes) if peak_bytes > 0 else math.inf
+    if deviation == 0:
+        return float(room >= 0)
+    return 0.5 * math.erfc(-room / (deviation * math.sqrt(2)))
+
+
+def memory_verdict(peak_bytes: float, limit_bytes: float, deviation: float) -> Occupancy:
+    """Whether a rank with this predicted peak stays within ``limit_bytes`` (see ``fit_chance``)."""
+    chance = fit_chance(peak_bytes, limit_bytes, deviation)
+    return "does not fit" if chance < 0.5 else "fits" if chance >= SURE else "marginal"

@@ -105,7 +105,7 @@ class NodeCosts:
 
     def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0) -> None:
         at_once = max(1, min(num_ranks or mesh.world_size, cluster.num_devices))
-        self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads))
+        self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads), cluster.software)
         self._known = lru_cache(maxsize=None)(self.rates.cost)
 
     def of(self, nodes: Iterable[Node]) -> Cost:

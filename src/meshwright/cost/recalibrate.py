@@ -1,6 +1,6 @@
-"""Correct a few constants of a cluster by the measured times of a run (its ledger)."""
+"""Correct a few constants of a cluster by the measured times of runs (their ledgers)."""
 
-from collections.abc import Callable
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
@@ -11,8 +11,6 @@ from meshwright.ir.ledger import Ledger
 
 MOST = 8.0
 """The largest factor by which constants are corrected; a larger error has another cause than a constant."""
-_TIMES = ("kernel_s", "launch_s")
-_FRACTIONS = ("matmul_fraction", "attention_fraction", "bandwidth_fraction")
 _SAYS = "; corrected by a run of "
 
 
@@ -38,64 +36,53 @@ def factors(ledger: Ledger) -> Corrections:
     return ratios
 
 
-def recalibrate(cluster: Cluster, ledger: Ledger) -> Cluster:
-    """The cluster with the constants that would have predicted the ledger's run correctly.
+def recalibrate(cluster: Cluster, *ledgers: Ledger) -> Cluster:
+    """The cluster as the runs of ``ledgers`` show it: with constants that would have predicted them correctly, in the
+    geometric mean.
 
-    The factor of computing divides the device's efficiency curves and fractions, and multiplies its times per kernel.
-    No efficiency rises above 1, so a device that is faster than its peaks is corrected only in part. The factor of
-    communication multiplies alpha and beta of the levels that the run's ranks cross, and the measured times of
-    collectives on these levels. All other constants stay.
+    The factor of computing multiplies the pace of the cluster's software (``Software.pace``), and with it the time of
+    every kernel. The factor of communication multiplies alpha and beta of the levels that the runs' ranks cross, and
+    the measured times of collectives on these levels. All other constants stay.
 
     Raises:
-        ClusterError: the ledger is of another cluster; a factor is out of bounds (``factors``); the device has neither
-            efficiency curves nor kernels, so that there is nothing to correct.
+        ClusterError: a ledger is of another cluster; a factor is out of bounds (``factors``).
     """
-    if ledger.cluster != cluster.name:
-        raise ClusterError(
-            f"the ledger is of a run on {ledger.cluster!r}", where=f"cluster {cluster.name}",
-            remedy="correct the cluster that the run was predicted for",
-        )  # fmt: skip
-    ratios = factors(ledger)
-    if not cluster.device.efficiency and cluster.device.kernels is None:
-        raise ClusterError(
-            "the device has no efficiency curves that could be corrected",
-            where=f"cluster {cluster.name}: device",
-            remedy="calibrate the machine first",
-        )
-    said = (
-        f"{_SAYS}{ledger.model} as {ledger.layout}: computing takes {ratios.compute:.3f} times as long, "
-        f"communication {ratios.communication:.3f} times"
+    for ledger in ledgers:
+        if ledger.cluster != cluster.name:
+            raise ClusterError(
+                f"the ledger is of a run on {ledger.cluster!r}", where=f"cluster {cluster.name}",
+                remedy="correct the cluster that the run was predicted for",
+            )  # fmt: skip
+    ratios = [factors(ledger) for ledger in ledgers]
+    compute = geometric_mean(each.compute for each in ratios)
+    software = cluster.software
+    changed = msgspec.structs.replace(
+        cluster,
+        software=msgspec.structs.replace(software, pace=software.pace * compute, runs=software.runs + len(ledgers)),
     )
-    changed: Cluster = _corrected(cluster, ratios, ledger.levels)
-    return msgspec.structs.replace(changed, source=cluster.source.partition(_SAYS)[0] + said)
+    said = [f"computing takes {compute:.3f} times as long"]
+    for level in dict.fromkeys(name for ledger in ledgers for name in ledger.levels):
+        crossing = [each for each, ledger in zip(ratios, ledgers, strict=True) if level in ledger.levels]
+        communication = geometric_mean(each.communication for each in crossing)
+        said.append(f"communication over {level} {communication:.3f} times")
+        changed = _corrected(changed, communication, level)
+    runs = ", ".join(dict.fromkeys(f"{ledger.model} as {ledger.layout}" for ledger in ledgers))
+    source = f"{cluster.source.partition(_SAYS)[0]}{_SAYS}{runs}: {', '.join(said)}"
+    return msgspec.structs.replace(changed, source=source)
 
 
-def _corrected(value: Any, ratios: Corrections, levels: tuple[str, ...], key: str = "") -> Any:
-    """The value with its constants corrected: those of every device in it, under every condition, by
-    ``ratios.compute``; alpha, beta and the collectives of ``levels`` by ``ratios.communication``."""
+def _corrected(value: Any, communication: float, level: str) -> Any:
+    """The value with alpha, beta and the collectives of ``level`` multiplied by ``communication``, wherever they are in
+    it."""
     replace = msgspec.structs.replace
-    if key == "efficiency":
-        return {
-            kind: tuple((size, min(1.0, fraction / ratios.compute)) for size, fraction in curve)
-            for kind, curve in value.items()
-        }
-    if key in _FRACTIONS:
-        return min(1.0, value / ratios.compute)
-    if key in _TIMES:
-        return value * ratios.compute
     if isinstance(value, CollectiveTiming):
-        return replace(value, time_s=value.time_s * ratios.communication) if value.level in levels else value
-    changed = _inside(value, lambda part, name: _corrected(part, ratios, levels, name))
-    if isinstance(changed, Level) and changed.name in levels and ratios.communication != 1:
-        alpha_s, beta_s_per_byte = (term * ratios.communication for term in (changed.alpha_s, changed.beta_s_per_byte))
-        changed = replace(changed, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, origin="measured")
-    return changed
-
-
-def _inside(value: Any, change: Callable[[Any, str], Any]) -> Any:
-    """The value with every field of a struct, or every item of a tuple, replaced by ``change(item, field's name)``."""
+        return replace(value, time_s=value.time_s * communication) if value.level == level else value
     if isinstance(value, msgspec.Struct):
-        return msgspec.structs.replace(
-            value, **{name: change(getattr(value, name), name) for name in value.__struct_fields__}
+        value = replace(
+            value, **{name: _corrected(getattr(value, name), communication, level) for name in value.__struct_fields__}
         )
-    return tuple(change(item, "") for item in value) if isinstance(value, tuple) else value
+        if isinstance(value, Level) and value.name == level and communication != 1:
+            alpha_s, beta_s_per_byte = (term * communication for term in (value.alpha_s, value.beta_s_per_byte))
+            return replace(value, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, origin="measured")
+        return value
+    return tuple(_corrected(item, communication, level) for item in value) if isinstance(value, tuple) else value

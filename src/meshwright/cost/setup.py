@@ -11,6 +11,7 @@ from meshwright.errors import LayoutError, Problem, refuse
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.layout import Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline, ScheduleName
+from meshwright.ir.software import Software
 from meshwright.ir.transformer import Transformer
 
 Overlap = Literal["none", "dp", "all"]
@@ -148,11 +149,10 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         them only once a step, because it would otherwise gather them for every micro-batch."""
         return self.zero == 3 and self.pp == 1
 
-    @property
-    def unfused(self) -> bool:
-        """Whether operations run one by one, as in PyTorch's eager mode: fully sharded frameworks run the model's code
-        as it is, while Megatron-LM has fused kernels."""
-        return self.zero == 3 and not self.compiled
+    def eager(self, software: Software) -> bool:
+        """Whether the operations between matrix products run one by one, as in PyTorch's eager mode. If the software
+        does not say so: fully sharded frameworks run the model's code as it is, while Megatron-LM has fused kernels."""
+        return not self.compiled and (software.code or ("eager" if self.zero == 3 else "fused")) == "eager"
 
     @property
     def alternate(self) -> bool:

@@ -7,16 +7,11 @@ from meshwright.cost.kernels import Rates
 from meshwright.cost.layer import Pass, PassCost, Summed, embedding_pass, head_pass, layer_pass
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
-
-OPTIMIZER_BYTES = 33.0
-"""Bytes that Adam in mixed precision moves per parameter, including unscaling, clipping and the 16-bit copy."""
+from meshwright.ir.software import Software
 
 HOST_BLEND = 4.4
 """The order p of the p-norm that combines host time and device time. The host launches kernels while the device runs
 earlier kernels. A pass therefore takes about the larger of the two times, and more if the two are close."""
-
-HIDDEN = 0.6
-"""The fraction of an overlapped collective's time that is hidden. The rest slows down the kernels beside it."""
 
 
 class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +20,7 @@ class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
     ``compute_s``: kernels of the slowest stage; ``tensor_comm_s``: waiting of that stage for collectives inside layers;
     ``host_s``: time added by launching kernels; ``bubble_s``: waiting for other stages; ``pipeline_comm_s``: messages
     between stages; ``data_comm_s``: exposed collectives of gradients and parameters over dp; ``optimizer_s``: the
-    optimizer's update.
+    optimizer's update; ``other_s``: what no micro-batch explains (``Software.step_s``).
     """
 
     step_s: float
@@ -36,6 +31,7 @@ class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_comm_s: float
     data_comm_s: float
     optimizer_s: float
+    other_s: float
     model_flops_per_s: float
     """FLOP/s of all devices together. Only the model's own FLOPs count, not those of recomputation."""
 
@@ -45,9 +41,9 @@ def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
 
     Each of the m micro-batches passes every stage forward and backward, and the slowest stage sets the pace:
 
-        step = m * slowest + bubble of the other stages / chunks + data-parallel communication + optimizer
+        step = m * slowest + bubble of the other stages / chunks + data-parallel communication + optimizer + other
     """
-    rates, network = Rates(cluster.device), Network(cluster)
+    rates, network = Rates(cluster.device, cluster.software), Network(cluster)
     stages = _stages(setup, rates, network)
     send_s = _send_s(setup, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
@@ -56,10 +52,10 @@ def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
     others_s = sum(_bubble_s(setup, stage) for stage in stages) - _bubble_s(setup, pace)
     waits = 0 if setup.schedule == "zb-h2" else setup.pp - 1
     bubble_s = (others_s + waits * send_s) / setup.chunks
-    sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup)
+    sends_s = setup.microbatches * setup.chunks * send_s * _exposed(setup, rates.software)
     after = _after(setup, rates, network, slowest, pace)
     busy_s = setup.microbatches * pace.total_s
-    step_s = busy_s + bubble_s + sends_s + sum(after)
+    step_s = busy_s + bubble_s + sends_s + sum(after) + rates.software.step_s
     return StepEstimate(
         step_s=step_s,
         compute_s=setup.microbatches * both.device_s,
@@ -69,6 +65,7 @@ def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
         pipeline_comm_s=sends_s,
         data_comm_s=after[0],
         optimizer_s=after[1],
+        other_s=rates.software.step_s,
         model_flops_per_s=setup.model.step_flops(setup.global_batch) / step_s,
     )
 
@@ -111,10 +108,10 @@ class Pieces(msgspec.Struct, frozen=True):
 
 def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
     """The pieces that ``estimate_step`` adds up in closed form, for callers that time them one by one."""
-    rates, network = Rates(cluster.device), Network(cluster)
+    rates, network = Rates(cluster.device, cluster.software), Network(cluster)
     stages = _stages(setup, rates, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
-    after_s = sum(_after(setup, rates, network, slowest, stages[slowest]))
+    after_s = sum(_after(setup, rates, network, slowest, stages[slowest])) + rates.software.step_s
     chunked = _stages(setup, rates, network, setup.chunks) if setup.chunks > 1 else stages
     return Pieces(tuple(chunked), _send_s(setup, network), after_s)
 
@@ -146,7 +143,8 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
         if part:
             passes = layer_pass(setup, rates, network, experts=experts)
             back = passes.backward + _recomputed(setup, passes)
-            both = StageSeconds(_timed(passes.forward, rates, _exposed(setup)), _timed(back, rates, _exposed(setup)))
+            exposed = _exposed(setup, rates.software)
+            both = StageSeconds(_timed(passes.forward, rates, exposed), _timed(back, rates, exposed))
             layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
     places = setup.pipeline
     stages = [layer * (setup.stage_layers[places.rank_of(stage)] / chunks) for stage in range(setup.pp * chunks)]
@@ -169,7 +167,7 @@ def _bubble_s(setup: Setup, stage: StageSeconds) -> float:
 def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: StageSeconds) -> tuple[float, float]:
     """Seconds after the last backward, as a pair: communication over dp and of tied weights; the optimizer's update."""
     parameters = stage_parameters(setup, slowest)
-    data_s = _data_comm_s(setup, network, parameters, pace.total_s) + _tied_s(setup, network)
+    data_s = _data_comm_s(setup, network, rates.software.hidden, parameters, pace.total_s) + _tied_s(setup, network)
     return data_s, _optimizer_s(setup, rates, parameters)
 
 
@@ -181,9 +179,9 @@ def _recomputed(setup: Setup, layer: Pass) -> PassCost:
     return layer.core if setup.recompute == "selective" else PassCost()
 
 
-def _exposed(setup: Setup) -> float:
+def _exposed(setup: Setup, software: Software) -> float:
     """The fraction of the communication inside and between stages for which the device waits."""
-    return 1 - HIDDEN if setup.overlap == "all" else 1.0
+    return 1 - software.hidden if setup.overlap == "all" else 1.0
 
 
 def _timed(span: PassCost, rates: Rates, exposed: float = 1.0) -> Busy:
@@ -206,7 +204,7 @@ def _send_s(setup: Setup, network: Network) -> float:
     return 2 * (network.send_s(moved, setup.stage_stride) + gathered)
 
 
-def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s: float) -> float:
+def _data_comm_s(setup: Setup, network: Network, hidden: float, parameters: float, microbatch_s: float) -> float:
     """Exposed seconds of the collectives of gradients (and of sharded parameters) over dp x cp."""
     data = Group(setup.dp * setup.cp, setup.data_stride)
     if data.size < 2:
@@ -216,12 +214,12 @@ def _data_comm_s(setup: Setup, network: Network, parameters: float, microbatch_s
     if setup.resharded:
         # Every micro-batch gathers for forward and again for backward, overlapped by the compute of other layers.
         each_s = 2 * gather_s + scatter_s
-        return setup.microbatches * max((1 - HIDDEN) * each_s, each_s - HIDDEN * microbatch_s)
+        return setup.microbatches * max((1 - hidden) * each_s, each_s - hidden * microbatch_s)
     once_s = scatter_s + gather_s if setup.zero else network.collective_s("all_reduce", moved, data)
     if setup.overlap == "none":
         return once_s
     # Gradients overlap the last micro-batch's backward, parameters overlap the next step's forward.
-    return max((1 - HIDDEN) * once_s, once_s - HIDDEN * microbatch_s)
+    return max((1 - hidden) * once_s, once_s - hidden * microbatch_s)
 
 
 def _tied_s(setup: Setup, network: Network) -> float:
@@ -235,4 +233,4 @@ def _tied_s(setup: Setup, network: Network) -> float:
 
 def _optimizer_s(setup: Setup, rates: Rates, parameters: float) -> float:
     updated = parameters / (setup.dp * setup.cp if setup.zero else 1)
-    return rates.memory_bound("update", updated * OPTIMIZER_BYTES).seconds
+    return rates.memory_bound("update", updated * rates.software.optimizer_bytes).seconds

@@ -9,6 +9,7 @@ import msgspec
 
 from meshwright.errors import ClusterError, Problem, refuse
 from meshwright.ir.device import Device, Origin, device_problems, quantity_problems
+from meshwright.ir.software import Software, software_problems
 
 Operation = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast",
@@ -100,7 +101,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Devices of one innermost unit have consecutive ranks. ``num_devices`` must equal the number of devices that the
     levels join. If ``open_ended`` is true, the outermost level may join any number of units. Such a cluster describes
-    a kind of machine, not one installation.
+    a kind of machine, not one installation. ``software`` is the stack that trains there.
 
     Raises:
         ClusterError: a number is impossible, or names or sizes contradict each other.
@@ -116,12 +117,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     levels: tuple[Level, ...] = ()
     collectives: tuple[CollectiveTiming, ...] = ()
     calibration: Calibration | None = None
+    software: Software = Software()
 
     def __post_init__(self) -> None:
         refuse(ClusterError, self._problems())
 
     def _problems(self) -> Iterator[Problem]:
         yield from device_problems(self.device, "device")
+        yield from software_problems(self.software, "software")
         if self.num_devices > MOST_DEVICES:
             problem = f"{self.num_devices} devices are more than {MOST_DEVICES:,}, the most that are planned for"
             yield f"cluster {self.name}", problem, "ask for fewer devices or ranks"

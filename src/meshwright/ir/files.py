@@ -30,6 +30,11 @@ def encode_json(value: msgspec.Struct) -> bytes:
     return (_lay_out(msgspec.to_builtins(value, str_keys=True, enc_hook=_to_file), 0) + "\n").encode()
 
 
+def encode_toml(value: msgspec.Struct) -> bytes:
+    """The value as TOML."""
+    return msgspec.toml.encode(value, enc_hook=_to_file)
+
+
 def decode(data: bytes, kind: type[T], *, where: str, toml: bool = False) -> T:
     """Decode JSON (or TOML) bytes into a struct. Unknown keys, wrong types and other format versions are errors.
 
@@ -86,7 +91,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 def save(value: msgspec.Struct, path: str | os.PathLike[str]) -> None:
     """Write a struct to a ``.json`` or ``.toml`` file, atomically (a reader never sees half a file)."""
     path = Path(path)
-    data = msgspec.toml.encode(value, enc_hook=_to_file) if path.suffix == ".toml" else encode_json(value)
+    data = encode_toml(value) if path.suffix == ".toml" else encode_json(value)
     write_if_changed(path, data)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from meshwright.errors import Problem, TraceError, refuse
+from meshwright.ir.interval import Interval, interval, step_deviation
 from meshwright.ir.layout import layout_text
 from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, summarize
@@ -93,8 +94,9 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Predicted and measured steps of every rank of a run, side by side.
 
     ``plan`` is the ``Plan.digest`` of the plan that ran. ``levels`` names the levels of the cluster over which the
-    ranks communicate, innermost first. ``constants`` says where the cluster's constants come from. Measured times are
-    medians over ``num_steps`` steps, taken separately for each rank and part."""
+    ranks communicate, innermost first. ``constants`` says where the cluster's constants come from, ``software`` names
+    its profile. ``deviation`` is the standard deviation of the logarithm of the step's time that the profile expects
+    (0: unknown). Measured times are medians over ``num_steps`` steps, for each rank and part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -102,6 +104,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     layout: str
     cluster: str
     constants: str = ""
+    software: str = ""
+    deviation: float = 0.0
     plan: str
     levels: tuple[str, ...]
     predicted_by: TraceSource
@@ -123,6 +127,11 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def step_ratio(self) -> float:
         """The predicted step time divided by the measured step time, as ``pred/meas`` in the log."""
         return self.predicted_step_s / self.measured_step_s
+
+    @property
+    def interval_s(self) -> Interval | None:
+        """The interval that holds 80 % of the times of such steps; None if the ledger has no deviation."""
+        return interval(self.predicted_step_s, self.deviation) if self.deviation else None
 
     @property
     def worst(self) -> Deviation:
@@ -203,6 +212,10 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             predicted, measured, ratio = row.texts()
             lines.append(f"  {rank:<5} {row.what:<22} {predicted:>10} {measured:>10} {ratio:>9}")
             before = row.rank
+        if (between := self.interval_s) is not None:
+            where = "inside" if between.holds(self.measured_step_s) else "outside"
+            ends = f"{seconds(between.low)} to {seconds(between.high)}"
+            lines.append(f"in 80 % of runs a step takes {ends} (software {self.software}): this run is {where}")
         return "\n".join([*lines, f"{self.worst}", self.explanation])
 
     def _too_little(self, predicted_s: float, measured_s: float) -> bool:
@@ -306,18 +319,22 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
         TraceError: no step was measured, or a trace belongs to another plan, has a wrong source or lacks ranks.
     """
     if not measured:
-        raise TraceError("no step was measured", where="ledger", remedy="let the run make one step with a recorder")
+        raise TraceError("no step was measured", where="ledger", remedy="let the run make a step with a recorder")
     traces = [("predicted", predicted), *((f"measured step {index}", traced) for index, traced in enumerate(measured))]
     for name, trace in traces:
         check_belongs(trace, plan.digest, name)
         refuse(TraceError, _problems(trace, name, plan.mesh.world_size))
     every = [{times.rank: times for times in summarize(trace)} for trace in measured]
+    foretold = sorted(summarize(predicted), key=lambda times: times.rank)
+    exposed = max(times.exposed_s / times.step_s for times in foretold)
     stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
     return Ledger(
         model=plan.model,
         layout=layout_text(plan.layout),
         cluster=cluster.name,
         constants=cluster.constants,
+        software=cluster.software.name,
+        deviation=step_deviation(cluster.software.spread, exposed),
         plan=plan.digest,
         levels=_levels(cluster, plan.mesh.world_size),
         predicted_by=predicted.source,
@@ -330,7 +347,7 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
                 predicted=times,
                 measured=_median([step[times.rank] for step in every]),
             )
-            for times in sorted(summarize(predicted), key=lambda times: times.rank)
+            for times in foretold
         ),
     )
 

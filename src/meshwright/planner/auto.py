@@ -6,7 +6,7 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.part import memory_of
+from meshwright.ir.part import room_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only
@@ -53,7 +53,7 @@ def plan_auto(
     """
     check_precision(None, graph, cluster)
     clock = clock or TimeLimit()
-    limit = memory_bytes or memory_of(cluster, range(world_size))
+    limit = memory_bytes or room_of(cluster, range(world_size))
     search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
         offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's

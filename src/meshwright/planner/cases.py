@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.catalog import load_cluster
+from meshwright.catalog import load_cluster, load_software
 from meshwright.catalog.models import make_model
 from meshwright.cost.memory import estimate_memory, verdict
 from meshwright.cost.setup import Setup
@@ -67,6 +67,7 @@ OPTIONAL: dict[str, str] = {
     "shared_experts": "Experts that every token visits. Blank: 0.",
     "compiled": "1: the model's own operations are fused (torch.compile). Blank: 0.",
     "inner": "Which of dp and pp has its ranks nearer to each other: dp or pp. Blank: dp.",
+    "software": "A name of `meshwright clusters --software`, or a .toml file. Blank: as the table is read, or unknown.",
     "overlap": "What of communication runs beside compute: none, dp, or all (tp and pp too). Blank: none.",
 }
 """Maps each optional column of a table to a description of its values."""
@@ -110,8 +111,9 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]:
-    """Read a table (see ``COLUMNS``). Return its usable rows, and the rows that were left out.
+def read_cases(path: str | os.PathLike[str], software: str = "") -> tuple[list[Case], list[LeftOut]]:
+    """Read a table (see ``COLUMNS``). Return its usable rows, and the rows that were left out. ``software`` is the
+    profile of rows that name none.
 
     Raises:
         FileFormatError: the file cannot be read, is empty, or lacks columns.
@@ -133,11 +135,15 @@ def read_cases(path: str | os.PathLike[str]) -> tuple[list[Case], list[LeftOut]]
             remedy=f"add {'it' if len(missing) == 1 else 'them'}; a cell may be blank. {' '.join(akin[:1])}".strip(),
         )
     reader.fieldnames = header
+    if software:
+        load_software(software)  # raises once, not for every row
     cases, left_out, cluster_of = [], [], functools.cache(_cluster)
     for line, row in enumerate(reader, start=2):
         name = (row.get("case") or "").strip() or f"line {line}"
         try:
-            cases.append(_case(name, {key: (row.get(key) or "").strip() for key in header}, cluster_of))
+            cells = {key: (row.get(key) or "").strip() for key in header}
+            cells["software"] = cells.get("software") or software
+            cases.append(_case(name, cells, cluster_of))
         except MeshwrightError as error:
             place = f"{error.where}: " if error.where else ""
             left_out.append(LeftOut(case=name, line=line, reason=f"{place}{error.problem}; {error.remedy}"))
@@ -160,22 +166,22 @@ def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluste
     return min(weighed, key=lambda pair: pair[0])[1]
 
 
-def _cluster(name: str, devices: int) -> Cluster:
-    """The named cluster with ``devices`` devices. If the cluster is open-ended and needs several boxes, the number of
-    devices is rounded up to whole boxes."""
-    box = load_cluster(name)
+def _cluster(name: str, devices: int, software: str) -> Cluster:
+    """The named cluster with ``devices`` devices and this software. If the cluster is open-ended and needs several
+    boxes, the number of devices is rounded up to whole boxes."""
+    box = load_cluster(name, software=software or None)
     unit = box.num_devices
     return box.resized(math.ceil(devices / unit) * unit if box.open_ended and devices > unit else devices)
 
 
-def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int], Cluster]) -> Case:
+def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int, str], Cluster]) -> Case:
     status = row["status"].lower() or "ok"
     if status not in ("ok", "oom"):
         raise FileFormatError(f"{status!r} is neither ok nor oom", where="status", remedy="give one of them")
     devices = _whole(row, "devices")
     if not row["cluster"]:
         raise ClusterError("no cluster is named", where="cluster", remedy="give a name of `meshwright clusters`")
-    cluster = cluster_of(row["cluster"], devices)
+    cluster = cluster_of(row["cluster"], devices, row["software"])
     sizes: dict[str, Any] = {
         "name": name,
         **{key: _whole(row, key) for key in ("layers", "hidden", "heads")},
@@ -183,7 +189,7 @@ def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int], Clust
         "vocabulary": _whole(row, "vocab", least=0),
         "sequence": _whole(row, "seq"),
     }
-    words = ("gated", "compiled", "overlap", "inner")
+    words = ("gated", "compiled", "overlap", "inner", "software")
     sizes |= {key: _whole(row, key) for key in ("ffn", *OPTIONAL) if row.get(key) and key not in words}
     sizes |= {
         key: _flag(row, column) for key, column in (("tied", "tied_embeddings"), ("gated", "gated")) if row.get(column)

@@ -13,6 +13,7 @@ from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, Layout, layout_text
+from meshwright.ir.part import room_of
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
 from meshwright.ir.schedule import ActionKind, Schedule
@@ -46,7 +47,7 @@ def why_not(
 ) -> Alternative:
     """Why ``layout`` was not chosen instead of the plan ``best``: it is not possible, needs too much memory, or is
     slower. Both are planned, lowered and simulated for the whole model, with the same number of ranks."""
-    limit = memory_bytes or cluster.device.memory_bytes
+    limit = memory_bytes or room_of(cluster, range(best.mesh.world_size))
     try:
         resolved = layout.resolved(best.mesh.world_size)
         ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
@@ -153,7 +154,7 @@ def changes_that_fit(
     """Up to ``MOST_CHANGES`` changes of one thing that make ``layout`` fit in memory, the fastest first; empty if no
     single change is enough. Prices of layers choose among the changes (decision 0040); those that are returned were
     lowered and simulated for the whole model."""
-    limit = memory_bytes or cluster.device.memory_bytes
+    limit = memory_bytes or room_of(cluster, range(layout.num_ranks))
     chain, lower = chain_of(graph, cluster, layout.num_ranks), lowering(graph)
     prices = LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips, layout.num_ranks)
     pipelines = Pipelines(prices, limit)

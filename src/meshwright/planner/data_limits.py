@@ -11,7 +11,7 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout
-from meshwright.ir.part import memory_of, part_of
+from meshwright.ir.part import part_of, room_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import divisors
@@ -51,7 +51,7 @@ def data_limits(
         return ()
     most = max(size for size in divisors(ranks) if batch % size == 0)
     part = part_of(cluster, range(most))
-    limit = memory_bytes or memory_of(cluster, range(ranks))
+    limit = memory_bytes or room_of(cluster, range(ranks))
     chain = chain_of(graph, part, most)
     prices = LayerPrices(chain, part, lowering(chain.graph), optimizer, clips, most)
     alone = _DataParallel(Pipelines(prices, limit), most, batch)

@@ -18,7 +18,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
 from meshwright.ir.own_samples import owned, owned_problems
-from meshwright.ir.part import part_of, stage_cluster
+from meshwright.ir.part import part_of, room_of, stage_cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
@@ -214,7 +214,7 @@ class _Planner:
         )
         if base is not None or self.cluster is None or self.lower is None or not self.ask.fits_buckets:
             return plan
-        room = self.ask.room_bytes or self.cluster.device.memory_bytes
+        room = self.ask.room_bytes or room_of(self.cluster, range(self.mesh.world_size))
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _choose(self) -> None:
@@ -257,7 +257,7 @@ class _Planner:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
-            memory = self.ask.room_bytes or float(self.cluster.device.memory_bytes)
+            memory = self.ask.room_bytes or float(room_of(self.cluster, range(self.mesh.world_size)))
         layout = self.ask.alike(self.layout) if self.ask.alike is not None else self.layout
         mesh = layout.mesh()
         pinned = tuple((name, *sorted(strategy.items())) for name, strategy in pins.items())

@@ -7,7 +7,7 @@ from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.cost.work import StepWork
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.part import memory_of
+from meshwright.ir.part import memory_of, room_of
 from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.program import Lower
 from meshwright.ir.trace import Trace
@@ -18,13 +18,15 @@ from meshwright.simulate.faults import Faults
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank.
-    ``device_bytes`` has the memory of the smallest device of each pipeline rank."""
+    ``device_bytes`` has the memory of the smallest device of each pipeline rank, ``room_bytes`` the part of it that
+    live tensors may take (``ir.part.room_of``)."""
 
     digest: str
     work: StepWork
     played: Played
     memory: tuple[RankMemory, ...]
     device_bytes: tuple[int, ...]
+    room_bytes: tuple[int, ...]
 
     @property
     def peak(self) -> RankMemory:
@@ -39,9 +41,9 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
         return max(pairs, key=lambda pair: pair[0].peak_bytes / pair[1])
 
     def fits(self, memory_bytes: float | None = None) -> bool:
-        """Whether every rank stays within ``memory_bytes``, or else within the memory of its device."""
-        memory, limit = self.fullest(memory_bytes)
-        return memory.peak_bytes <= limit
+        """Whether every rank stays within ``memory_bytes``, or else within the room of its device."""
+        pairs = zip(self.memory, self.room_bytes, strict=True)
+        return all(memory.peak_bytes <= (memory_bytes or room) for memory, room in pairs)
 
     def trace(self) -> Trace:
         """The predicted trace: the actions of every rank over time, and the memory of the rank."""
@@ -77,7 +79,12 @@ def foretell(
     schedule = schedule_of(plan)
     overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
     played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
-    device_bytes = tuple(memory_of(cluster, plan.mesh.stage_ranks(rank)) for rank in range(plan.mesh.num_stages))
+    ranks = [plan.mesh.stage_ranks(rank) for rank in range(plan.mesh.num_stages)]
     return Foretold(
-        digest=plan.digest, work=done, played=played, memory=peak_memory(done, schedule), device_bytes=device_bytes
+        digest=plan.digest,
+        work=done,
+        played=played,
+        memory=peak_memory(done, schedule),
+        device_bytes=tuple(memory_of(cluster, each) for each in ranks),
+        room_bytes=tuple(room_of(cluster, each) for each in ranks),
     )

@@ -13,10 +13,8 @@ from meshwright.catalog.models import load_network
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.convnet import layer_cost
 from meshwright.cost.kernels import Rates, element_bytes
-from meshwright.cost.memory import BUCKET_BYTES, CONTEXT_BYTES
 from meshwright.cost.occupancy import Occupancy, memory_verdict
 from meshwright.cost.setup import DTYPES, Precision
-from meshwright.cost.step import OPTIMIZER_BYTES
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.convnet import ConvNet, NetLayer
@@ -97,8 +95,8 @@ def divide_layers(
             remedy="take a batch that they divide, or another number of devices",
         )
     alone = _best(net, cluster, images, precision, only="data")
-    peak = sum(choice.held_bytes for choice in choices) + BUCKET_BYTES * (cluster.num_devices > 1)
-    peak += CONTEXT_BYTES if cluster.device.kind != "cpu" else 0.0
+    peak = sum(choice.held_bytes for choice in choices) + cluster.software.bucket_bytes * (cluster.num_devices > 1)
+    peak += cluster.software.context_bytes if cluster.device.kind != "cpu" else 0.0
     return Layerwise(
         network=net.name,
         ranks=cluster.num_devices,
@@ -106,7 +104,7 @@ def divide_layers(
         choices=choices,
         step_s=sum(choice.total_s for choice in choices),
         peak_bytes=peak,
-        verdict=memory_verdict(peak, cluster.device.memory_bytes),
+        verdict=memory_verdict(peak, cluster.device.memory_bytes, cluster.software.spread.memory),
         all_data_s=sum(choice.total_s for choice in alone) if alone is not None else None,
     )
 
@@ -147,7 +145,7 @@ def choice_of(
     if the inputs are the images of the batch, which are not moved."""
     ranks, dtype = cluster.num_devices, DTYPES[precision]
     element = element_bytes(dtype)
-    rates, network = Rates(cluster.device), Network(cluster)
+    rates, network = Rates(cluster.device, cluster.software), Network(cluster)
     split = 1 if way == "data" else ranks
     cost = layer_cost(
         layer, images / ranks if way == "data" else images, rates, dtype, first=have is None,
@@ -165,7 +163,7 @@ def choice_of(
         compute_s=cost.forward_s + cost.backward_s,
         moving_s=moved_s,
         gradients_s=network.collective_s("all_reduce", reduced, Group(ranks)) if reduced else 0.0,
-        optimizer_s=rates.memory_bound("update", layer.parameters / split * OPTIMIZER_BYTES).seconds,
+        optimizer_s=rates.memory_bound("update", layer.parameters / split * rates.software.optimizer_bytes).seconds,
         held_bytes=cost.saved_bytes + layer.parameters / split * (18 if element == 2 else 16),
     )
 

@@ -130,6 +130,7 @@ PARTS = {
     "pipeline_comm_s": "messages between stages",
     "data_comm_s": "gradients over dp",
     "optimizer_s": "the optimizer",
+    "other_s": "the rest of a step",
 }
 """Readable names of the parts of an estimate."""
 

@@ -11,7 +11,7 @@ import msgspec
 from meshwright.cost.occupancy import peak_memory
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
-from meshwright.ir.part import memory_of, part_of, pools_of
+from meshwright.ir.part import part_of, pools_of, room_of
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS
@@ -123,7 +123,7 @@ class UnlikeStages:
             pipelines = homes[rank].pipelines
             works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
             busy.append(pipelines.busy_s(layout, works[-1]))
-        limits = [self.memory_bytes or memory_of(self.cluster, home.ranks) for home in homes]
+        limits = [self.memory_bytes or room_of(self.cluster, home.ranks) for home in homes]
         chain = self.pipelines.chain
         names = [layer.first for layer in chain.layers]
         firsts = [0, *map(names.index, option.firsts)]

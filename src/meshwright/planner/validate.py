@@ -9,21 +9,30 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from meshwright.cost.memory import estimate_memory, verdict
+from meshwright.cost.memory import estimate_memory
+from meshwright.cost.occupancy import fit_chance
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
+from meshwright.cost.uncertainty import reported_bytes, step_interval
+from meshwright.ir.interval import Interval
 from meshwright.planner.cases import Case, LeftOut, read_cases
 
 
 class CaseDeviation(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction for one case. ``measured_s`` is None if there is no measured time, for example because the run was
-    out of memory."""
+    out of memory. ``interval_s`` holds 80 % of the times of such runs. ``fit_chance`` is the chance that the run fits
+    in memory, and ``fits`` whether that is even or better. ``reported_peak_bytes`` is the predicted peak as the run's
+    software reports it; it is compared with ``measured_peak_bytes``."""
 
     case: str
     predicted_s: float
     measured_s: float | None
     predicted_peak_bytes: float
     fits: bool
+    interval_s: Interval
+    fit_chance: float
+    reported_peak_bytes: float
+    measured_peak_bytes: float | None = None
 
 
 class Validation(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +40,13 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 
     ``mape`` is the mean of |predicted / measured - 1|, ``p90`` its 90th percentile, and ``bias`` the mean of the signed
     error. ``spearman`` is the rank correlation of predictions and measurements. ``baseline_mape`` is the ``mape`` of a
-    prediction with the constant efficiency that fits this table best. All these errors are None if no time was
-    measured.
+    prediction with the constant efficiency that fits this table best. ``coverage`` is the fraction (0 to 1) of times
+    that lie in their interval of 80 %. All these errors are None if no time was measured. ``memory_mape`` is the mean
+    error of peaks, or None.
 
     ``oom_balanced_accuracy`` (0 to 1) is the mean of two fractions: the fraction of successful runs that were predicted
     to fit, and the fraction of out-of-memory failures that were predicted not to fit. It is None if no row failed.
+    ``software`` names the profiles of the rows.
     """
 
     cases: int
@@ -47,23 +58,35 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
     oom_balanced_accuracy: float | None
     rows: tuple[CaseDeviation, ...]
     left_out: tuple[LeftOut, ...] = ()
+    coverage: float | None = None
+    memory_mape: float | None = None
+    software: tuple[str, ...] = ()
 
 
-def validate(path: str | os.PathLike[str]) -> Validation:
+def validate(path: str | os.PathLike[str], software: str = "") -> Validation:
     """Predict every row of a table (see ``planner.cases.COLUMNS``), and compare it with the row's measurement.
+    ``software`` is the profile of rows that name none.
 
     Raises:
         FileFormatError: the file cannot be read or lacks columns.
+        ClusterError: there is no such profile.
     """
-    return compare(*read_cases(path))
+    return compare(*read_cases(path, software))
 
 
 def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validation:
     """The errors of the predictions for ``cases``."""
-    rows = tuple(_row(case) for case in cases)
-    timed = [(case, row) for case, row in zip(cases, rows, strict=True) if row.measured_s is not None]
-    failed = _balanced_accuracy([(case.out_of_memory, row.fits) for case, row in zip(cases, rows, strict=True)])
-    validation = Validation(cases=len(rows), oom_balanced_accuracy=failed, rows=rows, left_out=tuple(left_out))
+    rows = tuple(deviation(case) for case in cases)
+    timed = [(case, row) for case, row in _pairs(cases, rows) if row.measured_s is not None]
+    peaks = [row.reported_peak_bytes / row.measured_peak_bytes - 1 for row in rows if row.measured_peak_bytes]
+    validation = Validation(
+        cases=len(rows),
+        oom_balanced_accuracy=balanced_accuracy([(case.out_of_memory, row.fits) for case, row in _pairs(cases, rows)]),
+        rows=rows,
+        left_out=tuple(left_out),
+        memory_mape=float(100 * np.abs(peaks).mean()) if peaks else None,
+        software=tuple(dict.fromkeys(case.cluster.software.name for case in cases)),
+    )
     if not timed:
         return validation
     measured = np.array([row.measured_s for _, row in timed], dtype=float)
@@ -76,6 +99,7 @@ def compare(cases: Sequence[Case], left_out: Sequence[LeftOut] = ()) -> Validati
         bias=float(errors.mean()),
         spearman=_spearman(predicted, measured) if len(timed) > 1 else None,
         baseline_mape=constant_efficiency_mape(np.array([_flops_at_peak_s(case) for case, _ in timed]), measured),
+        coverage=float(np.mean([row.interval_s.holds(row.measured_s or 0.0) for _, row in timed])),
     )
 
 
@@ -98,15 +122,26 @@ def executed_flops(setup: Setup) -> float:
     return flops
 
 
-def _row(case: Case) -> CaseDeviation:
-    memory = estimate_memory(case.setup, case.cluster)
+def deviation(case: Case) -> CaseDeviation:
+    """The prediction for one case beside its measurement."""
+    memory, estimate = estimate_memory(case.setup, case.cluster), estimate_step(case.setup, case.cluster)
+    software = case.cluster.software
+    chance = fit_chance(memory.peak_bytes, case.cluster.device.memory_bytes, software.spread.memory)
     return CaseDeviation(
         case=case.name,
-        predicted_s=estimate_step(case.setup, case.cluster).step_s,
+        predicted_s=estimate.step_s,
         measured_s=case.measured_s,
         predicted_peak_bytes=memory.peak_bytes,
-        fits=verdict(memory, case.cluster) != "does not fit",
+        fits=chance >= 0.5,
+        interval_s=step_interval(estimate, software),
+        fit_chance=chance,
+        reported_peak_bytes=reported_bytes(case.setup, case.cluster),
+        measured_peak_bytes=case.measured_peak_bytes,
     )
+
+
+def _pairs(cases: Sequence[Case], rows: Sequence[CaseDeviation]) -> list[tuple[Case, CaseDeviation]]:
+    return list(zip(cases, rows, strict=True))
 
 
 def _flops_at_peak_s(case: Case) -> float:
@@ -115,7 +150,8 @@ def _flops_at_peak_s(case: Case) -> float:
     return executed_flops(case.setup) / (case.setup.world_size * peak)
 
 
-def _balanced_accuracy(outcomes: Sequence[tuple[bool, bool]]) -> float | None:
+def balanced_accuracy(outcomes: Sequence[tuple[bool, bool]]) -> float | None:
+    """The balanced accuracy of pairs (ran out of memory, was predicted to fit); None if no run failed."""
     failed = [not fits for out, fits in outcomes if out]
     ran = [fits for out, fits in outcomes if not out]
     if not failed:

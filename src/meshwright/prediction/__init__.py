@@ -4,23 +4,28 @@ from typing import Any
 
 import msgspec
 
-from meshwright.catalog import load_cluster
+from meshwright.catalog import load_cluster, load_software, software_names, with_software
 from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
 from meshwright.cost.memory import Memory, estimate_memory, verdict
-from meshwright.cost.occupancy import Occupancy
+from meshwright.cost.occupancy import Occupancy, fit_chance
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import StepEstimate, estimate_step
+from meshwright.cost.uncertainty import memory_interval, step_interval
 from meshwright.errors import ClusterError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import quantity_problems
+from meshwright.ir.interval import Interval
+from meshwright.ir.software import Software
 from meshwright.ir.transformer import Transformer
-from meshwright.planner.cases import COLUMNS, OPTIONAL
+from meshwright.planner.cases import COLUMNS, OPTIONAL, read_cases
 from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.remedy import Change, smallest_change
 from meshwright.planner.search import PARTS, Option, SearchResult, front
 from meshwright.planner.search import search as find_layouts
-from meshwright.planner.validate import Validation, validate
+from meshwright.planner.trials import Choices, Trials, choose, learning_trials
+from meshwright.planner.validate import Validation, compare, validate
 from meshwright.prediction.explain import explain
+from meshwright.prediction.learning import LearnedCluster, learn_step, learn_table
 from meshwright.worked import SEARCHED, Worked, recompute, worked_names
 
 __all__ = [
@@ -28,39 +33,55 @@ __all__ = [
     "OPTIONAL",
     "PARTS",
     "SEARCHED",
+    "Choices",
     "Forecast",
+    "LearnedCluster",
     "Option",
     "SearchResult",
+    "Trials",
     "Validation",
     "Worked",
+    "choose",
+    "compare",
     "divide_layers",
     "explain",
     "family_names",
     "find_layouts",
     "front",
+    "learn_step",
+    "learn_table",
+    "learning_trials",
     "load_cluster",
     "load_model",
     "load_network",
+    "load_software",
     "model_names",
     "network_names",
     "predict",
+    "read_cases",
     "recompute",
+    "software_names",
     "validate",
     "worked_names",
 ]  # fmt: skip
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """A setup's step and memory, whether it fits, and the smallest change that would make it fit."""
+    """A setup's step and memory, whether it fits, and the smallest change that would make it fit. ``interval_s`` and
+    ``interval_bytes`` hold 80 % of the times and peaks of such runs; ``fit_chance`` is the chance that it fits."""
 
     setup: Setup
     cluster: str
     constants: str
     """Where the cluster's constants are from (``Cluster.constants``)."""
+    software: Software
     estimate: StepEstimate
     memory: Memory
     verdict: Occupancy
     device_memory_bytes: float
+    interval_s: Interval
+    interval_bytes: Interval
+    fit_chance: float
     mfu: float
     """Model FLOP/s of all devices over their peak, in the setup's precision."""
     change: Change | None = None
@@ -73,9 +94,11 @@ def predict(
     devices: int | None = None,
     sequence: int = 0,
     memory_bytes: float | None = None,
+    software: str | Software | None = None,
     **layout: Any,
 ) -> Forecast:
-    """Predict a training step of ``model`` on ``cluster``, in closed form.
+    """Predict a training step of ``model`` on ``cluster``, in closed form. ``software`` is a profile or its name, in
+    place of the cluster's own.
 
     ``layout`` holds fields of ``cost.setup.Setup``. If ``dp`` is not given, it is ``devices`` divided by the sizes of
     the other axes.
@@ -98,6 +121,7 @@ def predict(
             remedy="correct an axis, or leave dp out",
         )
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, setup.world_size)
+    machine = with_software(machine, software)
     if machine.num_devices < setup.world_size:
         raise ClusterError(
             f"it has {machine.num_devices} devices, the layout {setup.world_size} ranks",
@@ -107,14 +131,19 @@ def predict(
     estimate, memory = estimate_step(setup, machine), estimate_memory(setup, machine)
     peaks = machine.device.peak_flops_per_s
     peak = peaks.get(setup.dtype) or max(peaks.values())
+    limit = memory_bytes or machine.device.memory_bytes
     return Forecast(
         setup=setup,
         cluster=machine.name,
         constants=machine.constants,
+        software=machine.software,
+        interval_s=step_interval(estimate, machine.software),
+        interval_bytes=memory_interval(memory, machine.software),
+        fit_chance=fit_chance(memory.peak_bytes, limit, machine.software.spread.memory),
         estimate=estimate,
         memory=memory,
         verdict=verdict(memory, machine, memory_bytes),
-        device_memory_bytes=memory_bytes or machine.device.memory_bytes,
+        device_memory_bytes=limit,
         mfu=estimate.model_flops_per_s / (setup.world_size * peak),
         change=smallest_change(setup, machine, memory_bytes),
     )

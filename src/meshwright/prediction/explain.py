@@ -20,13 +20,16 @@ MEANINGS = {
     "pipeline_comm_s": "activations to the next stage, gradients back",
     "data_comm_s": "gradients (and sharded parameters) between replicas, as far as nothing hides them",
     "optimizer_s": "Adam's update of this device's parameters",
+    "other_s": "reading data, logging: what no micro-batch explains",
     "parameters_bytes": "weights in the precision of the products",
     "gradients_bytes": "of all weights, or of this device's shard",
     "optimizer_bytes": "Adam's two moments and the weights in 32 bit",
     "activations_bytes": "what layers keep for the backward pass, of all micro-batches in flight",
     "ends_bytes": "embedding, vocabulary head and loss",
     "workspace_bytes": "inside one layer's pass: gradients of activations, what is recomputed or gathered",
-    "buffers_bytes": "the device's context, libraries, communication buffers",
+    "buffers_bytes": "buckets of gradients that are being reduced",
+    "context_bytes": "the device's context, libraries, buffers of collectives",
+    "fragmentation_bytes": "taken by the allocator, but not used",
 }
 """Descriptions of the parts of an estimate and of the memory."""
 
@@ -55,7 +58,7 @@ NOTES = (
         "(A100) and by 10 to 20 % elsewhere, more at the edge of memory and for fully sharded data parallelism across "
         "boxes."
     ),
-    "Memory within 6 % of the device's is called marginal: allocators lose about that much to fragmentation.",
+    "Memory is called marginal where the chance that the layout fits is better than even, but below 90 %.",
     (
         "The timeline is the schedule's real actions, timed one by one with each stage's own cost; messages take the "
         "time of the network without other traffic."

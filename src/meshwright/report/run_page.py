@@ -92,6 +92,8 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
         facts.append(("median step, data included", seconds(statistics.median(metrics.step_s))))
     if ledger is not None:
         facts.append(("predicted step", seconds(ledger.predicted_step_s)))
+        if (between := ledger.interval_s) is not None:
+            facts.append(("in 80 % of runs", f"{seconds(between.low)} to {seconds(between.high)}"))
         facts.append(("measured step", seconds(ledger.measured_step_s)))
         if peak_bytes := max(entry.measured.peak_bytes for entry in ledger.ranks):
             facts.append(("measured peak memory", size(peak_bytes)))

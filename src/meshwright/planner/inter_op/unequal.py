@@ -19,7 +19,7 @@ from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
-from meshwright.ir.part import memory_of
+from meshwright.ir.part import room_of
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
@@ -74,7 +74,7 @@ class UnequalStages:
         self.cluster, self.pools, self.batch_size = cluster, pools, batch_size
         self.known_only = known_only
         self.chain = pools[0].pipelines.chain
-        self.limits = [memory_bytes or memory_of(cluster, pool.ranks) for pool in pools]
+        self.limits = [memory_bytes or room_of(cluster, pool.ranks) for pool in pools]
         self.memory_bytes = memory_bytes
         self.submeshes = [
             Submesh.of(number, devices)
@@ -195,7 +195,7 @@ class UnequalStages:
     def _fits(self, memory: Sequence[RankMemory], layout: Layout) -> bool:
         mesh = layout.mesh()
         return all(
-            rank.peak_bytes <= (self.memory_bytes or memory_of(self.cluster, mesh.stage_ranks(rank.rank)))
+            rank.peak_bytes <= (self.memory_bytes or room_of(self.cluster, mesh.stage_ranks(rank.rank)))
             for rank in memory
         )
 
