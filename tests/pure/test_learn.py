@@ -88,7 +88,7 @@ def test_a_planted_number_is_predicted_on_runs_that_were_not_shown(changes: dict
     cases = runs_of(truth, noise=0.01)
     shown, rest = cases[::2], cases[1::2]
     learned = learn(shown, START)
-    assert mean_error(rest, learned.software) < 0.25 * mean_error(rest, START)
+    assert mean_error(rest, learned.software) < 0.4 * mean_error(rest, START)
     assert learned.error is not None
     assert learned.error_before is not None
     assert learned.error < learned.error_before
@@ -125,11 +125,11 @@ def test_what_runs_do_not_tell_stays_where_it_was() -> None:
     assert numbers["pace"].value > 1.2
 
 
-def test_one_run_moves_the_prediction_more_than_half_the_way_and_says_what_it_cannot_tell() -> None:
+def test_one_run_moves_the_prediction_about_half_the_way_and_says_what_it_cannot_tell() -> None:
     truth = msgspec.structs.replace(START, pace=1.3 * START.pace)
     cases = runs_of(truth)
     learned = learn(cases[:1], START)
-    assert mean_error(cases[:1], learned.software) < 0.5 * mean_error(cases[:1], START)
+    assert mean_error(cases[:1], learned.software) < 0.6 * mean_error(cases[:1], START)
     assert "one run cannot tell" in learned.notes[0]
 
 
@@ -292,7 +292,7 @@ def test_a_user_learns_from_three_logged_steps(tmp_path: Path, capsys: pytest.Ca
     assert "one run cannot tell the numbers apart" in out
     assert cli([*asked[:2], "--cluster", str(target), *asked[4:], "--json"]) == 0
     after = json.loads(capsys.readouterr().out)["estimate"]["step_s"]
-    assert after == pytest.approx(1.2 * before, rel=0.08)
+    assert 1.1 * before < after < 1.2 * before, "one run is not believed wholly"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ TIME_NUMBERS = {
 """The numbers that times teach, with the standard deviation of their logarithm before any run is seen, for software
 without a profile. The widths are those between the catalog's profiles: stacks call the same libraries for matrix
 products, and differ most in their host's time."""
+OF_A_SITE = ("pace", "step_s")
+"""Numbers that differ between sites with the same software, so that no profile is sure of them: clocks, stragglers,
+where data lie."""
 MEMORY_NUMBERS = {"activations": 0.15, "fragmentation": 0.06, "context_bytes": 0.3, "logit_bytes": 0.4}
 """The numbers that peaks and failures teach. ``fragmentation`` is a fraction, and its deviation absolute; the others
 are factors, as in ``TIME_NUMBERS``."""
@@ -204,8 +207,9 @@ def _fitted(
     count less (``soft_l1``): a run that was disturbed does not move the others."""
     from scipy.optimize import least_squares
 
+    names = list(widths)
     known = min(1.0, start.spread.step / Spread().step)  # the numbers of a profile that is surer are surer, too
-    names, deviations = list(widths), known * np.array(list(widths.values()))
+    deviations = np.array([width if name in OF_A_SITE else known * width for name, width in widths.items()])
 
     def profile(steps: np.ndarray) -> Software:
         changes = {}
