@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -17,10 +18,12 @@ from meshwright import api, config
 from meshwright.cli import run as cli
 from meshwright.cli.calibrate import measure_rank
 from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import RankPrograms
+from meshwright.ir.summary import RankTimes
 from meshwright.ir.trace import Trace
 from meshwright.models import classification_loss
 from meshwright.runtime.loop import HeldOut
@@ -403,7 +406,28 @@ def test_train_tells_and_keeps_what_it_does(run_file: Path, capsys: pytest.Captu
     assert cli(["report", "runs/digits"]) == 0
     page = Path("runs/digits/report.html").read_text()
     assert ledger.worst.part in page
-    assert "missing" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "missing" not in text
+    assert ledger.software == "meshwright"
+    # What the run teaches: a report names the command, and predictions with the learned cluster file are right.
+    assert "learn from this run: meshwright calibrate --from runs/digits" in text
+    assert cli(["calibrate", "--from", "runs/digits"]) == 2
+    assert "--from: there is nothing to correct: this machine was not calibrated" in capsys.readouterr().err
+    assert cli(["calibrate", "--from", "runs/digits", "--cluster", "cpu-local"]) == 2
+    assert "--output: no file is named" in capsys.readouterr().err
+    slower = [  # as if all had taken 1.5 times as long as predicted
+        msgspec.structs.replace(entry, measured=scaled(entry.predicted, 1.5)) for entry in ledger.ranks
+    ]
+    files.save(msgspec.structs.replace(ledger, ranks=tuple(slower)), "runs/digits/ledger.json")
+    assert cli(["calibrate", "--from", "runs/digits", "--cluster", "cpu-local", "--output", "mine.toml"]) == 0
+    learned = files.load("mine.toml", Cluster).software
+    assert (learned.name, learned.runs) == ("meshwright", 1)
+    assert learned.pace == pytest.approx(1.5)
+
+
+def scaled(times: RankTimes, factor: float) -> RankTimes:
+    seconds = {name: factor * getattr(times, name) for name in times.__struct_fields__ if name.endswith("_s")}
+    return msgspec.structs.replace(times, **seconds)
 
 
 def test_a_run_may_leave_its_layout_to_the_planner_and_goes_on_with_what_it_chose(

@@ -1,5 +1,6 @@
 """Networks divided layer by layer: the dynamic program equals brute force, and chooses what was once chosen by hand."""
 
+import json
 from itertools import product
 
 import pytest
@@ -64,7 +65,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "convolution1 to convolution5  data parallel" in text
     assert cli(["plan", "alexnet", "--cluster", DGX1, "--ranks", "8", "--batch", "1024", "--json"]) == 0
-    assert '"all_data_s"' in capsys.readouterr().out
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["interval_s"]["low"] < plain["step_s"] < plain["all_data_s"]
+    slower = ["--software", "hugging-face", "--json"]
+    assert cli(["plan", "alexnet", "--cluster", DGX1, "--ranks", "8", "--batch", "1024", *slower]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] > 1.05 * plain["step_s"]
     assert cli(["plan", "wide-resnet-13b", "--cluster", DGX1, "--ranks", "8", "--batch", "64"]) == 1
     assert "does not fit" in capsys.readouterr().out
     assert cli(["plan", "alexnet", "--cluster", DGX1, "--vary", "devices=1..8"]) == 2

@@ -13,9 +13,9 @@ WAYS = {
 """Descriptions of the ways to divide a layer."""
 
 
-def show_network(name: str, cluster: str, devices: int, images: int, vary: str, as_json: bool) -> int:
-    """Divide the layers of a network over devices, and print the choices. Returns the exit code: 1 if the network does
-    not fit."""
+def show_network(name: str, cluster: str, devices: int, images: int, vary: str, software: str, as_json: bool) -> int:
+    """Divide the layers of a network over devices, and print the choices. ``software``: a profile in place of the
+    cluster's. Returns the exit code: 1 if the network does not fit."""
     from meshwright import prediction
 
     if vary:
@@ -24,7 +24,8 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
             where="--vary",
             remedy="leave it out, and give --cluster, --ranks and --batch",
         )
-    plan = prediction.divide_layers(name, cluster, devices=devices or None, images=images)
+    machine = prediction.load_cluster(cluster, devices or None, software or None)
+    plan = prediction.divide_layers(name, machine, images=images)
     code = 1 if plan.verdict == "does not fit" else 0
     if as_json:
         display.print_json(plan)
@@ -32,9 +33,10 @@ def show_network(name: str, cluster: str, devices: int, images: int, vary: str, 
     terminal = display.console()
     alone = "" if plan.all_data_s is None else f"   all layers data parallel: {plan.all_data_s * 1e3:.4g} ms"
     terminal.print(f"{plan.network} on {plan.ranks} devices of {cluster}, {plan.images} images a step, fp16")
-    terminal.print(f"constants of the cluster: {prediction.load_cluster(cluster).constants}\n")
-    terminal.print(f"step {plan.step_s * 1e3:.4g} ms   {plan.images / plan.step_s:,.0f} images/s{alone}")
-    terminal.print(f"memory {plan.peak_bytes / 2**30:.1f} GiB: {plan.verdict}\n")
+    terminal.print(f"constants of the cluster: {machine.constants}; software {machine.software.name}\n")
+    between = f"{plan.interval_s.low * 1e3:.3g} to {plan.interval_s.high * 1e3:.3g} in 80 % of runs"
+    terminal.print(f"step {plan.step_s * 1e3:.4g} ms ({between})   {plan.images / plan.step_s:,.0f} images/s{alone}")
+    terminal.print(f"memory {plan.peak_bytes / 2**30:.1f} GiB: {plan.verdict}, chance {plan.fit_chance:.0%}\n")
     table = display.table(("layers", "", "compute", "moving", "gradients", "optimizer"), left=("layers", ""))
     for way, group in groupby(plan.choices, key=lambda choice: choice.way):
         chosen = list(group)

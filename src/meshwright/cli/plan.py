@@ -120,9 +120,9 @@ def plan(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
         if network:
-            unfit = ("sequence", "price", "software", "report", "scaling")
+            unfit = ("sequence", "price", "report", "scaling")
             refuse(context, unfit, f"{target} is a convolution network")
-            return show_network(target, cluster, ranks, batch, vary, as_json)
+            return show_network(target, cluster, ranks, batch, vary, software, as_json)
         if report is not None:
             if vary:
                 raise LayoutError(
