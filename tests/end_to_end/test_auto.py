@@ -18,6 +18,7 @@ from benchmarks import quality
 from meshwright import optim
 from meshwright.api import plans
 from meshwright.api.plans import cost_of
+from meshwright.catalog import load_cluster
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import ClusterError, LayoutError, MeshwrightError, PlanError
@@ -49,7 +50,8 @@ pytestmark = pytest.mark.usefixtures("without_workers")
 HEAVY = msgspec.structs.replace(cost.ADAMW, moved=10**6)
 """An optimizer that moves so much that nothing else counts."""
 UNKNOWN = msgspec.structs.replace(cost.ADAMW, divides=False)
-CLUSTER, FOUR = mw.Cluster.load("cpu-local"), mw.Cluster.load("cpu-local", 4)
+CLUSTER = load_cluster("cpu-local", software="meshwright")
+FOUR = CLUSTER.resized(4)
 
 
 @cache
@@ -218,12 +220,13 @@ def test_what_does_not_fit_says_what_would() -> None:
         mw.plan(graph, CLUSTER, devices=2, memory_bytes=1e5)
     assert caught.value.where == "memory"
     found = re.fullmatch(
-        r"no layout fits in [\d.e-]+ GiB; the smallest, (.*), needs ([\d.e-]+) GiB a rank", caught.value.problem
+        r"no layout fits in [\d.e-]+ GiB for the tensors of a rank; the smallest, (.*), needs ([\d.e-]+) GiB a rank",
+        caught.value.problem,
     )
     assert found is not None, caught.value.problem
     needed = min(peak for _, peak in every_layout(2).values())
     assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
-    assert f"give every rank {found[2]} GiB" in caught.value.remedy
+    assert f"give every rank {found[2]} GiB for tensors" in caught.value.remedy
     limit = float(found[2]) * 2**30 * 1.01
     plan = mw.plan(graph, CLUSTER, devices=2, memory_bytes=limit)
     assert plan.prediction is not None

@@ -20,6 +20,7 @@ import torch
 import meshwright as mw
 from meshwright.api import plan_cache, plans
 from meshwright.api.plan_cache import KeptPlan, SearchRequest
+from meshwright.catalog import load_cluster
 from meshwright.cli import run as cli
 from meshwright.cost.optimizer import ADAMW, SGD
 from meshwright.errors import LayoutError
@@ -30,7 +31,7 @@ from meshwright.ops.base import OperatorRule, make_rule
 from meshwright.planner.auto import plan_auto
 from meshwright.planner.time_limit import TimeLimit, was_stopped
 
-CLUSTER = mw.Cluster.load("cpu-local", 2)
+CLUSTER = load_cluster("cpu-local", 2, "meshwright")
 FOUND: dict[bytes, mw.Plan] = {}
 WORDS = ["plan", "mlp", "--ranks", "2", "--layout.plan", "auto", "--cluster", "cpu-local"]
 

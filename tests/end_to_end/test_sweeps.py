@@ -89,7 +89,7 @@ def test_a_size_without_a_plan_says_why_and_the_sweep_goes_on(capsys: pytest.Cap
     assert cli([*words[:2], "--vary", "devices=1,2", "--memory", "1KiB", "--cluster", "cpu-local"]) == 1
     text = capsys.readouterr().out
     assert re.search(
-        r"  1 device: no layout fits in .* GiB; the smallest, .*\n    -> give every rank [\d.e-]+ GiB", text
+        r"  1 device: no layout fits in .* GiB for .*; the smallest, .*\n    -> give every rank [\d.e-]+ GiB", text
     )
     assert re.search(r"  2 devices: no layout fits in .*\n    -> give every rank", text)
     assert "strong scaling" not in text

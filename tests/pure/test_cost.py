@@ -16,6 +16,7 @@ from meshwright.cost.memory import estimate_memory, in_flight, layer_activation_
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step, stage_parameters
 from meshwright.errors import ClusterError, LayoutError
+from meshwright.ir.software import Software
 
 A100 = load_device("a100-80gb")
 RATES = Rates(A100)
@@ -244,8 +245,9 @@ def test_llamas_own_operations_are_more_kernels_than_megatrons() -> None:
     eager = step_s(model=llama, dp=8, zero=3, flash=True)
     fused = step_s(model=llama, dp=8, zero=3, flash=True, compiled=True)
     assert 1.05 < eager / fused < 1.3
-    # GPT's norm is one kernel
+    # GPT's norm is one kernel; without fused attention, eager code passes over the scores more often
     assert step_s(dp=8, zero=3, flash=True) == step_s(dp=8, zero=3, flash=True, compiled=True)
+    assert step_s(dp=8, zero=3, flash=False) > 1.05 * step_s(dp=8, zero=3, flash=False, compiled=True)
 
 
 def test_selective_recomputation_is_less_than_full_and_more_than_none() -> None:
@@ -337,7 +339,7 @@ def test_activations_are_korthikantis_formulas(tp: int, micro_batch: int) -> Non
     sbh, scores = s * b * h, 5 * a * s / h
 
     def ours(**changes: Any) -> float:
-        return layer_activation_bytes(setup(tp=tp, micro_batch=b, **changes))
+        return layer_activation_bytes(setup(tp=tp, micro_batch=b, **changes), Software())
 
     assert ours() == pytest.approx(sbh * (10 + 24 / tp + scores / tp))
     assert ours(sequence_parallel=True) == pytest.approx(sbh * (34 / tp + scores / tp))

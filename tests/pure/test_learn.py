@@ -19,9 +19,9 @@ from meshwright.cost.uncertainty import reported_bytes
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.software import Software
+from meshwright.ir.software import Software, Spread
 from meshwright.planner.cases import Case, read_cases
-from meshwright.planner.learn import MEMORY_NUMBERS, TIME_NUMBERS, learn
+from meshwright.planner.learn import MEMORY_NUMBERS, TIME_NUMBERS, learn, with_profile
 from meshwright.planner.trials import choose, learning_trials
 from meshwright.prediction import learn_step, learn_table
 from tests.pure.test_validate import ROW, table
@@ -140,7 +140,7 @@ def test_a_run_that_was_disturbed_does_not_move_the_others() -> None:
 
 
 def test_mixed_stacks_in_one_table_are_noticed() -> None:
-    halves = [runs_of(msgspec.structs.replace(START, pace=pace)) for pace in (0.6, 2.0)]
+    halves = [runs_of(msgspec.structs.replace(START, pace=pace)) for pace in (0.8, 1.4)]
     mixed = [halves[index % 2][index] for index in range(0, len(halves[0]), 3)]
     assert any("may be of different software" in note for note in learn(mixed, START).notes)
     assert not learn(halves[0][::3], START).notes
@@ -185,7 +185,7 @@ def test_bad_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="there is no run to learn from"):
         learn([], START)
     cases = runs_of(START)
-    other = [runs_of(START, start=load_software("deepspeed"))[0], *cases[:2]]
+    other = [*with_profile(cases[:1], load_software("deepspeed")), *cases[:2]]
     with pytest.raises(FileFormatError, match=r"the runs are of 2 stacks: deepspeed \(1\), torchtitan \(2\)"):
         learn(other, START)
     slow = msgspec.structs.replace(cases[0], measured_s=1000 * (cases[0].measured_s or 0.0))
@@ -200,7 +200,7 @@ def test_bad_tables_are_refused(tmp_path: Path) -> None:
         learn_table(table(tmp_path / "bad.csv", {"seq": ""}))
     with pytest.raises(FileFormatError, match="a step takes more than 0 seconds"):
         learn_step(cases[0].setup, cases[0].cluster, [1.0, -1.0])
-    with pytest.raises(FileFormatError, match="the table has 2 usable rows"):
+    with pytest.raises(FileFormatError, match="the table has 2 usable rows\n"):
         learning_trials(cases[:2], 2, 1)
     with pytest.raises(FileFormatError, match="0 is less than 1"):
         learning_trials(cases, 0, 1)
@@ -298,6 +298,7 @@ def test_a_user_learns_from_three_logged_steps(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
+        (["calibrate", "--from", "runs.csv", "--output", "x.json"], "--output: a cluster file ends in .toml, x.json"),
         (["calibrate", "--from", "runs.csv"], "--output: a table says nothing of this machine"),
         (["calibrate", "--from", "a.csv", "--from", "b.csv"], "2 sources are given, and one is a table"),
         (["calibrate", "--software", "torchtitan"], "--software: this machine is measured"),
@@ -306,7 +307,7 @@ def test_a_user_learns_from_three_logged_steps(tmp_path: Path, capsys: pytest.Ca
         (["calibrate", "--from", "runs.csv", "--if-stale"], "--if-stale: runs do not become stale"),
         (
             [*PREDICT, "--measured", "fast"],
-            "'fast' is no number",
+            "'fast' are no seconds",
         ),
         ([*PREDICT, "--output", "x.toml"], "nothing is learned"),
         (["validate", "runs.csv", "--software", "nonesuch"], "unknown software 'nonesuch'"),
@@ -318,6 +319,50 @@ def test_mistakes_are_named(words: list[str], problem: str, tmp_path: Path, caps
     table(tmp_path / "runs.csv", {})
     assert cli(words) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_the_command_learns_from_peaks_and_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"case": f"{size}", "micro_batch": size, "global_batch": "64", "recompute": "none", "flash": "1",
+             "peak_memory_bytes": peak, "status": status, "step_time_s": "" if status == "oom" else "3"}
+            for size, peak, status in (("1", "9e9", "ok"), ("2", "1.2e10", "ok"), ("16", "", "oom"))]  # fmt: skip
+    path, target = table(tmp_path / "runs.csv", *rows), tmp_path / "mine.toml"
+    assert cli(["calibrate", "--from", str(path), "--output", str(target), "--json"]) == 0
+    numbers = {number["name"] for number in json.loads(capsys.readouterr().out)["learned"]["numbers"]}
+    assert set(MEMORY_NUMBERS) <= numbers
+    assert load_software(target) == files.load(target, Cluster).software
+    assert cli(["clusters", str(target)]) == 0
+    assert "software: unknown: runs 3" in capsys.readouterr().out
+
+
+def test_a_sure_profile_learns_too() -> None:
+    certain = msgspec.structs.replace(START, spread=Spread(step=0.0, communication=0.0, host=0.0, memory=0.0))
+    cases = with_profile(runs_of(msgspec.structs.replace(START, pace=1.3 * START.pace), memory="peak"), certain)
+    learned = learn(cases[::4], certain)
+    assert mean_error(cases, learned.software) < 0.5 * mean_error(cases, certain)
+
+
+def test_a_table_may_name_cluster_files(tmp_path: Path) -> None:
+    mine = msgspec.structs.replace(load_cluster("a100-80gb-dgx"), name="mine")
+    files.save(mine, tmp_path / "mine.toml")
+    path = table(tmp_path / "runs.csv", {"cluster": str(tmp_path / "mine.toml"), "step_time_s": "0.8"})
+    assert learn_table(path).cluster.name == "mine"
+
+
+def test_each_stack_of_a_table_is_learned_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"case": f"{name} {size}", "micro_batch": size, "software": name, "step_time_s": "1"}
+            for name in ("megatron-lm", "nemo") for size in ("1", "2", "4", "8")]  # fmt: skip
+    path = table(tmp_path / "plain.csv", *rows, columns=(*ROW, "software"))
+    factors = {"megatron-lm": 1.5, "nemo": 0.8}
+    for row, case in zip(rows, read_cases(path)[0], strict=True):
+        row["step_time_s"] = repr(factors[row["software"]] * estimate_step(case.setup, case.cluster).step_s)
+    path = table(tmp_path / "runs.csv", *rows, columns=(*ROW, "software"))
+    assert cli(["validate", str(path), "--learn", "3", "--repeats", "2"]) == 0
+    assert "each learned by itself: megatron-lm, nemo" in capsys.readouterr().out
+    found = learning_trials(read_cases(path)[0], 3, 2)
+    assert (found.software, found.too_few) == (("megatron-lm", "nemo"), ())
+    assert found.mape is not None
+    assert found.zero_shot_mape is not None
+    assert found.mape < 0.6 * found.zero_shot_mape
 
 
 def test_plans_by_sizes_use_the_profile(capsys: pytest.CaptureFixture[str]) -> None:

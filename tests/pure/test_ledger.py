@@ -12,7 +12,8 @@ from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
 from meshwright.ir.layout import Layout
-from meshwright.ir.ledger import Ledger, make_ledger
+from meshwright.ir.ledger import Ledger
+from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Alternative, Note, Plan, Prediction, Stage
 from meshwright.ir.trace import MemorySample, Span, Trace, TraceSource
 

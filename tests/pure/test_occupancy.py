@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.occupancy import fit_chance, memory_verdict, peak_memory, taken_bytes
+from meshwright.cost.occupancy import fit_chance, memory_verdict, peak_memory, room_of, taken_bytes
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
 from meshwright.ir.device import Condition, Device, Kernels
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.part import room_of
 from meshwright.ir.schedule import Action, Schedule
 from meshwright.ir.software import Software, Spread
 from meshwright.schedules.check import check

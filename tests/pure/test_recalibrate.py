@@ -85,7 +85,7 @@ def test_waiting_for_a_rank_that_comes_late_is_no_communication() -> None:
 
 def test_what_is_too_little_to_tell_from_changes_nothing() -> None:
     found = factors(ledger((times(0, 8.0, 0.0, 1.0, 0.0), times(0, 8.0, 3.0, 0.0, 0.0))))
-    assert found == Corrections(compute=1.0, communication=1.0)
+    assert found == Corrections(compute=1.0, communication=None)
 
 
 def test_the_corrected_cluster_foretells_the_run() -> None:
@@ -111,6 +111,23 @@ def test_several_runs_correct_by_their_geometric_mean() -> None:
     assert found.software.pace == pytest.approx(2.0)
     assert found.software.runs == 2
     assert found.levels[0].alpha_s == pytest.approx(2e-5)
+
+
+def test_a_run_teaches_a_cluster_only_once() -> None:
+    before, slower = times(0, 8.0, 2.0, 0.0, 0.0), times(0, 10.0, 6.0, 0.0, 0.0)
+    told = msgspec.structs.replace(ledger((before, slower)), pace=1.0, beta_s_per_byte=(1e-10,))
+    once = recalibrate(CLUSTER, told)
+    again = recalibrate(once, told)
+    assert again.software.pace == pytest.approx(once.software.pace) == pytest.approx(1.25)
+    assert again.levels[0].alpha_s == pytest.approx(once.levels[0].alpha_s)
+    assert [row.time_s for row in again.collectives] == pytest.approx([row.time_s for row in once.collectives])
+
+
+def test_a_run_that_does_not_tell_does_not_dilute_the_others() -> None:
+    before = times(0, 8.0, 2.0, 0.0, 0.0)
+    slower = ledger((before, times(0, 8.0, 8.0, 0.0, 0.0)))
+    silent = ledger((times(0, 8.0, 0.0, 0.0, 0.0), times(0, 8.0, 0.0, 0.0, 0.0)))
+    assert recalibrate(CLUSTER, slower, silent).levels[0].alpha_s == pytest.approx(4e-5)
 
 
 def test_a_level_is_corrected_by_the_runs_that_cross_it() -> None:

@@ -16,7 +16,8 @@ from meshwright.cli import run as cli
 from meshwright.errors import FileFormatError, MeshwrightError, TraceError
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
-from meshwright.ir.ledger import PARTS, Ledger, make_ledger
+from meshwright.ir.ledger import PARTS, Ledger
+from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Alternative, Bucket, Note
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.report import read_run, render_run, run_drawing, svg

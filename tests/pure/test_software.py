@@ -143,6 +143,7 @@ def test_memory_is_reported_as_the_software_logs_it() -> None:
 
     assert reported("allocated") == pytest.approx(peak.allocated_bytes)
     assert reported("device") == pytest.approx(1.1 * peak.allocated_bytes + peak.context_bytes)
+    assert reported("reserved") == pytest.approx(1.1 * peak.allocated_bytes)
     assert reported("allocated_last") < reported("allocated"), "the first stage has more micro-batches in flight"
 
 
@@ -179,6 +180,9 @@ def test_a_profile_is_found_by_name_in_a_file_and_in_a_cluster_file(tmp_path: Pa
         assert load_software(tmp_path / name) == profile
     assert load_cluster(str(tmp_path / "cluster.toml")).software == profile
     assert files.load(tmp_path / "cluster.toml", Cluster).software == profile
+    files.save(load_cluster(DGX), tmp_path / "plain.toml")
+    with pytest.raises(ClusterError, match="the cluster file says nothing of its software"):
+        load_software(tmp_path / "plain.toml")
     assert b"software" not in files.encode_toml(load_cluster(DGX)), "a cluster without a profile says nothing of it"
 
 

@@ -83,7 +83,7 @@ def learn_from_runs(directories: Sequence[Path], cluster: str = "", output: Path
     """Correct a cluster by runs of ``meshwright train``. Return it and the file to which it was written.
 
     Without ``cluster`` this machine's calibration is corrected, and ``output`` is by default the calibration's file.
-    With ``cluster`` (a name or a file), ``output`` is needed unless ``cluster`` is a file.
+    With ``cluster`` (a name or a file), ``output`` is needed.
 
     Raises:
         FileFormatError: a directory is not that of a run, or has no ledger.
@@ -107,10 +107,11 @@ def learn_from_runs(directories: Sequence[Path], cluster: str = "", output: Path
             "there is nothing to correct: this machine was not calibrated", where="--from",
             remedy="run `meshwright calibrate` first, or name a cluster with --cluster",
         )  # fmt: skip
-    target = output or Path(cluster)
-    if target.suffix != ".toml":
-        raise ClusterError("no file is named", where="--output", remedy="name the cluster file to write: mine.toml")
-    return save_cluster(corrected(known, *ledgers), target), target
+    if output is None or output.suffix != ".toml":
+        raise ClusterError(
+            "no file is named that ends in .toml", where="--output", remedy="name the cluster file to write: mine.toml"
+        )
+    return save_cluster(corrected(known, *ledgers), output), output
 
 
 def save_cluster(cluster: Cluster | None, target: Path) -> Cluster:

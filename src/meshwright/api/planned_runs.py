@@ -14,12 +14,10 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.interval import Interval, interval, step_deviation
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import RankPrograms
 from meshwright.ir.run import Run
-from meshwright.ir.summary import summarize
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner import compare
@@ -36,17 +34,16 @@ CPU = torch.device("cpu")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
-    ``interval_s`` holds 80 % of the times of such steps. ``constants``: the source of the cluster's constants;
-    ``software``: the name of the profile. ``programs`` are the programs of one rank, if a rank was asked for.
-    ``changes`` are the changes of one thing that would make a layout fit that does not, the fastest first. ``lost``
-    says why another layout was not chosen, if it was asked for."""
+    ``constants``: the source of the cluster's constants; ``software``: the name of the profile. ``programs`` are the
+    programs of one rank, if a rank was asked for. ``changes`` are the changes of one thing that would make a layout fit
+    that does not surely fit, the fastest first. ``lost`` says why another layout was not chosen, if it was asked
+    for."""
 
     plan: Plan
     constants: str
     memory_bytes: float
     verdict: Occupancy
     fit_chance: float
-    interval_s: Interval
     software: str
     programs: RankPrograms | None = None
     changes: tuple[Change, ...] = ()
@@ -82,13 +79,13 @@ def plan_run(
     chosen = msgspec.structs.replace(chosen, prediction=foretold.prediction)
     fullest, limit = foretold.fullest(memory_bytes)
     software, kind = known.software, known.device.kind
+    # A limit that is given is what tensors may take; else they share the device with its context.
     taken = fullest.peak_bytes if memory_bytes else taken_bytes(fullest.peak_bytes, software, kind)
-    deviation = software.spread.memory
+    deviation = 0.0 if memory_bytes else software.spread.memory
     verdict, chance = memory_verdict(taken, limit, deviation), fit_chance(taken, limit, deviation)
-    exposed = max(times.exposed_s for times in summarize(foretold.trace())) / foretold.played.step_s
     changes: tuple[Change, ...] = ()
     lost = None
-    if verdict == "does not fit" and not chosen.layout.stage_sizes:
+    if verdict != "fits" and not chosen.layout.stage_sizes:
         changes = compare.changes_that_fit(
             graph, chosen.layout, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
         )
@@ -99,7 +96,6 @@ def plan_run(
     return Planned(
         plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
         fit_chance=chance, software=software.name,
-        interval_s=interval(foretold.played.step_s, step_deviation(software.spread, exposed)),
         changes=changes, lost=lost,
     )  # fmt: skip
 

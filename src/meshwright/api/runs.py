@@ -17,7 +17,8 @@ from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
-from meshwright.ir.ledger import Ledger, make_ledger
+from meshwright.ir.ledger import Ledger
+from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from contextlib import suppress
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import TypeVar
@@ -157,8 +158,7 @@ def load_software(name_or_path: str | os.PathLike[str]) -> Software:
     """
     text = os.fspath(name_or_path)
     if text.endswith(".toml") or os.path.dirname(text):
-        described = b"num_devices" in files.read_bytes(text)
-        found = files.load(text, Cluster).software if described else files.load(text, Software)
+        found = _software_in(text)
     elif text in _names("software"):
         found = _read(f"software/{text}.toml", Software)
     else:
@@ -167,6 +167,20 @@ def load_software(name_or_path: str | os.PathLike[str]) -> Software:
         raise ClusterError(f"unknown software {text!r}", where="software", remedy=remedy)
     refuse(ClusterError, software_problems(found, text))
     return found
+
+
+def _software_in(path: str) -> Software:
+    """The profile in a file: the file itself, or the ``[software]`` of a cluster file."""
+    data = files.read_bytes(path)
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):  # files.load says what is wrong
+        keys = msgspec.toml.decode(data)
+        if "device" in keys and "software" not in keys:
+            raise ClusterError(
+                "the cluster file says nothing of its software", where=path, remedy="give a profile, or add [software]"
+            )
+        if "device" in keys:
+            return files.load(path, Cluster).software
+    return files.load(path, Software)
 
 
 def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Cluster:

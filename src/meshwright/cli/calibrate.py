@@ -26,7 +26,9 @@ EPILOG = display.examples(
 
 
 def calibrate(
-    output: Path | None = typer.Option(None, help="Where to write the cluster file; default: the user's cache."),
+    output: Path | None = typer.Option(
+        None, help="Where to write the cluster file; default: the user's cache, for this machine."
+    ),
     if_stale: bool = typer.Option(False, "--if-stale", help="Only where the last one no longer holds."),
     learn: list[Path] = typer.Option(
         [], "--from", metavar="RUNS.csv|RUN_DIR", help="Learn from a table of runs, or from runs of `meshwright train`."
@@ -102,7 +104,7 @@ def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, 
     from meshwright import prediction
 
     found = prediction.learn_table(tables[0], cluster=cluster, software=software)
-    display.write(output, files.encode_toml(found.cluster))
+    display.write(display.toml_path(output, "--output"), files.encode_toml(found.cluster))
     for row in found.left_out:
         typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
     if as_json:
@@ -120,7 +122,7 @@ def print_learned(found: "LearnedCluster") -> None:
         deviation = f"{number.deviation_before:.0%} -> {number.deviation:.0%}"
         table.add_row(
             number.name, f"{number.before:.4g}", f"{number.value:.4g}", deviation,
-            "" if number.told else "the runs say little: stays near what it was",
+            "" if number.told else "the runs tell little",
         )  # fmt: skip
     terminal.print(table)
     terminal.print()

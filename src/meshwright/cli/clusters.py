@@ -42,6 +42,14 @@ def clusters(
     if not name:
         terminal.print("\n+: grows to as many devices as are asked for. Other names are read as DEVICE-BOX-FABRIC.")
         return
+    profile, plain = listed[0].software, type(listed[0].software)()
+    numbers = [(key, getattr(profile, key)) for key in profile.__struct_fields__ if key not in ("name", "source")]
+    told = ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in numbers
+        if value != getattr(plain, key) and key != "spread"
+    )
+    terminal.print(f"\nsoftware: {profile.name}{f': {told}' if told else ''}  {profile.source}".rstrip())
     if listed[0].device.usd_per_hour is not None:
         terminal.print(f"\n$ {listed[0].device.usd_per_hour:.2f} a device and hour  ({listed[0].device.price_source})")
     terminal.print(f"\ndevice: {listed[0].device.origin}  ({listed[0].device.source})")

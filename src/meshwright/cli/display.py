@@ -1,7 +1,6 @@
 """The terminal output of commands: lines, tables, and progress bars that disappear when they are done."""
 
 import logging
-import math
 import re
 import shlex
 import signal
@@ -220,17 +219,18 @@ def num_bytes(text: str, where: str) -> int:
 
 
 def seconds(text: str, where: str) -> list[float]:
-    """The times in a list such as ``1.52,1.49``; raises a FileFormatError if one is no positive number."""
-    found = []
-    for part in text.split(","):
-        try:
-            value = float(part)
-        except ValueError:
-            value = 0.0
-        if not 0 < value < math.inf:
-            raise FileFormatError(f"{part!r} is no number of seconds", where=where, remedy="write 1.52,1.49,1.50")
-        found.append(value)
-    return found
+    """The numbers in a list such as ``1.52,1.49``; raises a FileFormatError if it is not such a list."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise FileFormatError(f"{text!r} are no seconds", where=where, remedy="write 1.52,1.49,1.50") from None
+
+
+def toml_path(path: Path, where: str) -> Path:
+    """The path of a cluster file to write; raises a FileFormatError if its name does not end in .toml."""
+    if path.suffix != ".toml":
+        raise FileFormatError(f"a cluster file ends in .toml, {path} does not", where=where, remedy="name it mine.toml")
+    return path
 
 
 def numbers(text: str, where: str, remedy: str) -> list[int]:

@@ -104,7 +104,9 @@ def _print(model: str, software: str, value: dict[str, Any], result: "SearchResu
     terminal.print(_table([(option, "") for option in result.options[:10]]))
     terminal.print("\nno other is faster with as little memory and money:")
     terminal.print(_table([(option, "") for option in result.front[:6]]))
-    terminal.print(f"\n{result.explain()}{_unpriced([(value, result, seconds)])}")
+    between = result.options[0].interval_s
+    terminal.print(f"\nin 80 % of runs a step takes {between.low:.3g} to {between.high:.3g} s")
+    terminal.print(f"{result.explain()}{_unpriced([(value, result, seconds)])}")
 
 
 def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "SearchResult", float]]) -> None:
@@ -158,7 +160,8 @@ def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
     table = display.table(titles, left=("layout", ""), wrapped=("layout",))
     for option, value in options:
         rate = option.flops_per_s / option.setup.world_size / 1e12
-        cells = [f"{option.step_s:.4g} s", f"{option.memory.peak_bytes / 2**30:.1f} GiB", option.verdict]
+        fits = f"{option.verdict} ({option.fit_chance:.0%})"
+        cells = [f"{option.step_s:.4g} s", f"{option.memory.peak_bytes / 2**30:.1f} GiB", fits]
         cells += [f"{rate:.0f} TFLOP/s", *([_dollars(option)] if priced else []), option.text]
         table.add_row(*([value] if key else []), *cells)
     return table

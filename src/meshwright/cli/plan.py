@@ -82,7 +82,9 @@ def plan(
         "--only",
         help="Only divide operators (intra), only make stages (inter), or all three searches side by side (each).",
     ),
-    memory: str = typer.Option("", "--memory", help="Memory of a rank, as in 8GiB; default: what a device has."),
+    memory: str = typer.Option(
+        "", "--memory", help="What the tensors of a rank may take, as in 8GiB; default: what surely fits a device."
+    ),
     batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
     sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
     vary: str = typer.Option(
@@ -176,9 +178,9 @@ def plan(
         display.console().print(program_text(planned.programs))
     else:
         display.console().print(chosen.explain())
-        low, high = (end * 1e3 for end in (planned.interval_s.low, planned.interval_s.high))
-        between = f"{low:.4g} to {high:.4g} ms in 80 % of runs"
-        display.console().print(f"  a step takes {between} (software {planned.software})")
+        if chosen.prediction is not None and (interval_s := chosen.prediction.interval_s) is not None:
+            between = f"{interval_s.low * 1e3:.4g} to {interval_s.high * 1e3:.4g} ms in 80 % of runs"
+            display.console().print(f"  a step takes {between} (software {planned.software})")
         display.console().print(f"  constants of the cluster: {planned.constants}")
         room = f"{planned.memory_bytes / 2**30:.3g} GiB a rank"
         display.console().print(f"  memory: {planned.verdict} in {room} (chance {planned.fit_chance:.0%})")

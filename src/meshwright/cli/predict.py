@@ -75,7 +75,7 @@ def predict(
         machine = prediction.load_cluster(cluster, software=predicted.software)
         learned = prediction.learn_step(predicted.setup, machine, steps)
         if output is not None:
-            display.write(output, files.encode_toml(learned.cluster))
+            display.write(display.toml_path(output, "--output"), files.encode_toml(learned.cluster))
     elif output is not None:
         raise ClusterError("nothing is learned", where="--output", remedy="give --measured too, or leave it out")
     if as_json:

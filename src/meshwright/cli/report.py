@@ -37,7 +37,7 @@ def report(
         terminal.print(f"missing: {missing}")
     if run.ledger is not None:
         terminal.print(f"pred/meas {run.ledger.step_ratio:.2f}, {run.ledger.worst}")
-        terminal.print(f"to predict better, learn from this run: meshwright calibrate --from {directory}")
+        terminal.print(f"to predict better, learn from this run: {room.learning_command(run.ledger, str(directory))}")
     terminal.print(f"-> {page}")
     traces = room.named_traces(run)
     for option, path in (("--trace", trace), ("--picture", picture)):

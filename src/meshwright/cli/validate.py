@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from meshwright.cli import display
@@ -52,7 +53,7 @@ def validate(
     if as_json:
         asked = {"choices": choices, "learning": trials}
         extra = {name: value for name, value in asked.items() if value is not None}
-        display.print_json({"validation": summary, **extra} if extra else summary)
+        display.print_json(msgspec.structs.asdict(summary) | extra)
         return
     _print(summary, worst)
     if choices is not None:
@@ -118,6 +119,10 @@ def _print_trials(trials: "Trials") -> None:
         return "none" if value is None else f"{value:.2f} %"
 
     terminal = display.console()
+    if len(trials.software) + len(trials.too_few) > 1:
+        terminal.print(f"\nruns of several stacks; each learned by itself: {', '.join(trials.software)}", end="")
+        few = f"; with too few runs: {', '.join(trials.too_few)}" if trials.too_few else ""
+        terminal.print(few)
     terminal.print(
         f"\nlearned from {trials.learned} random runs, judged on the others, {trials.repeats} draws: mean error "
         f"{percent(trials.mape)} (before learning {percent(trials.zero_shot_mape)})"

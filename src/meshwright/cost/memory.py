@@ -12,9 +12,6 @@ EAGER_NORM_BYTES = 4
 """Bytes that an RMS norm in PyTorch's own operations keeps per element beyond those of a fused norm: its input in
 float32 in place of 16 bits, and the normed input before it is scaled."""
 
-MEGATRON = Software()
-"""The software that the formulas of a layer's activations describe."""
-
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank at its peak; the parts add up to ``peak_bytes``.
@@ -64,7 +61,7 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     # Megatron-LM accumulates gradients in float32; ZeRO's optimizers keep them in the parameters' dtype until they are
     # reduced to the shard that this rank updates.
     gradient = float(element) if setup.zero in (1, 2) else 4.0
-    gradient = software.gradient_bytes or gradient
+    gradient = gradient if software.gradient_bytes is None else software.gradient_bytes
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
     saved = layer_activation_bytes(setup, software)
@@ -77,7 +74,11 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     shards = data if setup.zero >= 2 and setup.pp == 1 else 1
     working = _layer_bytes(setup, software, setup.recompute == "full") if setup.recompute != "none" else 0.0
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup, software)
-    loss = _loss_bytes(setup, software) if stage == setup.pipeline.last_rank else 0.0
+    loss = (
+        setup.tokens * setup.model.vocabulary / setup.tp * logit_bytes(setup, software)
+        if stage == setup.pipeline.last_rank
+        else 0.0
+    )
     # The loss comes before the first layer's backward: the two workspaces do not live at once.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     memory = Memory(
@@ -118,13 +119,13 @@ def in_flight(setup: Setup, stage: int) -> float:
     return min(float(setup.microbatches), held[setup.schedule])
 
 
-def layer_activation_bytes(setup: Setup, software: Software = MEGATRON) -> float:
+def layer_activation_bytes(setup: Setup, software: Software) -> float:
     """Bytes that one layer saves for one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
 
     For GPT in 16 bit it is sbh (10 + 24/t + 5as/ht), or sbh (34/t + 5as/ht) with sequence parallelism, in the paper's
     letters. Selective recomputation or fused attention removes the last term. Full recomputation saves 2 sbh, or 2
-    sbh/t with sequence parallelism. ``software`` multiplies all but the last (``Software.activations``), and in eager
-    code norms and rotary embeddings keep copies.
+    sbh/t with sequence parallelism. ``Software.activations`` multiplies all of this except full recomputation's. In
+    eager code norms and rotary embeddings keep copies.
     """
     if setup.recompute == "full":
         return setup.tokens * setup.model.hidden * setup.element_bytes / setup.sequence_parts
@@ -159,7 +160,7 @@ def _layer_bytes(setup: Setup, software: Software, scores: bool) -> float:
     attention = 0.0
     if not setup.flash and scores:
         held = element * (2 if model.dropout else 1) + (1 if model.dropout else 0)
-        attention = (software.score_bytes or held) * model.heads / tp * model.sequence
+        attention = (held if software.score_bytes is None else software.score_bytes) * model.heads / tp * model.sequence
     elif setup.flash:
         attention = 4 * model.heads / tp  # the softmax's log-sum-exp
     crossed = 1 + model.cross / model.layers / 2
@@ -177,12 +178,13 @@ def _ends_bytes(setup: Setup, stage: int) -> float:
     return saved
 
 
-def _loss_bytes(setup: Setup, software: Software) -> float:
-    """Bytes of the logits and of their gradient, in the model's dtype and in float32. Megatron-LM's cross-entropy works
-    in place: the float32 gradient overwrites the float32 logits. Llama's PyTorch code, used with ZeRO 3, keeps both the
-    log-softmax and its gradient in float32."""
-    each = 2 * setup.element_bytes + (8 if setup.zero == 3 and setup.model.gated else 4)
-    return setup.tokens * setup.model.vocabulary / setup.tp * (software.logit_bytes or each)
+def logit_bytes(setup: Setup, software: Software) -> float:
+    """Bytes per logit at the peak of the loss: of the logits and of their gradient, in the model's dtype and in
+    float32. Megatron-LM's cross-entropy works in place: the float32 gradient overwrites the float32 logits. Llama's
+    PyTorch code, used with ZeRO 3, keeps both the log-softmax and its gradient in float32."""
+    if software.logit_bytes is not None:
+        return software.logit_bytes
+    return 2 * setup.element_bytes + (8 if setup.zero == 3 and setup.model.gated else 4)
 
 
 def _gradient_workspace_bytes(setup: Setup, software: Software) -> float:
@@ -191,5 +193,5 @@ def _gradient_workspace_bytes(setup: Setup, software: Software) -> float:
     mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.tp + 2 * model.hidden)
     if setup.flash:
         return mlp
-    scores = software.score_bytes or 2 * element
+    scores = 2 * element if software.score_bytes is None else software.score_bytes
     return max(mlp, scores * setup.tokens * model.heads / setup.tp * model.sequence)

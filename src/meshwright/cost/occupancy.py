@@ -6,7 +6,9 @@ from typing import Literal
 import msgspec
 
 from meshwright.cost.work import StepWork
-from meshwright.ir.interval import COVERED
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.interval import COVERED, NINE_OF_TEN
+from meshwright.ir.part import memory_of
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.software import Software
 
@@ -57,6 +59,16 @@ def taken_bytes(live_bytes: float, software: Software, kind: str) -> float:
     """Bytes of a device of this ``kind`` that are taken while tensors of ``live_bytes`` live: with the allocator's
     fragmentation and the device's context. On a CPU they are ``live_bytes``, which include what the heap loses."""
     return live_bytes if kind == "cpu" else (1 + software.fragmentation) * live_bytes + software.context_bytes
+
+
+def room_of(cluster: Cluster, ranks: range) -> int:
+    """The bytes that the live tensors of each of the ranks may take, so that ``taken_bytes`` stay within the device's
+    memory with the chance ``SURE``."""
+    software, kind = cluster.software, cluster.device.kind
+    surely_bytes = memory_of(cluster, ranks) * math.exp(-NINE_OF_TEN * software.spread.memory)
+    if kind == "cpu":
+        return int(surely_bytes)
+    return max(0, int((surely_bytes - software.context_bytes) / (1 + software.fragmentation)))
 
 
 def fit_chance(peak_bytes: float, limit_bytes: float, deviation: float) -> float:

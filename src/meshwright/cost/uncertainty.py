@@ -33,5 +33,8 @@ def reported_bytes(setup: Setup, cluster: Cluster) -> float:
             return stage_memory(setup, setup.pipeline.last_rank, cluster).allocated_bytes
         case "allocated":
             return estimate_memory(setup, cluster).allocated_bytes
+        case "reserved":
+            peak = estimate_memory(setup, cluster)
+            return peak.peak_bytes - peak.context_bytes
         case "device":
             return estimate_memory(setup, cluster).peak_bytes

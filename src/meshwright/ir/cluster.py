@@ -152,6 +152,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return tuple(dict.fromkeys(level.name for level in _walk(self.levels)))
 
     @property
+    def betas(self) -> dict[str, float]:
+        """The seconds per byte of a message over each level, by the level's name; of members, the first one's."""
+        return {level.name: level.beta_s_per_byte for level in reversed(tuple(_walk(self.levels)))}
+
+    @property
     def constants(self) -> str:
         """Where the constants of the device and of each level come from, as text: ``device catalog, box measured``."""
         parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]

@@ -1,21 +1,18 @@
 """The ledger of a run: predicted and measured times side by side, the largest deviation, and its likely cause."""
 
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
-from meshwright.errors import Problem, TraceError, refuse
-from meshwright.ir.interval import Interval, interval, step_deviation
-from meshwright.ir.layout import layout_text
-from meshwright.ir.plan import Plan
-from meshwright.ir.summary import RankTimes, summarize
-from meshwright.ir.trace import Trace, TraceSource
+from meshwright.ir.interval import Interval, interval
+from meshwright.ir.summary import RankTimes
+from meshwright.ir.trace import TraceSource
 from meshwright.ir.units import seconds, size
 
 if TYPE_CHECKING:  # reports import this module, but must not import the catalog, which ir.cluster imports
-    from meshwright.ir.cluster import Cluster
+    pass
 
 PartName = Literal["computing", "exposed communication", "bubble"]
 PARTS: dict[PartName, str] = {
@@ -96,7 +93,9 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``plan`` is the ``Plan.digest`` of the plan that ran. ``levels`` names the levels of the cluster over which the
     ranks communicate, innermost first. ``constants`` says where the cluster's constants come from, ``software`` names
     its profile. ``deviation`` is the standard deviation of the logarithm of the step's time that the profile expects
-    (0: unknown). Measured times are medians over ``num_steps`` steps, for each rank and part."""
+    (0: unknown). ``pace`` is the pace of the software and ``beta_s_per_byte`` that of each of the ``levels`` with which
+    the step was predicted (empty: unknown). Measured times are medians over ``num_steps`` steps, for each rank and
+    part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -106,6 +105,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     constants: str = ""
     software: str = ""
     deviation: float = 0.0
+    pace: float = 0.0
+    beta_s_per_byte: tuple[float, ...] = ()
     plan: str
     levels: tuple[str, ...]
     predicted_by: TraceSource
@@ -147,13 +148,22 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
     @property
+    def tells_computing(self) -> bool:
+        """Whether computing takes enough of the step to estimate a factor from it."""
+        predicted_s, measured_s = (sum(times.compute_s for times in each) for each in self._sides())
+        return not self._too_little(predicted_s / len(self.ranks), measured_s / len(self.ranks))
+
+    @property
     def compute_factor(self) -> float:
-        """The measured divided by the predicted computing time of all ranks; 1 if one of the two times is too short."""
-        predicted_s = sum(entry.predicted.compute_s for entry in self.ranks)
-        measured_s = sum(entry.measured.compute_s for entry in self.ranks)
-        if self._too_little(predicted_s / len(self.ranks), measured_s / len(self.ranks)):
-            return 1.0
-        return measured_s / predicted_s
+        """The measured divided by the predicted computing time of all ranks; 1 if one of the two is too short."""
+        predicted_s, measured_s = (sum(times.compute_s for times in each) for each in self._sides())
+        return measured_s / predicted_s if self.tells_computing else 1.0
+
+    @property
+    def tells_communication(self) -> bool:
+        """Whether exposed communication takes enough of the step to estimate a factor from it."""
+        exposed_s, measured_s, _ = self._waited()
+        return not self._too_little(exposed_s, measured_s)
 
     @property
     def communication_factor(self) -> float:
@@ -164,12 +174,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         measured. The formula assumes that it took ``compute_factor`` times its predicted time, like the computing that
         hid it: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
         """
-        exposed_s = measured_s = hidden_s = 0.0
-        for entries in self._by_stage().values():
-            exposed_s += min(entry.predicted.exposed_s for entry in entries)
-            measured_s += min(entry.measured.exposed_s for entry in entries)
-            hidden_s += min(entry.predicted.hidden_s for entry in entries)
-        if self._too_little(exposed_s, measured_s):
+        exposed_s, measured_s, hidden_s = self._waited()
+        if not self.tells_communication:
             return 1.0
         return (measured_s + self.compute_factor * hidden_s) / (exposed_s + hidden_s)
 
@@ -217,6 +223,18 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ends = f"{seconds(between.low)} to {seconds(between.high)}"
             lines.append(f"in 80 % of runs a step takes {ends} (software {self.software}): this run is {where}")
         return "\n".join([*lines, f"{self.worst}", self.explanation])
+
+    def _sides(self) -> tuple[list[RankTimes], list[RankTimes]]:
+        return [entry.predicted for entry in self.ranks], [entry.measured for entry in self.ranks]
+
+    def _waited(self) -> tuple[float, float, float]:
+        """Predicted exposed, measured exposed and predicted hidden communication: the least of each stage, summed."""
+        stages = self._by_stage().values()
+        return (
+            sum(min(entry.predicted.exposed_s for entry in entries) for entries in stages),
+            sum(min(entry.measured.exposed_s for entry in entries) for entries in stages),
+            sum(min(entry.predicted.hidden_s for entry in entries) for entries in stages),
+        )
 
     def _too_little(self, predicted_s: float, measured_s: float) -> bool:
         """Whether the predicted or the measured time is too small a part of its step to estimate a constant from it."""
@@ -307,92 +325,6 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             f"Memory: rank {entry.rank} holds {size(measured)} at its peak, {measured / predicted:.2f} times the "
             f"{size(predicted)} predicted; {why} would explain it."
         )
-
-
-def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster") -> Ledger:
-    """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
-
-    Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
-    predicted traces do (see ``Trace.above``).
-
-    Raises:
-        TraceError: no step was measured, or a trace belongs to another plan, has a wrong source or lacks ranks.
-    """
-    if not measured:
-        raise TraceError("no step was measured", where="ledger", remedy="let the run make a step with a recorder")
-    traces = [("predicted", predicted), *((f"measured step {index}", traced) for index, traced in enumerate(measured))]
-    for name, trace in traces:
-        check_belongs(trace, plan.digest, name)
-        refuse(TraceError, _problems(trace, name, plan.mesh.world_size))
-    every = [{times.rank: times for times in summarize(trace)} for trace in measured]
-    foretold = sorted(summarize(predicted), key=lambda times: times.rank)
-    exposed = max(times.exposed_s / times.step_s for times in foretold)
-    stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
-    return Ledger(
-        model=plan.model,
-        layout=layout_text(plan.layout),
-        cluster=cluster.name,
-        constants=cluster.constants,
-        software=cluster.software.name,
-        deviation=step_deviation(cluster.software.spread, exposed),
-        plan=plan.digest,
-        levels=_levels(cluster, plan.mesh.world_size),
-        predicted_by=predicted.source,
-        measured_by=measured[0].source,
-        num_steps=len(measured),
-        ranks=tuple(
-            RankEntry(
-                rank=times.rank,
-                stage=stages[times.rank],
-                predicted=times,
-                measured=_median([step[times.rank] for step in every]),
-            )
-            for times in foretold
-        ),
-    )
-
-
-def check_belongs(trace: Trace, digest: str, where: str) -> None:
-    """Check that a trace belongs to the plan with this digest. ``where`` is the trace's name or file.
-
-    Raises:
-        TraceError: the trace names no plan, or another plan.
-    """
-    if trace.plan != digest:
-        said = f"of plan {trace.plan}" if trace.plan else "of no plan"
-        raise TraceError(
-            f"the trace is {said}, the run's plan is {digest}", where=where, remedy="take the traces of this run"
-        )
-
-
-def _problems(trace: Trace, name: str, world_size: int) -> Iterator[Problem]:
-    sources = ("simulated", "emulated") if name == "predicted" else ("measured", "emulated")
-    if trace.source not in sources:
-        yield name, f"the trace is {trace.source}", f"one that is {' or '.join(sources)} belongs there"
-    seen = sorted({span.rank for span in trace.spans})
-    if seen != list(range(world_size)):
-        shown = ", ".join(map(str, seen[:8])) or "none"
-        problem = f"the trace has {len(seen)} ranks ({shown}), the plan {world_size}"
-        yield name, problem, "take a trace of all ranks"
-    if not trace.duration_s:
-        yield name, "the step takes no time", "take the trace of a step that was made"
-
-
-def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
-    """The names of the levels that join ranks 0 to ``world_size`` - 1, innermost first."""
-    if world_size == 1 or cluster.num_devices == 1:
-        return ()
-    last = min(world_size, cluster.num_devices) - 1
-    crossed = {cluster.level_of(0, rank).name for rank in range(1, last + 1)}
-    return tuple(name for name in reversed(cluster.level_names) if name in crossed)
-
-
-def _median(steps: Sequence[RankTimes]) -> RankTimes:
-    """The median over the steps of one rank, taken separately for each field."""
-    fields = [field for field in RankTimes.__struct_fields__ if field not in ("rank", "peak_bytes")]
-    medians = {field: statistics.median(getattr(step, field) for step in steps) for field in fields}
-    peak_bytes = round(statistics.median(step.peak_bytes for step in steps))
-    return RankTimes(rank=steps[0].rank, peak_bytes=peak_bytes, **medians)
 
 
 def _computing(entries: Collection[RankEntry]) -> float:

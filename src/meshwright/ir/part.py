@@ -9,7 +9,6 @@ import msgspec
 
 from meshwright.ir.cluster import Cluster, Level, Unit, units_of
 from meshwright.ir.device import Device
-from meshwright.ir.interval import NINE_OF_TEN
 from meshwright.ir.mesh import Mesh
 
 
@@ -55,16 +54,6 @@ def part_of(cluster: Cluster, ranks: range) -> Cluster:
 def memory_of(cluster: Cluster, ranks: range) -> int:
     """The least device memory of the ranks, in bytes."""
     return part_of(cluster, ranks).device.memory_bytes if not cluster.homogeneous else cluster.device.memory_bytes
-
-
-def room_of(cluster: Cluster, ranks: range) -> int:
-    """The bytes that the live tensors of each of the ranks may take, so that they stay within the device's memory in 9
-    of 10 runs. What the software needs besides is subtracted (``Software``), except on a CPU."""
-    software = cluster.software
-    surely_bytes = memory_of(cluster, ranks) * math.exp(-NINE_OF_TEN * software.spread.memory)
-    if cluster.device.kind == "cpu":
-        return int(surely_bytes)
-    return max(0, int((surely_bytes - software.context_bytes) / (1 + software.fragmentation)))
 
 
 def pools_of(cluster: Cluster) -> tuple[range, ...]:

@@ -9,6 +9,7 @@ import msgspec
 
 from meshwright.ir.amendment import NOT_RUN, Amendment
 from meshwright.ir.graph import Graph
+from meshwright.ir.interval import Interval
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.pipeline import Pipeline
@@ -61,10 +62,12 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The predicted step time and peak memory for which the plan was chosen."""
+    """The predicted step time and peak memory for which the plan was chosen. ``interval_s`` holds 80 % of the times of
+    such steps (None: not asked for)."""
 
     step_s: float
     peak_memory_bytes: int
+    interval_s: Interval | None = None
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

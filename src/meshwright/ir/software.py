@@ -10,9 +10,10 @@ from meshwright.errors import Problem
 Code = Literal["", "fused", "eager", "compiled"]
 """How the operations between matrix products run: ``fused``: in hand-written fused kernels; ``eager``: each in a kernel
 of its own; ``compiled``: fused by torch.compile. Empty: as ``Setup`` says."""
-Reported = Literal["device", "allocated", "allocated_last"]
-"""What a stack logs as the memory of a run. ``device``: all that is taken on the fullest device. ``allocated``: the
-bytes of live tensors at the peak, on the fullest device; ``allocated_last``: on the last rank, which prints the log."""
+Reported = Literal["device", "reserved", "allocated", "allocated_last"]
+"""What a stack logs as the memory of a run. ``device``: all that is taken on the fullest device. ``reserved``: what the
+allocator took there. ``allocated``: the bytes of live tensors at the peak there; ``allocated_last``: on the last rank,
+which prints the log."""
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

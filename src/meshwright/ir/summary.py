@@ -1,5 +1,7 @@
 """The parts of a step's time on every rank: computing, exposed communication, and the rest."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from meshwright.ir.trace import Interval, Trace, length, union
@@ -59,6 +61,11 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
 _RECEIVE = "RECV_"
 ROUNDING = 1e-9
 """Hidden and bubble times below this fraction of a step are rounding errors and count as 0."""
+
+
+def exposed_share(ranks: Sequence[RankTimes]) -> float:
+    """The part of a step for which the rank waits that waits longest for communication."""
+    return max(times.exposed_s / times.step_s if times.step_s else 0.0 for times in ranks)
 
 
 def _without(intervals: list[Interval], others: list[Interval]) -> float:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.part import room_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only

@@ -92,7 +92,8 @@ _MEANINGS = COLUMNS | OPTIONAL
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a table: its setup, its cluster and its measurements. ``measured_s`` is None if no time was measured
+    """One row of a table: its setup, its cluster and its measurements. ``named`` is the cell that names the cluster, a
+    name or a file. ``measured_s`` is None if no time was measured
     or the run ran out of memory. ``measured_peak_bytes`` is None if no peak was measured."""
 
     name: str
@@ -101,6 +102,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     measured_s: float | None
     measured_peak_bytes: float | None
     out_of_memory: bool
+    named: str = ""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +237,7 @@ def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int, str], 
         measured_s=measured_s if status == "ok" else None,
         measured_peak_bytes=_seconds(row, "peak_memory_bytes"),
         out_of_memory=status == "oom",
+        named=row["cluster"],
     )
 
 

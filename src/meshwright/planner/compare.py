@@ -7,13 +7,13 @@ from contextlib import suppress
 import msgspec
 
 from meshwright.cost.closed_form import predict_step
+from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.work import Communicate, Piece, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, Layout, layout_text
-from meshwright.ir.part import room_of
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
 from meshwright.ir.schedule import ActionKind, Schedule

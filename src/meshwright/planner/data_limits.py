@@ -7,11 +7,12 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, Layout
-from meshwright.ir.part import part_of, room_of
+from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import divisors

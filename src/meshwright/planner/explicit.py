@@ -12,13 +12,14 @@ import msgspec
 
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
+from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError, PlanError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
 from meshwright.ir.own_samples import owned, owned_problems
-from meshwright.ir.part import part_of, room_of, stage_cluster
+from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower

@@ -2,14 +2,17 @@
 
 import msgspec
 
-from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.occupancy import RankMemory, peak_memory, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.cost.work import StepWork
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.part import memory_of, room_of
+from meshwright.ir.interval import interval, step_deviation
+from meshwright.ir.part import memory_of
 from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.program import Lower
+from meshwright.ir.software import Spread
+from meshwright.ir.summary import exposed_share, summarize
 from meshwright.ir.trace import Trace
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.simulate.engine import Played, play
@@ -19,7 +22,7 @@ from meshwright.simulate.faults import Faults
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank.
     ``device_bytes`` has the memory of the smallest device of each pipeline rank, ``room_bytes`` the part of it that
-    live tensors may take (``ir.part.room_of``)."""
+    live tensors may take (``cost.occupancy.room_of``). ``spread`` says how uncertain the step is."""
 
     digest: str
     work: StepWork
@@ -27,6 +30,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[RankMemory, ...]
     device_bytes: tuple[int, ...]
     room_bytes: tuple[int, ...]
+    spread: Spread
 
     @property
     def peak(self) -> RankMemory:
@@ -51,8 +55,10 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prediction(self) -> Prediction:
-        """The predicted step time and peak memory."""
-        return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes)
+        """The predicted step time, with its interval, and the peak memory."""
+        deviation = step_deviation(self.spread, exposed_share(summarize(self.trace())))
+        between = interval(self.played.step_s, deviation)
+        return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes, interval_s=between)
 
 
 def foretell(
@@ -87,4 +93,5 @@ def foretell(
         memory=peak_memory(done, schedule),
         device_bytes=tuple(memory_of(cluster, each) for each in ranks),
         room_bytes=tuple(room_of(cluster, each) for each in ranks),
+        spread=cluster.software.spread,
     )

@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from meshwright.cost.memory import estimate_memory
+from meshwright.cost.memory import estimate_memory, logit_bytes
 from meshwright.cost.step import estimate_step
 from meshwright.cost.uncertainty import estimate_deviation, reported_bytes
 from meshwright.errors import FileFormatError
@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
 TIME_NUMBERS = {
-    "pace": 0.1, "matmul": 0.06, "attention": 0.3, "traffic": 0.3, "host": 0.5, "communication": 0.4, "step_s": 1.5,
+    "pace": 0.2, "matmul": 0.06, "attention": 0.3, "traffic": 0.3, "host": 0.5, "communication": 0.4, "step_s": 1.5,
 }  # fmt: skip
 """The numbers that times teach, with the standard deviation of their logarithm before any run is seen, for software
 without a profile. The widths are those between the catalog's profiles: stacks call the same libraries for matrix
 products, and differ most in their host's time."""
-OF_A_SITE = ("pace", "step_s")
-"""Numbers that differ between sites with the same software, so that no profile is sure of them: clocks, stragglers,
-where data lie."""
 MEMORY_NUMBERS = {"activations": 0.15, "fragmentation": 0.06, "context_bytes": 0.3, "logit_bytes": 0.4}
 """The numbers that peaks and failures teach. ``fragmentation`` is a fraction, and its deviation absolute; the others
 are factors, as in ``TIME_NUMBERS``."""
@@ -48,9 +45,11 @@ MOST = 8.0
 cause, for example a wrong unit."""
 MOST_STEPS = 40
 """The largest number of steps of a fit; the last steps change a profile by less than its uncertainty."""
+LEAST_KNOWN = 0.25
+"""The smallest factor of the widths: no profile is so sure that runs teach it nothing."""
 TOLD = 0.7
 """Runs tell a number if they reduce its standard deviation to this fraction."""
-MIXED = 0.25
+MIXED = 0.15
 """If the learned profile still errs by more than this (standard deviation of the logarithm), the runs are probably of
 different stacks."""
 
@@ -107,7 +106,7 @@ def learn(cases: Sequence[Case], start: Software) -> Learned:
             return found
 
         before = _mean_percent(times(start) * errors)
-        software, found, fit = _fitted(start, TIME_NUMBERS, times)
+        software, found, fit = _fitted(start, TIME_NUMBERS, _known(start.spread.step, Spread().step), times)
         numbers += found
         residuals = times(software)
         after = _mean_percent(residuals * errors)
@@ -121,12 +120,12 @@ def learn(cases: Sequence[Case], start: Software) -> Learned:
                 "software, or something that the table does not say differs between them"
             )
     if any(case.measured_peak_bytes or case.out_of_memory for case in told):
-        known = msgspec.structs.replace(software, logit_bytes=software.logit_bytes or _usual_logit_bytes(told))
+        known = msgspec.structs.replace(software, logit_bytes=software.logit_bytes or _usual_logit_bytes(told, start))
 
         def peaks(profile: Software) -> np.ndarray:
             return np.array([_memory_residual(case, profile) for case in told])
 
-        software, found, fit = _fitted(known, MEMORY_NUMBERS, peaks)
+        software, found, fit = _fitted(known, MEMORY_NUMBERS, _known(start.spread.memory, Spread().memory), peaks)
         numbers += found
         exact = np.array([_peak_error(case, software) for case in told if case.measured_peak_bytes])
         if len(exact):
@@ -165,17 +164,17 @@ def _expected_error(case: Case, software: Software) -> float:
     return estimate_deviation(estimate_step(case.setup, case.cluster), spread)
 
 
-def _times(cases: Sequence[Case], software: Software) -> np.ndarray:
-    return np.array([estimate_step(case.setup, cluster).step_s for case, cluster in _with(cases, software)])
-
-
-def _with(cases: Sequence[Case], software: Software) -> Iterator[tuple[Case, Cluster]]:
-    """Each case with its cluster, on which ``software`` runs."""
+def with_profile(cases: Sequence[Case], software: Software) -> list[Case]:
+    """The cases with ``software`` on their clusters."""
     known: dict[int, Cluster] = {}
     for case in cases:
         if id(case.cluster) not in known:
             known[id(case.cluster)] = msgspec.structs.replace(case.cluster, software=software)
-        yield case, known[id(case.cluster)]
+    return [msgspec.structs.replace(case, cluster=known[id(case.cluster)]) for case in cases]
+
+
+def _times(cases: Sequence[Case], software: Software) -> np.ndarray:
+    return np.array([estimate_step(case.setup, case.cluster).step_s for case in with_profile(cases, software)])
 
 
 def _peak_error(case: Case, software: Software) -> float:
@@ -195,30 +194,36 @@ def _memory_residual(case: Case, software: Software) -> float:
     return math.sqrt(-2 * math.log(OTHER_CAUSE + (1 - 2 * OTHER_CAUSE) * 0.5 * math.erfc(-room / math.sqrt(2))))
 
 
-def _usual_logit_bytes(cases: Sequence[Case]) -> float:
+def _usual_logit_bytes(cases: Sequence[Case], software: Software) -> float:
     """The bytes per logit that the formulas take if the profile has no number: the mean over the runs."""
-    return float(np.mean([2 * case.setup.element_bytes + 4 for case in cases]))
+    return float(np.mean([logit_bytes(case.setup, software) for case in cases]))
+
+
+def _known(deviation: float, of_unknown: float) -> float:
+    """The factor of the widths of numbers for a profile that expects this deviation: the numbers of a profile that is
+    surer than the unknown one are surer, too, but never certain."""
+    return min(1.0, max(LEAST_KNOWN, deviation / of_unknown))
 
 
 def _fitted(
-    start: Software, widths: dict[str, float], residuals: Callable[[Software], np.ndarray]
+    start: Software, widths: dict[str, float], known: float, residuals: Callable[[Software], np.ndarray]
 ) -> tuple[Software, list[Number], "OptimizeResult"]:
     """The profile with the least squared residuals, held near ``start``; its numbers; and the fit. Large residuals
     count less (``soft_l1``): a run that was disturbed does not move the others."""
     from scipy.optimize import least_squares
 
-    names = list(widths)
-    known = min(1.0, start.spread.step / Spread().step)  # the numbers of a profile that is surer are surer, too
-    deviations = np.array([width if name in OF_A_SITE else known * width for name, width in widths.items()])
+    names, deviations = list(widths), known * np.array(list(widths.values()))
 
     def profile(steps: np.ndarray) -> Software:
         changes = {}
         for name, step in zip(names, steps, strict=True):
             before = float(getattr(start, name))
             if name == "fragmentation":
-                changes[name] = min(1.0, max(0.0, before + step))
+                changes[name] = min(1.0, max(0.0, before + float(step)))
+            elif name == "step_s" and not before:
+                changes[name] = max(0.0, LEAST_STEP_S * math.expm1(step))
             else:
-                changes[name] = before * math.exp(step) if before else max(0.0, LEAST_STEP_S * math.expm1(step))
+                changes[name] = before * math.exp(step)
         return msgspec.structs.replace(start, **changes)
 
     def objective(steps: np.ndarray) -> np.ndarray:
@@ -245,7 +250,7 @@ def _fitted(
 def _spread(errors: np.ndarray, fit: "OptimizeResult", runs: int, expected: float) -> float:
     """The standard deviation of the logarithm of a further run's error: that of runs around the fit (the expected error
     counts as ``PRIOR_RUNS`` runs), and that of the fit itself."""
-    told = fit.jac[: -len(fit.x)] if len(fit.x) else fit.jac
+    told = fit.jac[: -len(fit.x)]
     leverage = float(np.trace(told @ np.linalg.inv(fit.jac.T @ fit.jac) @ told.T))
     left = max(1.0, runs - leverage)
     around = (PRIOR_RUNS * expected**2 + float(errors @ errors)) / (PRIOR_RUNS + left)

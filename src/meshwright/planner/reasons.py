@@ -69,13 +69,14 @@ def nothing_fits(
             remedy="use other numbers of ranks" + ("" if divides else f", or a global batch that {world_size} divides"),
         )
     least = min(too_large, key=lambda option: option.peak_bytes)
-    changes = [f"give every rank {_gib(least.peak_bytes)} GiB"]
+    changes = [f"give every rank {_gib(least.peak_bytes)} GiB for tensors"]
     if fewer := _smaller_batch(graph.batch_size, least, limit):
         changes.append(f"use a global batch of {fewer}")
     else:
         changes.append(f"use more ranks: {_gib(least.memory.held_bytes)} GiB are held the whole step")
     return LayoutError(
-        f"no layout fits in {_gib(limit)} GiB; the smallest, {least.name}, needs {_gib(least.peak_bytes)} GiB a rank",
+        f"no layout fits in {_gib(limit)} GiB for the tensors of a rank; the smallest, {least.name}, needs "
+        f"{_gib(least.peak_bytes)} GiB a rank",
         where="memory",
         remedy=", or ".join(changes),
     )

@@ -9,11 +9,13 @@ import msgspec
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.cost.memory import Memory, estimate_memory, verdict
-from meshwright.cost.occupancy import Occupancy
+from meshwright.cost.occupancy import SURE, Occupancy, fit_chance
 from meshwright.cost.setup import Inner, Precision, Setup
 from meshwright.cost.step import StepEstimate, estimate_step
+from meshwright.cost.uncertainty import estimate_deviation
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.interval import Interval, interval
 from meshwright.ir.layout import RECOMPUTE, Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, ScheduleName
 from meshwright.ir.transformer import Transformer
@@ -44,6 +46,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     estimate: StepEstimate
     memory: Memory
     verdict: Occupancy
+    fit_chance: float
+    """The chance that the setup fits in memory."""
+    deviation: float
+    """The standard deviation of the logarithm of the step's time (``interval_s``)."""
     usd: float | None = None
     """Price of a step in US dollars; None if the price of the device is unknown."""
     rehearsed_s: float | None = None
@@ -53,6 +59,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def step_s(self) -> float:
         """Seconds of a step: ``rehearsed_s`` if the option was rehearsed, else the closed-form estimate."""
         return self.estimate.step_s if self.rehearsed_s is None else self.rehearsed_s
+
+    @property
+    def interval_s(self) -> Interval:
+        """The interval that holds 80 % of the times of such steps."""
+        return interval(self.step_s, self.deviation)
 
     @property
     def flops_per_s(self) -> float:
@@ -168,14 +179,13 @@ def search(
     for setup in _setups(model, cluster, global_batch, precision, flash, schedules):
         considered += 1
         memory = estimate_memory(setup, cluster)
-        fit = verdict(memory, cluster, memory_bytes)
-        if fit == "does not fit":
-            if nearest is None or memory.peak_bytes < nearest.memory.peak_bytes:
-                nearest = Option(setup=setup, estimate=estimate_step(setup, cluster), memory=memory, verdict=fit)
+        fits = verdict(memory, cluster, memory_bytes) != "does not fit"
+        if not fits and nearest is not None and memory.peak_bytes >= nearest.memory.peak_bytes:
             continue
-        estimate = estimate_step(setup, cluster)
-        usd = None if price is None else estimate.step_s / 3600 * cluster.num_devices * price
-        option = Option(setup=setup, estimate=estimate, memory=memory, verdict=fit, usd=usd)
+        option = _option(setup, memory, cluster, memory_bytes, price)
+        if not fits:
+            nearest = option
+            continue
         everything.append(option)
         key = (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep)
         if key not in best or _rank(option) < _rank(best[key]):
@@ -215,9 +225,29 @@ def _beats(faster: Option, other: Option) -> bool:
     return as_dear and other.peak_bytes >= THINNED * faster.peak_bytes
 
 
-def _rank(option: Option) -> tuple[bool, float]:
-    """Sort key: options that surely fit come before options that may fit; in both groups, faster options come first."""
-    return option.verdict != "fits", option.step_s
+def preference(chance: float, step_s: float) -> tuple[bool, float, float]:
+    """Sort key of a layout that fits with ``chance``: layouts that surely fit come first, the fastest of them first;
+    then layouts that may fit, the likeliest first."""
+    sure = chance >= SURE
+    return not sure, 0.0 if sure else -chance, step_s
+
+
+def _rank(option: Option) -> tuple[bool, float, float]:
+    return preference(option.fit_chance, option.step_s)
+
+
+def _option(setup: Setup, memory: Memory, cluster: Cluster, memory_bytes: float | None, price: float | None) -> Option:
+    """The option of a setup. ``price``: US dollars for a device and hour, None if unknown."""
+    estimate, spread = estimate_step(setup, cluster), cluster.software.spread
+    return Option(
+        setup=setup,
+        estimate=estimate,
+        memory=memory,
+        verdict=verdict(memory, cluster, memory_bytes),
+        fit_chance=fit_chance(memory.peak_bytes, memory_bytes or cluster.device.memory_bytes, spread.memory),
+        deviation=estimate_deviation(estimate, spread),
+        usd=None if price is None else estimate.step_s / 3600 * cluster.num_devices * price,
+    )
 
 
 def _rehearsed(option: Option, cluster: Cluster) -> Option:

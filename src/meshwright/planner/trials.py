@@ -1,15 +1,16 @@
 """Trials of the predictor on a table: how good its choices would be, and how well it learns from a few runs."""
 
 import random
+import statistics
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from meshwright.cost.occupancy import SURE
 from meshwright.errors import FileFormatError
 from meshwright.planner.cases import Case
-from meshwright.planner.learn import learn
+from meshwright.planner.learn import learn, with_profile
+from meshwright.planner.search import preference
 from meshwright.planner.validate import CaseDeviation, Validation, compare, deviation
 
 
@@ -17,8 +18,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The layout that the predictor chooses from a measured sweep: runs of one model and batch on equal devices.
 
     ``rows`` is the number of runs, ``layouts`` that of different setups; runs of one setup differ in something that the
-    table does not say. ``case`` names the chosen setup's fastest run. ``out_of_memory``: any run of the chosen setup
-    failed. ``slower`` is the time of that fastest run over the fastest of the sweep, minus 1; None if all failed."""
+    table does not say. ``case`` names a run of the chosen setup. ``out_of_memory``: any run of the chosen setup failed.
+    ``slower`` is the median time of its runs over the fastest run of the sweep, minus 1; None if all failed."""
 
     sweep: str
     rows: int
@@ -29,8 +30,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices from all sweeps of a table. ``median`` and ``p90`` are percentiles of ``slower``, in percent, over
-    the sweeps whose chosen setup ran; ``failed`` counts the others. ``median`` and ``p90`` are None if nothing ran."""
+    """The choices from all sweeps of a table. ``median`` and ``p90`` are percentiles of ``slower``, in percent; None if
+    no chosen setup ran. ``failed`` counts the chosen setups of which any run was out of memory."""
 
     choices: tuple[Choice, ...]
     failed: int
@@ -42,10 +43,13 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
     """Errors after learning from ``learned`` random runs of a table, judged on its other runs: means over ``repeats``
     draws. ``mape`` and ``zero_shot_mape`` are the mean errors of times in percent with and without learning;
     ``coverage`` is the fraction of times inside the interval of 80 %; ``oom_balanced_accuracy`` as in ``Validation``.
-    A value is None if no draw has it."""
+    A value is None if no draw has it. ``software`` names the stacks that were learned, each by itself, ``too_few``
+    those with too few runs."""
 
     learned: int
     repeats: int
+    software: tuple[str, ...]
+    too_few: tuple[str, ...]
     mape: float | None
     zero_shot_mape: float | None
     coverage: float | None
@@ -54,8 +58,7 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(cases: Sequence[Case]) -> Choices:
-    """Choose from each sweep of a table as the planner would: the fastest setup, by its predicted time, of those that
-    surely fit (``SURE``); if none surely fits, the setup that fits most likely."""
+    """Choose from each sweep of a table as a search ranks its options (``search.preference``), by closed form."""
     sweeps: dict[tuple[str, int, bytes, int], list[Case]] = {}
     for case in cases:
         model = msgspec.json.encode(msgspec.structs.replace(case.setup.model, name=""))
@@ -70,10 +73,9 @@ def choose(cases: Sequence[Case]) -> Choices:
         if len(layouts) < 2 or not times:
             continue
         rows = [group[0][1] for group in layouts.values()]
-        safe = [row for row in rows if row.fit_chance >= SURE]
-        best = min(safe, key=lambda row: row.predicted_s) if safe else max(rows, key=lambda row: row.fit_chance)
+        best = min(rows, key=lambda row: preference(row.fit_chance, row.predicted_s))
         group = next(group for group in layouts.values() if group[0][1] is best)
-        ran = sorted((case.measured_s, case.name) for case, _ in group if case.measured_s)
+        ran = [case.measured_s for case, _ in group if case.measured_s]
         setup = runs[0].setup
         found.append(
             Choice(
@@ -81,9 +83,9 @@ def choose(cases: Sequence[Case]) -> Choices:
                 f"{setup.global_batch} on {setup.world_size} {runs[0].cluster.device.name}",
                 rows=len(runs),
                 layouts=len(layouts),
-                case=ran[0][1] if ran else group[0][0].name,
+                case=group[0][0].name,
                 out_of_memory=any(case.out_of_memory for case, _ in group),
-                slower=ran[0][0] / min(times) - 1 if ran else None,
+                slower=statistics.median(ran) / min(times) - 1 if ran else None,
             )
         )  # fmt: skip
     slower = [100 * choice.slower for choice in found if choice.slower is not None]
@@ -102,36 +104,46 @@ def _layout(case: Case) -> bytes:
 
 
 def learning_trials(cases: Sequence[Case], learned: int, repeats: int, seed: int = 0) -> Trials:
-    """Learn from ``learned`` random runs of a table and judge the others, ``repeats`` times.
+    """Learn from ``learned`` random runs of a table and judge the others, ``repeats`` times. If the table has runs of
+    several stacks, each stack is learned and judged by itself.
 
     Raises:
-        FileFormatError: the table has too few runs, or ``learn`` refuses the runs.
+        FileFormatError: every stack of the table has too few runs, or ``learn`` refuses the runs.
     """
     if learned < 1 or repeats < 1:
         raise FileFormatError(
             f"{min(learned, repeats)} is less than 1", where="--learn, --repeats", remedy="give 1 or more"
         )
-    if len(cases) <= learned:
+    stacks: dict[str, list[Case]] = {}
+    for case in cases:
+        stacks.setdefault(case.cluster.software.name, []).append(case)
+    enough = {name: runs for name, runs in stacks.items() if len(runs) > learned}
+    if not enough:
+        most = max((len(runs) for runs in stacks.values()), default=0)
         raise FileFormatError(
-            f"the table has {len(cases)} usable rows", where="--learn",
-            remedy=f"learn from fewer than {len(cases)}, so that a row is left to judge",
+            f"the table has {most} usable rows" + (" of one software" if len(stacks) > 1 else ""), where="--learn",
+            remedy=f"learn from fewer than {most}, so that a row is left to judge",
         )  # fmt: skip
     draw = random.Random(seed)
     results: list[Validation] = []
-    before: list[float] = []
+    before: list[Validation] = []
     for _ in range(repeats):
-        taken = set(draw.sample(range(len(cases)), learned))
-        software = learn([cases[index] for index in sorted(taken)], cases[0].cluster.software).software
-        rest = [case for index, case in enumerate(cases) if index not in taken]
-        known = {id(case.cluster): msgspec.structs.replace(case.cluster, software=software) for case in rest}
-        results.append(compare([msgspec.structs.replace(case, cluster=known[id(case.cluster)]) for case in rest]))
-        before.append(compare(rest).mape or 0.0)
-    timed = any(result.mape is not None for result in results)
+        rest, foretold = [], []
+        for runs in enough.values():
+            taken = set(draw.sample(range(len(runs)), learned))
+            software = learn([runs[index] for index in sorted(taken)], runs[0].cluster.software).software
+            left = [case for index, case in enumerate(runs) if index not in taken]
+            rest += left
+            foretold += with_profile(left, software)
+        results.append(compare(foretold))
+        before.append(compare(rest))
     return Trials(
         learned=learned,
         repeats=repeats,
+        software=tuple(enough),
+        too_few=tuple(name for name in stacks if name not in enough),
         mape=_mean([result.mape for result in results]),
-        zero_shot_mape=float(np.mean(before)) if timed else None,
+        zero_shot_mape=_mean([result.mape for result in before]),
         coverage=_mean([result.coverage for result in results]),
         memory_mape=_mean([result.memory_mape for result in results]),
         oom_balanced_accuracy=_mean([result.oom_balanced_accuracy for result in results]),

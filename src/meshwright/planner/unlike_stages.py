@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from meshwright.cost.occupancy import peak_memory
+from meshwright.cost.occupancy import peak_memory, room_of
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
-from meshwright.ir.part import part_of, pools_of, room_of
+from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS

@@ -127,6 +127,8 @@ def _facts(best: Option, cluster: Cluster) -> tuple[tuple[str, str], ...]:
     tokens = setup.global_batch * setup.model.sequence
     facts = [
         ("step", f"{best.step_s:.4g} s"),
+        ("in 80 % of runs", f"{best.interval_s.low:.3g} to {best.interval_s.high:.3g} s"),
+        ("chance to fit", f"{best.fit_chance:.0%}"),
         ("tokens a second", f"{tokens / best.step_s:,.0f}"),
         ("a device", f"{rate / 1e12:.0f} TFLOP/s"),
         ("of peak", f"{rate / peak:.1%}"),

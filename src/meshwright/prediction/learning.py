@@ -1,5 +1,6 @@
 """Learn a software profile from a table of runs, or from the logged steps of one run, and give it to a cluster."""
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def learn_table(path: str | os.PathLike[str], *, cluster: str = "", software: st
     """
     cases, left_out = read_cases(path, software)
     where = os.fspath(path)
-    names = list(dict.fromkeys(case.cluster.name for case in cases))
+    names = list(dict.fromkeys(case.named for case in cases))
     if not cluster and len(names) > 1:
         raise FileFormatError(
             f"the runs are of {len(names)} clusters: {', '.join(names)}", where=where,
@@ -60,7 +61,7 @@ def learn_step(setup: Setup, cluster: Cluster, seconds: Sequence[float]) -> Lear
     Raises:
         FileFormatError: the times are impossible.
     """
-    if not seconds or min(seconds) <= 0:
+    if not seconds or not all(0 < each < math.inf for each in seconds):
         raise FileFormatError(
             "a step takes more than 0 seconds", where="--measured", remedy="give seconds of steps: 1.52,1.49,1.50"
         )

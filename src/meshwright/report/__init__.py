@@ -2,7 +2,7 @@
 
 from meshwright.report.page import PageContent, StepShare, SweepPoint, WeighedLayout, render
 from meshwright.report.run_files import RunFiles, read_run
-from meshwright.report.run_page import named_traces, render_run, timeline_picture
+from meshwright.report.run_page import learning_command, named_traces, render_run, timeline_picture
 from meshwright.report.trace_event import trace_events
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "StepShare",
     "SweepPoint",
     "WeighedLayout",
+    "learning_command",
     "named_traces",
     "read_run",
     "render",

@@ -8,7 +8,8 @@ import msgspec
 
 from meshwright.errors import FileFormatError, TraceError
 from meshwright.ir import files
-from meshwright.ir.ledger import Ledger, check_belongs
+from meshwright.ir.ledger import Ledger
+from meshwright.ir.make_ledger import check_belongs
 from meshwright.ir.plan import Plan
 from meshwright.ir.trace import Trace
 

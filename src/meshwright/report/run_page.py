@@ -61,6 +61,13 @@ def timeline_picture(traces: dict[str, Trace]) -> str:
     return svg.file(run_drawing.timelines(traces), packaged("style.css"))
 
 
+def learning_command(ledger: Ledger, directory: str) -> str:
+    """The command that learns from a run: it corrects this machine's calibration, or the named cluster in a new
+    file."""
+    target = "" if ledger.cluster == "this-machine" else f" --cluster {ledger.cluster} --output mine.toml"
+    return f"meshwright calibrate --from {directory}{target}"
+
+
 def verdict(ratio: float) -> Closeness:
     """The verdict on a ratio of predicted to measured."""
     off = abs(ratio - 1)
@@ -94,6 +101,7 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
         facts.append(("predicted step", seconds(ledger.predicted_step_s)))
         if (between := ledger.interval_s) is not None:
             facts.append(("in 80 % of runs", f"{seconds(between.low)} to {seconds(between.high)}"))
+        facts.append(("learn from it", learning_command(ledger, run.directory)))
         facts.append(("measured step", seconds(ledger.measured_step_s)))
         if peak_bytes := max(entry.measured.peak_bytes for entry in ledger.ranks):
             facts.append(("measured peak memory", size(peak_bytes)))

@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.occupancy import RankMemory, peak_memory, room_of
 from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
-from meshwright.ir.part import room_of
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
