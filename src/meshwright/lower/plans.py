@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from meshwright.capture.garbage import nothing_collected
+from meshwright.capture.garbage import collect_young, nothing_collected
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.placement import is_linear
@@ -33,10 +33,15 @@ class PlanLowering:
         self._operators: dict[object, OperatorProgram] = {}
         self._calls: dict[str, tuple[object, ...]] = {}
 
-    @nothing_collected()
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
         If parts have different sizes, rank 0 has the largest part."""
+        programs = self._programs(plan, rank)
+        collect_young()
+        return programs
+
+    @nothing_collected()
+    def _programs(self, plan: Plan, rank: int) -> tuple[Program, ...]:
         planned, programs = PlannedGraph(self._graph, plan), []
         for stage in range(len(plan.stages)):
             groups = groups_of(plan, stage, rank)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from meshwright.capture.garbage import nothing_collected
 from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
@@ -15,6 +16,7 @@ from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 
 
+@nothing_collected()
 def plan_auto(
     graph: Graph,
     world_size: int,
