@@ -9,12 +9,14 @@ from meshwright.cost.work import StepWork
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.interval import COVERED, NINE_OF_TEN
 from meshwright.ir.part import memory_of
-from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.software import Software
+from meshwright.ir.schedule import Action, ActionKind, Schedule
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
 SURE = (1 + COVERED) / 2
 """The chance of staying within the limit from which on a peak fits; below an even chance it does not fit."""
+
+_COMPUTES = frozenset(kind for kind in ActionKind if kind.computes)
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,20 +39,29 @@ def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
     """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until its B or W has ended, as
     the schedule's validator counts (``schedules/check.py``)."""
     peaks = []
+    sizes = [
+        (round(work.heap_factor * stage.saved_bytes), round(work.heap_factor * stage.workspace_bytes))
+        for stage in work.stages
+    ]
     for rank, actions in enumerate(schedule.ranks):
         held = sum(work.stages[stage].held_bytes for stage in sorted({action.stage for action in actions}))
         live = 0
-        highest, at = (0, 0), ""
+        most, highest = 0, (0, 0)
+        at: Action | str = ""
         for action in actions:
-            stage = work.stages[action.stage]
-            saved, workspace = (round(work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
-            if action.kind is ActionKind.F:
+            kind = action.kind
+            if kind not in _COMPUTES:
+                continue
+            saved, workspace = sizes[action.stage]
+            if kind is ActionKind.F:
                 live += saved
-            if action.kind.computes and live + workspace > sum(highest):
-                highest, at = (live, workspace), str(action)
-            if action.kind in (ActionKind.B, ActionKind.W):
+            if live + workspace > most:
+                most, highest, at = live + workspace, (live, workspace), action
+            if kind is not ActionKind.F and kind is not ActionKind.I:
                 live -= saved
-        peak = RankMemory(rank=rank, held_bytes=held, saved_bytes=highest[0], workspace_bytes=highest[1], action=at)
+        peak = RankMemory(
+            rank=rank, held_bytes=held, saved_bytes=highest[0], workspace_bytes=highest[1], action=str(at)
+        )
         peaks.append(peak)
     return tuple(peaks)
 

@@ -34,6 +34,8 @@ class ActionKind(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
+    __hash__ = str.__hash__  # that of enums is a Python function, and schedules hash millions of kinds
+
     @property
     def computes(self) -> bool:
         """Whether the action runs operators of the model."""

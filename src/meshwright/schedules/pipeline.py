@@ -15,6 +15,7 @@ MOST_ACTIONS = 1_000_000
 """Upper limit on forwards and backwards of a schedule; to build and check this many takes some minutes."""
 
 
+@lru_cache(maxsize=32)
 def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule ``name`` for p ranks, m micro-batches and v chunks; ``ir.pipeline.Pipeline`` places the stages.
 

@@ -154,7 +154,7 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
     """
     cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
     chunks = schedule.num_chunks if isinstance(costs, Costs) else 1
-    order = order_of(schedule)
+    order = _ordered(schedule)  # not kept: a schedule is checked once
     times = order.times(map(cost, order.actions), len(schedule.ranks))
     # Add undivided costs and divide by the number of chunks once at the end: whole numbers stay exact.
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)

@@ -193,7 +193,8 @@ class Pipelines:
         chosen = [(kinds[stage.variant], variants[kinds[stage.variant]]) for stage in assigned]
         if layout.chunks > 1:  # the program made the slowest stage fast, not the rank with the most work
             ranks = [layout.pipeline.rank_of(stage) for stage in range(num_stages)]
-            busy = [self.busy_s(layout, works) for _, works in chosen]
+            busy_of = {works: self.busy_s(layout, works) for works in {works for _, works in chosen}}
+            busy = [busy_of[works] for _, works in chosen]
             option = self._made(layout, balanced([stage.first for stage in assigned], ranks, busy), chosen)
             if option.peak_bytes <= self.limit_bytes:
                 return option
@@ -285,10 +286,9 @@ class Pipelines:
         """[i, j]: the seconds of layers i to j in actions of ``kinds``, with their messages. ``up_bytes`` and
         ``down_bytes`` are what a rank of a stage sends to the next and to the previous stage if the stage ends, or
         begins, with a layer. A stage has ``num_ranks`` ranks."""
-        up, down = (
-            np.array([self.prices.network.send_s(size, num_ranks) if size else 0.0 for size in sizes])
-            for sizes in (up_bytes, down_bytes)
-        )  # without bytes, there is no message
+        known = {size: self.prices.network.send_s(size, num_ranks) if size else 0.0 for size in {*up_bytes, *down_bytes}}
+        # Without bytes, there is no message.
+        up, down = (np.array([known[size] for size in sizes]) for sizes in (up_bytes, down_bytes))
         up[-1] = down[0] = 0.0
         each = np.array(self.prices.seconds(works, kinds))[self.chain.numbers]
         seconds: NDArray[np.float64] = spans(each) + up[None, :] + down[:, None]

@@ -4,7 +4,6 @@ The objective and the outer loop over the slowest stage are those of Alpa (Zheng
 addition, devices may be of several kinds, and two bounds make the search shorter without losing the optimum.
 """
 
-import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf, prod
@@ -306,18 +305,17 @@ class _Search:
         the later stages use."""
         seconds = self._seconds(following)
         counts = np.unravel_index(used, self.shape)
-        possible = [self._allowed(submesh).flat[used] for submesh in self.prices.submeshes]
         best: tuple[float, int, int, int] = (inf, 0, 0, 0)
-        for (number, submesh), last in itertools.product(
-            enumerate(self.prices.submeshes), range(layer, self.prices.num_layers)
-        ):
+        for number, submesh in enumerate(self.prices.submeshes):
             rest = [int(count) for count in counts]
             for axis, count in enumerate(self._counts(submesh)):
                 rest[axis] -= count
-            if not possible[number] or min(rest) < 0 or seconds[layer, last, number] == inf:
+            if min(rest) < 0 or not self._allowed(submesh).flat[used]:
                 continue
             after = int(np.ravel_multi_index(rest, self.shape))
-            best = min(best, (float(seconds[layer, last, number] + later[last + 1, after]), last, number, after))
+            sums = seconds[layer, layer:, number] + later[layer + 1 :, after]
+            least = int(sums.argmin())
+            best = min(best, (float(sums[least]), layer + least, number, after))
         _, last, number, after = best
         allowed = self._kept(following)[layer, last, number]
         variant = int(np.where(allowed, self.prices.seconds[layer, last, number], inf).argmin())
