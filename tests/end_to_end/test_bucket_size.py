@@ -15,6 +15,7 @@ from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import CollectiveTiming, Operation
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Note
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
 from meshwright.planner import bucket_size
@@ -159,3 +160,12 @@ def test_buckets_hide_between_cpus_of_two_boxes_and_not_within_one() -> None:
     mesh = Mesh.of(dp=2, tp=4)
     cluster = msgspec.structs.replace(box, levels=two)
     assert [in_a_box(mesh, axis, cluster) for axis in ("dp", "tp")] == [False, True]
+
+
+def test_a_plan_is_lowered_once_for_its_memory_and_its_time() -> None:
+    lower, plan = PlanLowering(mlp()), plan_layout(mlp(), mw.Layout(dp=2), world_size=2, cluster=GPU)
+    noted = msgspec.structs.replace(plan, notes=(Note(module="", split="none", reason="as an example"),))
+    assert lower(noted) is lower(plan)
+    other = msgspec.structs.replace(plan, buckets=())
+    assert lower(other) == PlanLowering(mlp())(other) != lower(plan)
+    assert lower(plan) == PlanLowering(mlp())(plan)

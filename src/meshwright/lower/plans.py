@@ -32,13 +32,17 @@ class PlanLowering:
         self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
         self._operators: dict[object, OperatorProgram] = {}
         self._calls: dict[str, tuple[object, ...]] = {}
+        self._last: tuple[Plan, int, tuple[Program, ...]] | None = None
 
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
         If parts have different sizes, rank 0 has the largest part."""
-        programs = self._programs(plan, rank)
-        collect_young()
-        return programs
+        # A search asks for the memory and for the time of the same plan.
+        same = msgspec.structs.replace(plan, notes=(), alternatives=(), prediction=None)
+        if self._last is None or self._last[:2] != (same, rank):
+            self._last = same, rank, self._programs(plan, rank)
+            collect_young()
+        return self._last[2]
 
     @nothing_collected()
     def _programs(self, plan: Plan, rank: int) -> tuple[Program, ...]:
