@@ -325,6 +325,8 @@ def test_other_processes_find_the_same_prices(monkeypatch: pytest.MonkeyPatch) -
             time.sleep(0.01)
         assert [msgspec.msgpack.encode(helped.of(layout)) for layout in layouts] == expected
         assert not here, "nothing was priced in this process"
+        assert helped._ask.learned, "other processes tell what their integer programs chose"
+        assert not helped._ask.known
         helped.expect([mw.Layout(tp=2, microbatches=3)])
         with pytest.raises(MeshwrightError, match="micro"):
             helped.of(mw.Layout(tp=2, microbatches=3))

@@ -34,7 +34,7 @@ from meshwright.planner.derive import grouped, in_parts, parameter_storage, pass
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
-from meshwright.planner.intra_op.assign import Assigned, assign
+from meshwright.planner.intra_op.assign import Assigned, Chosen, assign
 from meshwright.planner.intra_op.costs import ClusterCosts, CostModel
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.intra_op.prices import Prices
@@ -55,9 +55,10 @@ class Ask:
     program must respect. ``whole``: parameters that must not be split. ``by_rule``: split ``tp`` by the explicit rule
     of Megatron-LM (``tensor_rule``) instead of by the integer program, for comparisons. ``fits_buckets``: choose bucket
     sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
-    chosen (default: the device's memory). ``known`` caches the solutions of the integer program. ``firsts``: the first
-    operators of all stages except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of
-    recomputation of each stage, if stages differ. ``alike`` gives the layout whose strategies a layout takes (None:
+    chosen (default: the device's memory). ``known`` caches the solutions of the integer program; ``learned`` has
+    solutions of other processes, which cannot be explained. ``firsts``: the first operators of all stages except the
+    first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of recomputation of each stage, if
+    stages differ. ``alike`` gives the layout whose strategies a layout takes (None:
     each layout has its own). ``costs``: the cost model of the integer program (None: the cluster's).
     ``parameter_bytes``: the limit of the parameters that a rank stores between steps; the integer program respects it.
 
@@ -80,6 +81,7 @@ class Ask:
     costs: CostModel | None = None
     parameter_bytes: float | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
+    learned: dict[tuple[object, ...], Chosen] = field(default_factory=dict)
 
 
 def plan_layout(
@@ -152,7 +154,7 @@ class _Planner:
         self.notes: ModuleNotes = defaultdict(dict)
         self.axis_notes: list[Note] = []
         self.missed: set[str] = set()
-        self.solved: Assigned | None = None
+        self.solved: Chosen | None = None
 
     def plan(self) -> Plan:
         base, layout, graph = self.base, self.layout, self.graph
@@ -264,7 +266,7 @@ class _Planner:
         pinned = tuple((name, *sorted(strategy.items())) for name, strategy in pins.items())
         key = (mesh, layout.microbatches, memory, self.ask.parameter_bytes, self.ask.whole,
                layout.batch_statistics, zero, pinned)  # fmt: skip
-        if key not in self.ask.known:
+        if key not in self.ask.known and (self.ask.explains or key not in self.ask.learned):
             assert self.lower is not None, "strategies are chosen by the cost of programs: Ask(lower=...)"
             self.ask.known[key] = assign(
                 self.graph,
@@ -282,7 +284,7 @@ class _Planner:
                 zero=self.layout.zero_axis if zero else "",
                 parameter_bytes=self.ask.parameter_bytes,
             )
-        self.solved = self.ask.known[key]
+        self.solved = self.ask.known.get(key) or self.ask.learned[key]
         self.strategies |= {name: dict(strategy) for name, strategy in self.solved.strategies.items()}
 
     def _of_axes(self) -> dict[str, Strategy]:
@@ -378,8 +380,10 @@ class _Planner:
 
     def _explained(self) -> tuple[Note, ...]:
         unsplit = unsplit_notes(self.graph, self.mesh, self.cluster, self.lower) if self.sizes else ()
+        own: tuple[Note, ...] = ()
         if self.solved is None:
             own = module_notes(self.graph, self.notes, self.missed, "dp" in self.sizes)
-        else:
-            own = notes_of(self.graph, self.solved, self.pins) if self.ask.explains else ()
+        elif self.ask.explains:
+            assert isinstance(self.solved, Assigned), "what other processes found is not looked up then"
+            own = notes_of(self.graph, self.solved, self.pins)
         return (*own, *dict.fromkeys(self.axis_notes), *unsplit)

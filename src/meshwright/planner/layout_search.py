@@ -212,7 +212,7 @@ class Search:
         taken = akin = 0
         while self._heap and taken < PLAYED and not self._decided:
             _, _, _, entry = heapq.heappop(self._heap)
-            self.prices.expect(self._next_to_price())
+            self.prices.expect(self._next_to_price(entry))
             if isinstance(entry, Layout):
                 self.clock.check()
                 self._weigh_or_price(entry)
@@ -226,15 +226,19 @@ class Search:
                     self._push_every([shape for shape in every if has_one_more(shape, entry.layout)])
         self.weighed = self.count
 
-    def _next_to_price(self) -> Iterator[Layout]:
-        """The layouts whose prices the next entries of the heap need."""
-        for _, _, _, entry in heapq.nsmallest(AHEAD, self._heap):
-            if isinstance(entry, Layout):
-                yield entry
-            elif isinstance(entry, Sketch):
-                kinds = self.space.recompute
-                for kind in entry.recompute or (kinds[:1] if entry.zero else kinds[1:]):
-                    yield msgspec.structs.replace(entry.layout, recompute=kind)
+    def _next_to_price(self, entry: Entry) -> Iterator[Layout]:
+        """The layouts whose prices an entry needs besides its first, and those that the next entries need."""
+        yield from [layout for layout in self._priced_for(entry) if not self.prices.knows(layout)][1:]
+        yield from itertools.chain.from_iterable(self._priced_for(e[-1]) for e in heapq.nsmallest(AHEAD, self._heap))
+
+    def _priced_for(self, entry: Entry) -> list[Layout]:
+        """The layouts whose prices an entry probably needs."""
+        if not isinstance(entry, Sketch):
+            return [entry] if isinstance(entry, Layout) else []
+        # Whether ZeRO makes it fit follows from all kinds of recomputation without ZeRO.
+        layout = entry.plain.layout if entry.ideal is None else entry.layout
+        kinds = self.space.recompute[1:] if entry.ideal is None else entry.recompute
+        return [msgspec.structs.replace(layout, recompute=kind) for kind in kinds]
 
     @property
     def _decided(self) -> bool:

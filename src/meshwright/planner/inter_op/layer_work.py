@@ -99,6 +99,8 @@ class LayerPrices:
             for names in of_stages.values() for term in names
         }  # fmt: skip
         self._known: dict[bytes, LayerWorks | MeshwrightError] = {}
+        self._singles: dict[bytes, tuple[Layout, bytes]] = {}  # layout -> its pipeline of single layers, with its key
+        self._kins: dict[bytes, bytes] = {}
         self._spent_s = 0.0
         self._workers: PriceWorkers | None = None
         self._ahead: dict[bytes, LayerWorks] = {}  # priced while a worker was busy with another layout
@@ -114,11 +116,10 @@ class LayerPrices:
         Raises:
             LayoutError, PlanError: the layout does not fit the model.
         """
-        single = self._single(layout)
-        key = msgspec.json.encode(single)
+        single, key = self._single(layout)
         if key not in self._known:
             try:
-                self._known[key] = self._found(single)
+                self._known[key] = self._found(single, key)
             except (LayoutError, PlanError) as error:
                 self._known[key] = error
         found = self._known[key]
@@ -132,15 +133,17 @@ class LayerPrices:
             number = num_workers() if self._spent_s > WORKERS_AFTER_S else 0
             if not number:
                 return
-            self._workers = PriceWorkers(lambda single: msgspec.msgpack.encode(self._worked_out(single)), number)
-        wanted: dict[bytes, Layout] = {}
+            self._workers = PriceWorkers(
+                lambda single: msgspec.msgpack.encode(self._worked_out(single)), number, self._ask
+            )
+        wanted: dict[tuple[bytes, int], tuple[bytes, Layout]] = {}
         for layout in layouts:
-            single = self._single(layout)
-            if not self._knows(single):
-                shared = (_kin(single), single.dp * single.microbatches) if _shares_price(single) else single
-                wanted.setdefault(msgspec.json.encode(shared), single)
-        keys = [(msgspec.json.encode(single), single) for single in wanted.values()]
-        self._workers.want([(key, single) for key, single in keys if key not in self._ahead])
+            single, key = self._single(layout)
+            if not self._knows(single, key):
+                parts = single.dp * single.microbatches
+                shared = (self._kin(single, key), parts) if _shares_price(single) else (key, 0)
+                wanted.setdefault(shared, (key, single))
+        self._workers.want([(key, single) for key, single in wanted.values() if key not in self._ahead])
 
     def close(self) -> None:
         """End the processes that price layouts."""
@@ -150,19 +153,19 @@ class LayerPrices:
 
     def knows(self, layout: Layout) -> bool:
         """Whether ``of`` needs no lowering for this layout."""
-        return self._knows(self._single(layout))
+        return self._knows(*self._single(layout))
 
-    def _knows(self, single: Layout) -> bool:
-        dp = self._families.get(_kin(single), {}).get(single.dp * single.microbatches, (0,))[0]
-        return msgspec.json.encode(single) in self._known or (
-            _shares_price(single) and (dp > 1 or single.dp == dp == 1)
-        )
+    def _knows(self, single: Layout, key: bytes) -> bool:
+        if key in self._known:
+            return True
+        dp = self._families.get(self._kin(single, key), {}).get(single.dp * single.microbatches, (0,))[0]
+        return _shares_price(single) and (dp > 1 or single.dp == dp == 1)
 
     def larger(self, layout: Layout) -> tuple[LayerWorks, float]:
         """Works that are known for larger micro-batches, and the part of such a micro-batch that a micro-batch of
         ``layout`` is. If none are known, those of half the batch are priced."""
-        single = self._single(layout)
-        parts, known = single.dp * single.microbatches, self._families.setdefault(_kin(single), {})
+        single, key = self._single(layout)
+        parts, known = single.dp * single.microbatches, self._families.setdefault(self._kin(single, key), {})
         fewer = [number for number in known if number <= parts]
         if not fewer:
             least = self.largest(layout)
@@ -178,9 +181,23 @@ class LayerPrices:
         divides = parts > 2 * dp and self.chain.graph.batch_size % (2 * dp) == 0
         return half if divides and _shares_price(half) else layout
 
-    def _single(self, layout: Layout) -> Layout:
-        """The layout in which each priced layer is a stage."""
-        return msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
+    def _single(self, layout: Layout) -> tuple[Layout, bytes]:
+        """The layout in which each priced layer is a stage, and its text."""
+        text = msgspec.json.encode(layout)
+        if text not in self._singles:
+            single = msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
+            self._singles[text] = single, msgspec.json.encode(single)
+        return self._singles[text]
+
+    def _kin(self, single: Layout, key: bytes) -> bytes:
+        """The family of layouts that differ in dp and micro-batches only. If dp is ep, no ranks have the same experts,
+        so that gradients of experts are not summed."""
+        if key not in self._kins:
+            alone = single.ep > 1 and single.dp == single.ep
+            self._kins[key] = msgspec.json.encode(
+                (msgspec.structs.replace(single, dp=single.ep, microbatches=1), alone)
+            )
+        return self._kins[key]
 
     def _alike(self, single: Layout) -> Layout:
         """The layout whose strategies a layout takes. Layouts that differ only in dp and in their number of
@@ -196,18 +213,17 @@ class LayerPrices:
         dp, microbatches = (parts, 1) if single.dp > single.ep else (single.ep, parts // single.ep)
         return msgspec.structs.replace(single, dp=dp, microbatches=microbatches, zero=0, recompute="none")
 
-    def _found(self, single: Layout) -> LayerWorks:
+    def _found(self, single: Layout, key: bytes) -> LayerWorks:
         if not _shares_price(single):
-            return self._priced(single)
-        parts, known = single.dp * single.microbatches, self._families.setdefault(_kin(single), {})
+            return self._priced(single, key)
+        parts, known = single.dp * single.microbatches, self._families.setdefault(self._kin(single, key), {})
         if parts in known and (known[parts][0] > 1 or single.dp == 1):
             return _derived(known[parts][1], known[parts][0], single)
-        works = self._priced(single)
+        works = self._priced(single, key)
         known[parts] = single.dp, works
         return works
 
-    def _priced(self, single: Layout) -> LayerWorks:
-        key = msgspec.json.encode(single)
+    def _priced(self, single: Layout, key: bytes) -> LayerWorks:
         if key in self._ahead:
             return self._ahead.pop(key)
         if self._workers is not None:
@@ -257,13 +273,6 @@ class LayerPrices:
             )
             for work in works.works
         ]  # fmt: skip
-
-
-def _kin(single: Layout) -> bytes:
-    """The family of layouts that differ in dp and micro-batches only. If dp is ep, no ranks have the same experts, so
-    that gradients of experts are not summed."""
-    alone = single.ep > 1 and single.dp == single.ep
-    return msgspec.json.encode((msgspec.structs.replace(single, dp=single.ep, microbatches=1), alone))
 
 
 def _shares_price(layout: Layout) -> bool:

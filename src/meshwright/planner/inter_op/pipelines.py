@@ -286,8 +286,8 @@ class Pipelines:
         """[i, j]: the seconds of layers i to j in actions of ``kinds``, with their messages. ``up_bytes`` and
         ``down_bytes`` are what a rank of a stage sends to the next and to the previous stage if the stage ends, or
         begins, with a layer. A stage has ``num_ranks`` ranks."""
-        known = {size: self.prices.network.send_s(size, num_ranks) if size else 0.0 for size in {*up_bytes, *down_bytes}}
-        # Without bytes, there is no message.
+        network = self.prices.network  # without bytes, there is no message
+        known = {size: network.send_s(size, num_ranks) if size else 0.0 for size in {*up_bytes, *down_bytes}}
         up, down = (np.array([known[size] for size in sizes]) for sizes in (up_bytes, down_bytes))
         up[-1] = down[0] = 0.0
         each = np.array(self.prices.seconds(works, kinds))[self.chain.numbers]

@@ -10,11 +10,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Condition, Thread
-from typing import Any
-
-import msgspec
 
 from meshwright.ir.layout import Layout
+from meshwright.planner.explicit import Ask
+from meshwright.planner.intra_op.assign import Chosen
 
 MOST_WORKERS = 8
 """Largest number of processes that price layouts."""
@@ -22,6 +21,8 @@ LONGEST_S = 60.0
 """Longest time that a worker may take for a layout. A worker that takes longer is given up."""
 
 Price = Callable[[Layout], bytes]
+Solved = dict[tuple[object, ...], Chosen]
+"""Solutions of the integer program, by everything that they depend on (``Ask.known``)."""
 
 
 def num_workers() -> int:
@@ -37,9 +38,13 @@ class PriceWorkers:
     A fork shares the memory of the model, so that a request is only a layout. The answer is the result of ``price``,
     a text of bytes. A worker answers with no bytes if ``price`` raises an error. The caller then calls ``price`` itself
     and gets the same error, so that results never depend on workers.
+
+    ``price`` plans with ``ask``. Each request and each answer tells the other process the solutions of integer programs
+    that it was not told yet, so that few programs are solved in several processes.
     """
 
-    def __init__(self, price: Price, number: int) -> None:
+    def __init__(self, price: Price, number: int, ask: Ask) -> None:
+        self._plans_with = ask
         self._changed = Condition()
         self._wanted: dict[bytes, Layout] = {}
         self._begun: dict[bytes, Future[bytes]] = {}
@@ -49,7 +54,7 @@ class PriceWorkers:
         for _ in range(number):
             ours, theirs = context.Pipe()
             others.append(ours)
-            process = context.Process(target=_serve, args=(price, theirs, tuple(others)), daemon=True)
+            process = context.Process(target=_serve, args=(price, theirs, tuple(others), ask), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -96,6 +101,7 @@ class PriceWorkers:
 
     def _ask(self, worker: Connection) -> None:
         """The thread of a worker: sends wanted layouts, and waits for answers."""
+        told = set(self._plans_with.known)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted or not self._open)
@@ -107,29 +113,45 @@ class PriceWorkers:
                 answer = self._begun[key] = Future()
             found, lost = b"", True
             with suppress(OSError, EOFError):
-                worker.send_bytes(msgspec.msgpack.encode(layout))
+                worker.send((layout, _news(self._plans_with, told)))
                 if worker.poll(LONGEST_S):
-                    found, lost = worker.recv_bytes(), False
+                    (found, news), lost = worker.recv(), False
+                    _learn(news, self._plans_with, told)
             answer.set_result(found)
             if lost:
                 return
 
 
-def _serve(price: Price, requests: Connection, others: Sequence[Connection]) -> None:
+def _news(ask: Ask, told: set[tuple[object, ...]]) -> Solved:
+    """The solutions that the other process was not told yet, without their problems."""
+    news = {key: chosen.alone() for key, chosen in list((ask.learned | ask.known).items()) if key not in told}
+    told.update(news)
+    return news
+
+
+def _learn(news: Solved, ask: Ask, told: set[tuple[object, ...]]) -> None:
+    """Add the solutions of the other process."""
+    told.update(news)
+    ask.learned.update(news)
+
+
+def _serve(price: Price, requests: Connection, others: Sequence[Connection], ask: Ask) -> None:
     """Price layouts until the other end of the connection is closed."""
     for connection in others:  # or this process would keep the connections of its siblings open
         connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which then ends its workers
     gc.freeze()
     gc.enable()
-    layout: Any
+    layout: Layout
+    told = set(ask.known)
     while True:
         try:
-            layout = msgspec.msgpack.decode(requests.recv_bytes(), type=Layout)
+            layout, news = requests.recv()
         except (EOFError, OSError):
             return
+        _learn(news, ask, told)
         try:
             found = price(layout)
         except Exception:  # noqa: BLE001 - the caller meets the same error
             found = b""
-        requests.send_bytes(found)
+        requests.send((found, _news(ask, told)))

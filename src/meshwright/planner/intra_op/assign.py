@@ -34,13 +34,22 @@ operator must not be split over the axis."""
 
 
 @dataclass(frozen=True)
-class Assigned:
-    """The chosen strategies and storage, with the problem from which they were chosen and its solution. ``zero`` has
-    the ZeRO stage of each parameter whose storage ZeRO divides."""
+class Chosen:
+    """The chosen strategies and storage. ``zero`` has the ZeRO stage of each parameter whose storage ZeRO divides."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, dict[str, Placement]]
     zero: dict[str, int]
+
+    def alone(self) -> "Chosen":
+        """The choice without the problem from which it was chosen."""
+        return Chosen(self.strategies, self.storage, self.zero)
+
+
+@dataclass(frozen=True)
+class Assigned(Chosen):
+    """The chosen strategies and storage, with the problem from which they were chosen and its solution."""
+
     formulated: Formulation
     solution: Solution
 
