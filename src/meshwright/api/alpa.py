@@ -7,10 +7,10 @@ from torch import nn
 
 from meshwright.api.gshard import MoE, MoEConfig
 from meshwright.api.plans import capture
-from meshwright.capture.garbage import nothing_collected
 from meshwright.catalog import load_cluster
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
+from meshwright.garbage import nothing_collected
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
 from meshwright.lower.plans import PlanLowering

@@ -14,13 +14,13 @@ from meshwright.capture.batch import take_apart
 from meshwright.capture.calls import written
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify, unused
 from meshwright.capture.functionalize import functionalized, is_getitem
-from meshwright.capture.garbage import nothing_collected
 from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import RuleOfCall, Rules
 from meshwright.capture.tracer import LossFunction, Traced, forward_hooks, trace
 from meshwright.capture.values import Read, put_contents
+from meshwright.garbage import nothing_collected
 from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule

@@ -9,8 +9,8 @@ from meshwright.cost.work import StepWork
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.interval import COVERED, NINE_OF_TEN
 from meshwright.ir.part import memory_of
-from meshwright.ir.software import Software
 from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.software import Software
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
 SURE = (1 + COVERED) / 2

@@ -2,9 +2,9 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem, TraceError, refuse
-from meshwright.ir.cluster import Cluster
 from meshwright.ir.interval import step_deviation
 from meshwright.ir.layout import layout_text
 from meshwright.ir.ledger import Ledger, RankEntry
@@ -12,8 +12,11 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, exposed_share, summarize
 from meshwright.ir.trace import Trace
 
+if TYPE_CHECKING:  # reports import this module, but must not import the catalog, which ir.cluster imports
+    from meshwright.ir.cluster import Cluster
 
-def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: Cluster) -> Ledger:
+
+def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster") -> Ledger:
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
 
     Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
@@ -85,7 +88,7 @@ def _problems(trace: Trace, name: str, world_size: int) -> Iterator[Problem]:
         yield name, "the step takes no time", "take the trace of a step that was made"
 
 
-def _levels(cluster: Cluster, world_size: int) -> tuple[str, ...]:
+def _levels(cluster: "Cluster", world_size: int) -> tuple[str, ...]:
     """The names of the levels that join ranks 0 to ``world_size`` - 1, innermost first."""
     if world_size == 1 or cluster.num_devices == 1:
         return ()

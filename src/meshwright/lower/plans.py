@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from meshwright.capture.garbage import collect_young, nothing_collected
+from meshwright.garbage import collect_young, nothing_collected
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.placement import is_linear

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from meshwright.capture.garbage import nothing_collected
 from meshwright.cost.occupancy import room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError
+from meshwright.garbage import nothing_collected
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan import Plan
