@@ -15,14 +15,17 @@ import torch
 
 import meshwright as mw
 from meshwright import api, config
+from meshwright.catalog import load_cluster
 from meshwright.cli import run as cli
 from meshwright.cli.calibrate import measure_rank
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.interval import interval
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import RankPrograms
+from meshwright.ir.software import Software, Spread
 from meshwright.ir.summary import RankTimes
 from meshwright.ir.trace import Trace
 from meshwright.models import classification_loss
@@ -375,6 +378,24 @@ def test_a_failed_verification_has_exit_code_1(
         "step",
         "1",
     ]
+
+
+def test_captured_plans_take_the_software_of_their_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for name, pace in (("usual", 1.0), ("slow", 2.0)):
+        software = Software(name=name, pace=pace, spread=Spread(step=0.1))
+        files.save(load_cluster("cpu-local", software=software), tmp_path / f"{name}.toml")
+        asked = ["plan", "mlp", "--ranks", "1", "--cluster", str(tmp_path / f"{name}.toml")]
+        assert cli(asked) == 0
+        text = capsys.readouterr().out
+        assert re.search(rf"a step takes [\d.]+ to [\d.]+ ms in 80 % of runs \(software {name}\)", text)
+        assert re.search(r"memory: fits in [\d.]+ GiB a rank \(chance 100%\)", text)
+        assert cli([*asked, "--json"]) == 0
+        prediction = files.decode(capsys.readouterr().out.encode(), Plan, where="output").prediction
+        assert prediction is not None
+        assert prediction.interval_s == interval(prediction.step_s, 0.1)
+        found[name] = prediction.step_s
+    assert found["slow"] == pytest.approx(2 * found["usual"])
 
 
 # --- train, demo -----------------------------------------------------------------------------------------------------

@@ -92,49 +92,62 @@ def learn(cases: Sequence[Case], start: Software) -> Learned:
     """
     _refuse(cases)
     timed = [case for case in cases if case.measured_s]
-    told = [case for case in cases if case.measured_peak_bytes or case.out_of_memory or case.measured_s]
     software, numbers, notes = start, [], []
     before = after = None
-    spread = start.spread
     if timed:
-        measured = np.log([case.measured_s or 0.0 for case in timed])
-
-        errors = np.array([_expected_error(case, start) for case in timed])
-
-        def times(profile: Software) -> np.ndarray:
-            found: np.ndarray = (np.log(_times(timed, profile)) - measured) / errors
-            return found
-
-        before = _mean_percent(times(start) * errors)
-        software, found, fit = _fitted(start, TIME_NUMBERS, _known(start.spread.step, Spread().step), times)
+        software, found, before, after = _learn_times(timed, start)
         numbers += found
-        residuals = times(software)
-        after = _mean_percent(residuals * errors)
-        step = _spread(residuals * errors, fit, len(timed), TIME_ERROR)
-        deviations = {number.name: number.deviation for number in found}
-        communication, host = (min(getattr(start.spread, part), deviations[part]) for part in ("communication", "host"))
-        spread = msgspec.structs.replace(spread, step=step, communication=communication, host=host)
-        if step > MIXED:
+        if software.spread.step > MIXED:
             notes.append(
-                f"the learned profile still errs by {step:.0%} (standard deviation): the runs may be of different "
-                "software, or something that the table does not say differs between them"
+                f"the learned profile still errs by {software.spread.step:.0%} (standard deviation): the runs may be "
+                "of different software, or something that the table does not say differs between them"
             )
-    if any(case.measured_peak_bytes or case.out_of_memory for case in told):
-        known = msgspec.structs.replace(software, logit_bytes=software.logit_bytes or _usual_logit_bytes(told, start))
-
-        def peaks(profile: Software) -> np.ndarray:
-            return np.array([_memory_residual(case, profile) for case in told])
-
-        software, found, fit = _fitted(known, MEMORY_NUMBERS, _known(start.spread.memory, Spread().memory), peaks)
+    if any(case.measured_peak_bytes or case.out_of_memory for case in cases):
+        software, found = _learn_memory(cases, software)
         numbers += found
-        exact = np.array([_peak_error(case, software) for case in told if case.measured_peak_bytes])
-        if len(exact):
-            spread = msgspec.structs.replace(spread, memory=_spread(exact, fit, len(exact), MEMORY_ERROR))
     if len(cases) == 1:
-        notes.append("one run cannot tell the numbers apart: all of its error went where the profile is least certain")
+        notes.append("one run cannot tell the numbers apart: most of its error went where the profile is least certain")
     source = f"learned from {len(cases)} run{'s' * (len(cases) > 1)}, starting from {start.name}"
-    software = msgspec.structs.replace(software, source=source, runs=len(cases), spread=spread)
+    software = msgspec.structs.replace(software, source=source, runs=len(cases))
     return Learned(software=software, numbers=tuple(numbers), error_before=before, error=after, notes=tuple(notes))
+
+
+def _learn_times(timed: Sequence[Case], start: Software) -> tuple[Software, list[Number], float, float]:
+    """The profile with the numbers that times teach, these numbers, and the mean errors before and after in percent."""
+    measured = np.log([case.measured_s or 0.0 for case in timed])
+    errors = np.array([_expected_error(case, start) for case in timed])
+
+    def residuals(profile: Software) -> np.ndarray:
+        found: np.ndarray = (np.log(_times(timed, profile)) - measured) / errors
+        return found
+
+    software, numbers, fit = _fitted(start, TIME_NUMBERS, _known(start.spread.step, Spread().step), residuals)
+    left = residuals(software) * errors
+    deviations = {number.name: number.deviation for number in numbers}
+    spread = msgspec.structs.replace(
+        start.spread,
+        step=_spread(left, fit, len(timed), TIME_ERROR),
+        communication=min(start.spread.communication, deviations["communication"]),
+        host=min(start.spread.host, deviations["host"]),
+    )
+    software = msgspec.structs.replace(software, spread=spread)
+    return software, numbers, _mean_percent(residuals(start) * errors), _mean_percent(left)
+
+
+def _learn_memory(cases: Sequence[Case], start: Software) -> tuple[Software, list[Number]]:
+    """The profile with the numbers that peaks and failures teach, and these numbers."""
+    if start.logit_bytes is None:
+        start = msgspec.structs.replace(start, logit_bytes=_usual_logit_bytes(cases, start))
+
+    def residuals(profile: Software) -> np.ndarray:
+        return np.array([_memory_residual(case, profile) for case in cases])
+
+    software, numbers, fit = _fitted(start, MEMORY_NUMBERS, _known(start.spread.memory, Spread().memory), residuals)
+    left = np.array([_peak_error(case, software) for case in cases if case.measured_peak_bytes])
+    if len(left):
+        spread = msgspec.structs.replace(software.spread, memory=_spread(left, fit, len(left), MEMORY_ERROR))
+        software = msgspec.structs.replace(software, spread=spread)
+    return software, numbers
 
 
 def _refuse(cases: Sequence[Case]) -> None:
@@ -250,8 +263,8 @@ def _fitted(
 def _spread(errors: np.ndarray, fit: "OptimizeResult", runs: int, expected: float) -> float:
     """The standard deviation of the logarithm of a further run's error: that of runs around the fit (the expected error
     counts as ``PRIOR_RUNS`` runs), and that of the fit itself."""
-    told = fit.jac[: -len(fit.x)]
-    leverage = float(np.trace(told @ np.linalg.inv(fit.jac.T @ fit.jac) @ told.T))
+    of_runs = fit.jac[: -len(fit.x)]
+    leverage = float(np.trace(of_runs @ np.linalg.inv(fit.jac.T @ fit.jac) @ of_runs.T))
     left = max(1.0, runs - leverage)
     around = (PRIOR_RUNS * expected**2 + float(errors @ errors)) / (PRIOR_RUNS + left)
     return math.sqrt(around * (1 + leverage / runs))
