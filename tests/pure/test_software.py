@@ -186,6 +186,19 @@ def test_a_profile_is_found_by_name_in_a_file_and_in_a_cluster_file(tmp_path: Pa
     assert b"software" not in files.encode_toml(load_cluster(DGX)), "a cluster without a profile says nothing of it"
 
 
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("MosaicML", "llm-foundry"),
+        ("hugging_face", "hugging-face"),
+        ("Megatron Core", "megatron-core"),
+        ("NeMo", "nemo"),
+    ],
+)
+def test_profiles_have_other_names(alias: str, name: str) -> None:
+    assert load_software(alias).name == name
+
+
 def test_bad_profiles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"unknown software 'torchtitn'\n  -> did you mean `torchtitan`"):
         load_software("torchtitn")

@@ -69,13 +69,14 @@ class FabricEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class CatalogParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``parts.toml``: the boxes and fabrics of the grammar, their aliases, and machines (``dgx-1``) with their spelling
-    in the grammar."""
+    """``parts.toml``: the boxes and fabrics of the grammar, the aliases of these and of software, and machines
+    (``dgx-1``) with their spelling in the grammar."""
 
     boxes: dict[str, Box]
     fabrics: dict[str, FabricEntry]
     box_aliases: dict[str, str]
     fabric_aliases: dict[str, str]
+    software_aliases: dict[str, str]
     machines: dict[str, str]
 
 
@@ -149,8 +150,8 @@ def software_names() -> list[str]:
 
 
 def load_software(name_or_path: str | os.PathLike[str]) -> Software:
-    """A software profile by its name in the catalog, or from a file: a ``.toml`` file with the fields of ``Software``,
-    or a cluster file, whose ``[software]`` is taken.
+    """A software profile by its name in the catalog or an alias (``parts.toml``), or from a file: a ``.toml`` file with
+    the fields of ``Software``, or a cluster file, whose ``[software]`` is taken.
 
     Raises:
         ClusterError: the name is unknown (the message suggests similar names), or a number is impossible.
@@ -159,14 +160,21 @@ def load_software(name_or_path: str | os.PathLike[str]) -> Software:
     text = os.fspath(name_or_path)
     if text.endswith(".toml") or os.path.dirname(text):
         found = _software_in(text)
-    elif text in _names("software"):
-        found = _read(f"software/{text}.toml", Software)
+    elif (name := _software_name(text)) in _names("software"):
+        found = _read(f"software/{name}.toml", Software)
     else:
         known = ", ".join(software_names())
         remedy = files.did_you_mean(text, software_names(), f"profiles: {known}; a file's name ends in .toml")
         raise ClusterError(f"unknown software {text!r}", where="software", remedy=remedy)
     refuse(ClusterError, software_problems(found, text))
     return found
+
+
+def _software_name(text: str) -> str:
+    """The name of a profile in the catalog, from a name or an alias; upper or lower case, spaces and underscores do not
+    matter."""
+    name = re.sub(r"[\s_]+", "-", text.strip().lower())
+    return _parts().software_aliases.get(name, name)
 
 
 def _software_in(path: str) -> Software:
