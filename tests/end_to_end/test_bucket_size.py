@@ -11,6 +11,7 @@ import torch
 
 import meshwright as mw
 from meshwright.capture.builder import capture
+from meshwright.catalog import with_software
 from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.cluster import CollectiveTiming, Operation
 from meshwright.ir.graph import Graph
@@ -143,7 +144,8 @@ def test_a_plan_for_another_batch_keeps_its_buckets() -> None:
 
 def test_what_is_foretold_of_a_plan_is_of_its_buckets() -> None:
     plan = mw.plan(mlp(), GPU, only="intra")
-    assert plan.prediction == foretell(lowering(), plan, GPU).prediction
+    ours = with_software(GPU, "meshwright")
+    assert plan.prediction == foretell(lowering(), plan, ours).prediction
 
 
 def test_buckets_hide_between_cpus_of_two_boxes_and_not_within_one() -> None:
