@@ -33,8 +33,8 @@ from transformers import (
 import meshwright as mw
 from benchmarks import report
 from benchmarks.report import at_most, new_run
-from meshwright.capture.garbage import nothing_collected
 from meshwright.cost.optimizer import ADAMW
+from meshwright.garbage import nothing_collected
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import layout_text
