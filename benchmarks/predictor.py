@@ -42,8 +42,8 @@ SOFTWARE_OF = {
 """The software of tables that do not say it, by the name of their file."""
 
 MEAN, MEMORY, LEARNED, COVERED = 5.0, 10.0, 4.0, (0.75, 0.88)
-"""The targets: the mean error of times and of peaks in percent with the right profile; that of times after learning
-from 3 runs; the fraction of times in their interval of 80 %."""
+"""The targets: mean error of step times with the right profile, mean error of peaks, and mean error of step times after
+learning from 3 runs, all in percent; and the least and the most of the fraction of times inside their interval."""
 HALF = 0.5
 """The target for learning from 3 runs without a profile: the part of the error before learning that is left."""
 VERDICTS, VERDICTS_LEARNED = 0.90, 0.95
@@ -126,8 +126,8 @@ def _cell(value: float | None, low: float, high: float | None = None, *, width: 
 
 
 def _learned(cases: Sequence[Case], runs: int) -> dict[str, float]:
-    """The results of trials on the runs of each device, in the mean weighed by their number; without those that no
-    device has."""
+    """The mean results of learning trials. Each device of the table has trials of its own, which count by its number of
+    runs. A result that no device has (for example a balanced accuracy without failures) is left out."""
     sums: dict[str, list[tuple[int, float]]] = {}
     for device in dict.fromkeys(case.cluster.device.name for case in cases):
         part = [case for case in cases if case.cluster.device.name == device]

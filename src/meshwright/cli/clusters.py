@@ -1,5 +1,6 @@
 """``meshwright clusters``: list the clusters of the catalog."""
 
+import msgspec
 import typer
 
 from meshwright.cli import display
@@ -42,12 +43,12 @@ def clusters(
     if not name:
         terminal.print("\n+: grows to as many devices as are asked for. Other names are read as DEVICE-BOX-FABRIC.")
         return
-    profile, plain = listed[0].software, type(listed[0].software)()
-    numbers = [(key, getattr(profile, key)) for key in profile.__struct_fields__ if key not in ("name", "source")]
+    profile = listed[0].software
+    numbers = msgspec.to_builtins(profile)  # those that are not the default
     told = ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in numbers
-        if value != getattr(plain, key) and key != "spread"
+        for key, value in numbers.items()
+        if key not in ("name", "source", "spread")
     )
     terminal.print(f"\nsoftware: {profile.name}{f': {told}' if told else ''}  {profile.source}".rstrip())
     if listed[0].device.usd_per_hour is not None:

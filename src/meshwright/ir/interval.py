@@ -31,6 +31,6 @@ def interval(value: float, deviation: float) -> Interval:
 
 
 def step_deviation(spread: Spread, communication: float, host: float = 0.0) -> float:
-    """The standard deviation of the logarithm of a step's time, of which communication and the host take these
-    shares."""
+    """How uncertain a step's time is: the standard deviation of its logarithm. ``communication`` and ``host`` are their
+    shares of the step (0 to 1)."""
     return math.hypot(spread.step, communication * spread.communication, host * spread.host)

@@ -227,7 +227,7 @@ class Search:
         self.weighed = self.count
 
     def _next_to_price(self, entry: Entry) -> Iterator[Layout]:
-        """The layouts whose prices an entry needs besides its first, and those that the next entries need."""
+        """The layouts that other processes may price now. The search itself prices the first layout of ``entry``."""
         yield from [layout for layout in self._priced_for(entry) if not self.prices.knows(layout)][1:]
         yield from itertools.chain.from_iterable(self._priced_for(e[-1]) for e in heapq.nsmallest(AHEAD, self._heap))
 

@@ -35,7 +35,8 @@ TIME_ERROR, MEMORY_ERROR = 0.08, 0.05
 """The error of one run that no number of a profile explains, as a standard deviation of the logarithm: runs of one
 layout differ by that much."""
 VERDICT_ERROR = 0.1
-"""The error of a peak of which only is known whether the run failed, as a standard deviation of the logarithm."""
+"""The error of a predicted peak, as a standard deviation of the logarithm, for runs without a measured peak: the table
+only says whether they ran out of memory."""
 OTHER_CAUSE = 0.05
 """The fraction of runs that fail, or fit, for a reason that a table does not say."""
 PRIOR_RUNS = 4.0
@@ -261,8 +262,8 @@ def _fitted(
 
 
 def _spread(errors: np.ndarray, fit: "OptimizeResult", runs: int, expected: float) -> float:
-    """The standard deviation of the logarithm of a further run's error: that of runs around the fit (the expected error
-    counts as ``PRIOR_RUNS`` runs), and that of the fit itself."""
+    """The error to expect of a new run, as a standard deviation of the logarithm. It has two parts: how far the learned
+    runs lie from the fit (``expected`` counts as ``PRIOR_RUNS`` runs), and how uncertain the fit itself is."""
     of_runs = fit.jac[: -len(fit.x)]
     leverage = float(np.trace(of_runs @ np.linalg.inv(fit.jac.T @ fit.jac) @ of_runs.T))
     left = max(1.0, runs - leverage)
