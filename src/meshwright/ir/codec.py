@@ -1,0 +1,394 @@
+"""Codecs: how gradients, parameters and activations are coded when they cross between ranks, and the bytes of that.
+
+A codec is a text in a plan:
+
+    fp16, bf16                16-bit floating point
+    qsgd(4)                   QSGD: stochastic rounding to 4 bits, unbiased, in buckets of 512 (Alistarh et al. 2017)
+    onebit                    the sign, and two means for each bucket (Seide et al. 2014)
+    topk(1%)                  the elements of largest magnitude; threshold(0.01): those above a magnitude
+    randk(1%)                 random elements, the same on every rank
+    powersgd(4)               factors of rank 4 (Vogels et al. 2019)
+    factors                   dense layers gather the factors of their gradients (sufficient factors, Xie et al. 2016)
+    lossless                  zstandard after a byte shuffle
+    topk(1%)+qsgd(4)          a chain: the chosen elements are quantized
+
+Options stand behind the number: ``qsgd(4, bucket=512, norm=l2, elias=on)``, ``topk(0.1%, momentum=0.9, warmup=500)``,
+``feedback=off``.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import ceil, prod
+from typing import Literal
+
+import msgspec
+
+from meshwright.errors import PlanError
+
+Exchange = Literal["hops", "merges", "sums", "factors"]
+"""The collectives that a codec may ride.
+
+``hops``: each rank decodes a received message, adds it up, and encodes the sum again. ``merges``: messages are lists of
+indices and values, and two messages merge into one message of the sum. ``sums``: coded messages are vectors whose sum
+decodes to the sum, so any collective of vectors will do. ``factors``: ranks gather the operands of a matrix product."""
+
+HEADER_BYTES = 8
+"""Bytes before a message whose size the receiver does not know: its number of entries."""
+INDEX_BYTES = 4
+"""Bytes of the index of an element."""
+SCALE_BYTES = 4
+"""Bytes of the scale of a bucket."""
+LEAST_RATE = 2
+"""A matrix is written as factors if they have at most 1 / LEAST_RATE of its elements (as PyTorch's PowerSGD hook)."""
+
+
+class Cast(msgspec.Struct, frozen=True, tag=True):
+    """Elements in a 16-bit format."""
+
+    dtype: Literal["float16", "bfloat16"]
+
+
+class Quantize(msgspec.Struct, frozen=True, tag=True):
+    """Each element is rounded to one of 2**bits - 1 multiples of its bucket's scale, up or down at random, so that the
+    mean is the element.
+
+    The scale is the largest magnitude of the bucket (``max``) or its Euclidean norm (``l2``, as in the paper), divided
+    by the number of levels. ``elias``: levels are written in Elias' gamma code, which is short for small levels."""
+
+    bits: int
+    bucket: int = 512
+    norm: Literal["max", "l2"] = "max"
+    elias: bool = False
+
+    @property
+    def levels(self) -> int:
+        """The number of positive levels."""
+        return (1 << (self.bits - 1)) - 1
+
+
+class OneBit(msgspec.Struct, frozen=True, tag=True):
+    """The sign of each element. A bucket's elements decode to the mean of its negative elements, or of its others."""
+
+    bucket: int = 4096
+
+
+class Select(msgspec.Struct, frozen=True, tag=True):
+    """A part of the elements, each with its index; the rest is 0.
+
+    ``topk``: the fraction ``amount`` of largest magnitude. ``threshold``: those whose magnitude is at least ``amount``.
+    ``randk``: a random fraction, equal on all ranks, without indices."""
+
+    rule: Literal["topk", "threshold", "randk"]
+    amount: float
+
+    def count(self, length: int) -> int:
+        """The number of chosen elements of a vector; of a threshold, which nobody knows in advance, all."""
+        return length if self.rule == "threshold" else min(length, max(1, ceil(self.amount * length)))
+
+
+class LowRank(msgspec.Struct, frozen=True, tag=True):
+    """Matrices are written as two factors of ``rank`` columns. Other tensors, and matrices that are too small to gain,
+    stay as they are."""
+
+    rank: int
+
+
+class Factors(msgspec.Struct, frozen=True, tag=True):
+    """The gradient of a dense layer is the product of its input and its output's gradient. The ranks gather these
+    operands and multiply them on every rank."""
+
+
+class Lossless(msgspec.Struct, frozen=True, tag=True):
+    """Messages are compressed without loss: the bytes of equal significance stand together, then zstandard."""
+
+
+Part = Cast | Quantize | OneBit | Select | LowRank | Factors | Lossless
+State = dict[str, tuple[tuple[int, ...], str]]
+"""Maps the name of a tensor that a codec keeps between steps to its shape and dtype."""
+
+
+class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
+    """A codec: its parts, in the order in which they encode.
+
+    ``feedback``: what a message leaves out is added to the next step's values (error feedback). ``momentum``: what is
+    exchanged is a momentum (Deep Gradient Compression's for selections, 1-bit Adam's for ``onebit``). ``warmup``: in
+    the first steps the exchange is dense (``onebit``), or the fraction falls from 25 % (selections)."""
+
+    parts: tuple[Part, ...]
+    feedback: bool = False
+    momentum: float = 0.0
+    warmup: int = 0
+
+    @cached_property
+    def select(self) -> Select | None:
+        """The part that chooses elements, if any."""
+        return next((part for part in self.parts if isinstance(part, Select)), None)
+
+    @cached_property
+    def values(self) -> Cast | Quantize | OneBit | None:
+        """How an element's value is written; None: in its own dtype."""
+        return next((part for part in self.parts if isinstance(part, Cast | Quantize | OneBit)), None)
+
+    @cached_property
+    def rank(self) -> int:
+        """The columns of low-rank factors; 0 if the codec has none."""
+        return next((part.rank for part in self.parts if isinstance(part, LowRank)), 0)
+
+    @cached_property
+    def lossless(self) -> bool:
+        """Whether messages are compressed without loss after the other parts."""
+        return any(isinstance(part, Lossless) for part in self.parts)
+
+    @cached_property
+    def is_lossy(self) -> bool:
+        """Whether decoded values differ from the values before encoding."""
+        return not all(isinstance(part, Lossless | Factors) for part in self.parts)
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The collectives that the codec may ride."""
+        if isinstance(self.parts[0], Factors):
+            return "factors"
+        if self.rank or (self.select is not None and self.select.rule == "randk"):
+            return "sums"
+        return "hops" if self.select is None else "merges"
+
+    @cached_property
+    def is_fixed(self) -> bool:
+        """Whether the number of elements alone says how many bytes a message has."""
+        varies = isinstance(self.values, Quantize) and self.values.elias
+        return self.exchange in ("hops", "sums") and not self.lossless and not varies
+
+    def value_bytes(self, length: int, item_bytes: int) -> int:
+        """Bytes of the values of ``length`` elements, without indices."""
+        match self.values:
+            case Cast():
+                return 2 * length
+            case Quantize(bits=bits, bucket=bucket):
+                return ceil(length * bits / 8) + SCALE_BYTES * ceil(length / bucket)
+            case OneBit(bucket=bucket):
+                return ceil(length / 8) + 2 * SCALE_BYTES * ceil(length / bucket)
+            case _:
+                return length * item_bytes
+
+    def message_bytes(self, length: int, item_bytes: int, terms: int = 1) -> int:
+        """Bytes of a message of ``length`` elements of ``item_bytes`` each. It is exact if ``is_fixed``.
+
+        Of a selection, it is the expected size of the sum over ``terms`` ranks that choose their elements independently
+        and uniformly: N(1 - (1 - k/N)**terms) of N elements (SparCML, Renggli et al. 2019). It is never more than the
+        dense message, to which messages then change. Of a message compressed without loss, it is the most."""
+        header = 0 if self.is_fixed else HEADER_BYTES
+        dense = header + length * item_bytes
+        if self.exchange != "merges":
+            return header + self.value_bytes(length, item_bytes)
+        assert self.select is not None
+        kept = self.select.count(length)
+        union = ceil(length * (1 - (1 - kept / length) ** terms)) if length else 0
+        return min(dense, header + self.sparse_bytes(union, item_bytes))
+
+    def sparse_bytes(self, entries: int, item_bytes: int) -> int:
+        """Bytes of ``entries`` indices and values."""
+        return INDEX_BYTES * entries + self.value_bytes(entries, item_bytes)
+
+    def factored(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Rows and columns of the matrix that low-rank factors replace; None if the tensor stays as it is."""
+        if not self.rank or len(shape) < 2:
+            return None
+        rows, columns = shape[0], prod(shape[1:])
+        gains = self.rank * (rows + columns) * LEAST_RATE < rows * columns
+        return (rows, columns) if gains else None
+
+    def summed_lengths(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The elements of the vectors that are all-reduced, one after the other, for tensors of these shapes (codecs
+        whose exchange is ``sums``)."""
+        length = sum(map(prod, shapes))
+        if self.select is not None:
+            return (self.select.count(length),)
+        matrices = [pair for shape in shapes if (pair := self.factored(shape))]
+        whole = length - sum(rows * columns for rows, columns in matrices)
+        left, right = (sum(self.rank * pair[side] for pair in matrices) for side in (0, 1))
+        return (left + whole, right) if matrices else (whole,)
+
+    def state(self, shapes: Sequence[Sequence[int]], dtype: str) -> State:
+        """The tensors that a rank keeps between steps for tensors of these shapes: ``residual`` (what messages left
+        out), ``momentum``, and ``right``, the right factors of the step before (PowerSGD's warm start). ``steps``
+        counts the steps; random numbers follow from it."""
+        length = sum(map(prod, shapes))
+        state: State = {"steps": ((1,), "int64")} if self.is_lossy else {}
+        if self.feedback:
+            state["residual"] = ((length,), dtype)
+        if self.momentum:
+            state["momentum"] = ((length,), dtype)
+        if self.rank and (matrices := [pair for shape in shapes if (pair := self.factored(shape))]):
+            state["right"] = ((sum(self.rank * columns for _, columns in matrices),), dtype)
+        return state
+
+    def __str__(self) -> str:
+        texts = [_words(part) for part in self.parts]
+        if self.feedback != _default_feedback(self.parts):
+            texts[0].append(f"feedback={'on' if self.feedback else 'off'}")
+        texts[0] += [f"momentum={self.momentum:g}"] * bool(self.momentum)
+        texts[0] += [f"warmup={self.warmup}"] * bool(self.warmup)
+        return "+".join(f"{name}({', '.join(inside)})" if inside else name for name, *inside in texts)
+
+
+_PART = re.compile(r"\s*([a-z0-9]+)\s*(?:\(([^()]*)\))?\s*")
+_NAMES = (
+    "fp16, bf16, qsgd(BITS), onebit, topk(SHARE), threshold(VALUE), randk(SHARE), powersgd(RANK), factors, lossless"
+)
+_NORMS: dict[str, Literal["max", "l2"]] = {"max": "max", "l2": "l2"}
+_NUMBERED = {"qsgd": "bits, as in qsgd(8)", "topk": "a share, as in topk(1%)", "randk": "a share, as in randk(1%)",
+             "threshold": "a magnitude, as in threshold(0.01)", "powersgd": "a rank, as in powersgd(4)"}  # fmt: skip
+_OPTIONS = {"qsgd": ("bucket", "norm", "elias"), "onebit": ("bucket", "momentum", "warmup"),
+            "topk": ("momentum", "warmup"), "threshold": ("momentum",), "randk": ("momentum", "warmup")}  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def codec_of(text: str) -> Codec:
+    """The codec that a text names.
+
+    Raises:
+        PlanError: the text is malformed, a name, number or option is unknown or out of range, or the parts cannot be
+            chained.
+    """
+    parts: list[Part] = []
+    options: dict[str, str] = {}
+    for piece in text.split("+"):
+        match = _PART.fullmatch(piece)
+        if match is None:
+            raise _wrong(text, f"{piece.strip()!r} is not a codec", f"write one of {_NAMES}; join several with +")
+        part, own = _part(text, match[1], match[2] or "")
+        parts.append(part)
+        options |= own
+    _check_chain(text, parts)
+    feedback = _switch(text, "feedback", options["feedback"]) if "feedback" in options else _default_feedback(parts)
+    if feedback and not any(isinstance(part, Cast | Quantize | OneBit | Select | LowRank) for part in parts):
+        raise _wrong(text, "error feedback for a codec without errors", "leave feedback out")
+    momentum = _number(text, "momentum", options.get("momentum", "0"), 0, 1)
+    if momentum == 1:
+        raise _wrong(text, "momentum=1", "a momentum is less than 1")
+    if momentum and not feedback:
+        raise _wrong(text, "momentum without error feedback", "leave feedback=off out")
+    warmup = _whole(text, "warmup", options.get("warmup", "0"), 0)
+    return Codec(parts=tuple(parts), feedback=feedback, momentum=momentum, warmup=warmup)
+
+
+def _part(text: str, name: str, inside: str) -> tuple[Part, dict[str, str]]:
+    words = [word.strip() for word in inside.split(",")] if inside.strip() else []
+    number = words.pop(0) if words and "=" not in words[0] else ""
+    pairs = [word.partition("=") for word in words]
+    for key, _, value in pairs:
+        allowed = (*_OPTIONS.get(name, ()), *(("feedback",) if name not in ("factors", "lossless") else ()))
+        if key.strip() not in allowed or not value.strip():
+            raise _wrong(text, f"unknown option {key!r} of {name}", f"options are {', '.join(allowed) or 'none'}")
+    options = {key.strip(): value.strip() for key, _, value in pairs}
+    if bool(number) != (name in _NUMBERED):
+        needed = _NUMBERED.get(name)
+        remedy = f"write {needed}" if needed else f"write {name}"
+        raise _wrong(text, f"{name} {'without a' if needed else 'with a'} number", remedy)
+    bucket = {"bucket": _whole(text, "bucket", options["bucket"], 8)} if "bucket" in options else {}
+    match name:
+        case "fp16" | "bf16":
+            return Cast("float16" if name == "fp16" else "bfloat16"), options
+        case "qsgd":
+            bits = _whole(text, "bits", number, 2)
+            if bits not in (2, 4, 8):
+                raise _wrong(text, f"{bits} bits", "2, 4 and 8 bits can be packed")
+            norm = _NORMS.get(options.get("norm", "max"))
+            if norm is None:
+                raise _wrong(text, f"norm={options['norm']}", "norm is max or l2")
+            elias = _switch(text, "elias", options.get("elias", "off"))
+            return Quantize(bits=bits, norm=norm, elias=elias, **bucket), options
+        case "onebit":
+            return OneBit(**bucket), options
+        case "topk" | "randk":
+            share = _share(text, name, number)
+            return Select(name, share), options  # type: ignore[arg-type]
+        case "threshold":
+            return Select("threshold", _number(text, "threshold", number, 0, float("inf"))), options
+        case "powersgd":
+            return LowRank(_whole(text, "rank", number, 1)), options
+        case "factors":
+            return Factors(), options
+        case "lossless":
+            return Lossless(), options
+        case _:
+            raise _wrong(text, f"there is no codec {name!r}", f"one of {_NAMES}")
+
+
+def _check_chain(text: str, parts: Sequence[Part]) -> None:
+    """Refuse chains other than: a selection, then how its values are written, then ``lossless``."""
+    order = [
+        0 if isinstance(part, Select) else 1 if isinstance(part, Cast | Quantize | OneBit) else 2 for part in parts
+    ]
+    alone = [part for part in parts if isinstance(part, LowRank | Factors)]
+    if (alone and len(parts) > 1) or any(first >= second for first, second in pairwise(order)):
+        raise _wrong(
+            text,
+            "its parts cannot be chained in this order",
+            "a chain is a selection (topk, threshold, randk), then fp16, bf16, qsgd or onebit, then lossless",
+        )
+    if isinstance(parts[0], Select) and parts[0].rule == "randk" and len(parts) > 1:
+        raise _wrong(text, "randk cannot be chained: its messages are added up as they are", "write randk alone")
+
+
+def _default_feedback(parts: Sequence[Part]) -> bool:
+    """Error feedback is the default for codecs whose messages have other means than their values."""
+    return any(isinstance(part, OneBit | Select | LowRank) for part in parts)
+
+
+def _words(part: Part) -> list[str]:
+    """The name of a part, its number, and the options that differ from their defaults."""
+    match part:
+        case Cast(dtype=dtype):
+            return ["fp16" if dtype == "float16" else "bf16"]
+        case Quantize(bits=bits, bucket=bucket, norm=norm, elias=elias):
+            options = [f"bucket={bucket}"] * (bucket != Quantize(bits).bucket)
+            return ["qsgd", str(bits), *options, *[f"norm={norm}"] * (norm != "max"), *["elias=on"] * elias]
+        case OneBit(bucket=bucket):
+            return ["onebit", *[f"bucket={bucket}"] * (bucket != OneBit().bucket)]
+        case Select(rule="threshold", amount=amount):
+            return ["threshold", f"{amount:g}"]
+        case Select(rule=rule, amount=amount):
+            return [rule, f"{100 * amount:.10g}%"]
+        case LowRank(rank=rank):
+            return ["powersgd", str(rank)]
+        case Factors():
+            return ["factors"]
+        case Lossless():
+            return ["lossless"]
+
+
+def _share(text: str, name: str, number: str) -> float:
+    value = _number(text, name, number.removesuffix("%"), 0, float("inf")) / (100 if number.endswith("%") else 1)
+    if not 0 < value <= 1:
+        raise _wrong(text, f"{name} of {number} of all elements", "a share is more than 0 and at most 1, or 100%")
+    return value
+
+
+def _number(text: str, what: str, word: str, least: float, most: float) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        raise _wrong(text, f"{what}={word} is not a number", f"write {what} as a number, such as 0.01") from None
+    if not least <= value <= most:
+        raise _wrong(text, f"{what}={word}", f"it is at least {least:g} and at most {most:g}")
+    return value
+
+
+def _whole(text: str, what: str, word: str, least: int) -> int:
+    if not word.isdigit() or int(word) < least:
+        raise _wrong(text, f"{what}={word}", f"{what} is a whole number of at least {least}")
+    return int(word)
+
+
+def _switch(text: str, what: str, word: str) -> bool:
+    if word not in ("on", "off"):
+        raise _wrong(text, f"{what}={word}", f"{what} is on or off")
+    return word == "on"
+
+
+def _wrong(text: str, problem: str, remedy: str) -> PlanError:
+    return PlanError(problem, where=f"codec {text!r}", remedy=remedy)
