@@ -185,7 +185,7 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
             return header + self.value_bytes(length, item_bytes)
         assert self.select is not None
         kept = self.select.count(length)
-        union = ceil(length * (1 - (1 - kept / length) ** terms)) if length else 0
+        union = kept if terms == 1 else round(length * (1 - (1 - kept / length) ** terms)) if length else 0
         return min(dense, header + self.sparse_bytes(union, item_bytes))
 
     def sparse_bytes(self, entries: int, item_bytes: int) -> int:
@@ -289,6 +289,8 @@ def _part(text: str, name: str, inside: str) -> tuple[Part, dict[str, str]]:
         remedy = f"write {needed}" if needed else f"write {name}"
         raise _wrong(text, f"{name} {'without a' if needed else 'with a'} number", remedy)
     bucket = {"bucket": _whole(text, "bucket", options["bucket"], 8)} if "bucket" in options else {}
+    if bucket.get("bucket", 8) % 8:
+        raise _wrong(text, f"bucket={options['bucket']}", "a bucket is a multiple of 8 elements: whole bytes of bits")
     match name:
         case "fp16" | "bf16":
             return Cast("float16" if name == "fp16" else "bfloat16"), options
@@ -305,7 +307,7 @@ def _part(text: str, name: str, inside: str) -> tuple[Part, dict[str, str]]:
             return OneBit(**bucket), options
         case "topk" | "randk":
             share = _share(text, name, number)
-            return Select(name, share), options  # type: ignore[arg-type]
+            return Select(name, share), options
         case "threshold":
             return Select("threshold", _number(text, "threshold", number, 0, float("inf"))), options
         case "powersgd":
