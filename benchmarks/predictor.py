@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from meshwright.catalog import load_cluster, load_software
-from meshwright.cost import step
+from meshwright.cost import host
 from meshwright.cost.memory import estimate_memory
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
@@ -323,16 +323,16 @@ def _step_s(cases: Sequence[Case], constants: Constants) -> list[float]:
     """Predicted seconds of a step of each case, with these constants in place of those of its device and of ours."""
     of_device = {name: value for name, value in constants.items() if name in Kernels.__struct_fields__}
     software = msgspec.structs.replace(Software(), **{field: constants[name] for name, field in OF_SOFTWARE.items()})
-    ours, seconds = step.HOST_BLEND, []
+    ours, seconds = host.HOST_BLEND, []
     try:
-        step.HOST_BLEND = constants["HOST_BLEND"]
+        host.HOST_BLEND = constants["HOST_BLEND"]
         for case in cases:
             processors = case.cluster.device.kernels.processors if case.cluster.device.kernels else 1
             device = msgspec.structs.replace(case.cluster.device, kernels=Kernels(processors=processors, **of_device))
             cluster = msgspec.structs.replace(case.cluster, device=device, software=software)
             seconds.append(estimate_step(case.setup, cluster).step_s)
     finally:
-        step.HOST_BLEND = ours
+        host.HOST_BLEND = ours
     return seconds
 
 

@@ -25,7 +25,7 @@ from meshwright.planner.bucket_size import ALIKE, LADDER_BYTES, peak_bytes
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
 
-A100 = mw.Cluster.load("a100-80gb-dgx")
+A100 = with_software(mw.Cluster.load("a100-80gb-dgx"), "meshwright")
 GPU = msgspec.structs.replace(
     A100, device=msgspec.structs.replace(A100.device, peak_flops_per_s={"float32": A100.device.peak("tfloat32")})
 )

@@ -294,8 +294,8 @@ def test_a_shared_price_is_the_price_of_the_layout(first: mw.Layout, second: mw.
     shared.of(first)
     found, expected = shared.of(second), alone.of(second)
     for kind in kinds:
-        # One rank has one small kernel less: nothing joins label counts.
-        less_s = 3e-6 if second.dp == 1 else 0.0
+        # One rank has one small kernel less to run and to launch: nothing joins label counts.
+        less_s = 33e-6 if second.dp == 1 else 0.0
         assert shared.seconds(found, [kind]) == pytest.approx(alone.seconds(expected, [kind]), rel=1e-6, abs=less_s)
     assert [fact.held.persistent_bytes for fact in found.facts] == [
         fact.held.persistent_bytes for fact in expected.facts

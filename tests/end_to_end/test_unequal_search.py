@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.catalog import load_device
+from meshwright.catalog import load_device, with_software
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
@@ -250,7 +250,8 @@ def test_the_search_gives_the_faster_box_more_layers(slow_first: bool) -> None:
     plan = mw.plan(graph, cluster, devices=4)
     lower = PlanLowering(graph)
     assert plan.prediction is not None
-    assert foretell(lower, plan, cluster).prediction.step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
+    ours = with_software(cluster, "meshwright")
+    assert foretell(lower, plan, ours).prediction.step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
     fast, slow = (range(2, 4), range(2)) if slow_first else (range(2), range(2, 4))
     assert layers_of(plan, graph, fast) > layers_of(plan, graph, slow) > 0
     uniform = at_half_speed().prediction

@@ -25,6 +25,7 @@ from meshwright.ir.mesh import AxisGroup, members
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.software import Software
 from meshwright.lower.counts import Counter as Kernels
 from meshwright.lower.partition import LoweredStage
 from meshwright.lower.planned_graph import PlannedGraph
@@ -42,6 +43,7 @@ from meshwright.models import (
 )
 from meshwright.ops import collectives
 from meshwright.ops.base import Call
+from meshwright.planner.foretell import foretell
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from tests.distributed import oracle
@@ -404,6 +406,57 @@ def test_a_kernel_costs_its_dispatch_and_the_larger_of_arithmetic_and_memory() -
     assert rates.seconds("matmul", "float32", 1e9, 8.0) == rates.kernel_s + 1e9 / peak
     assert rates.seconds("matmul", "float32", 8.0, 1e9) == rates.kernel_s + 1e9 / bandwidth
     assert rates.seconds("pointwise", "float32", 1e12, 1e6) == rates.kernel_s + 1e6 / bandwidth
+
+
+def with_numbers(cluster: mw.Cluster, *, launches: bool = True, **numbers: float) -> mw.Cluster:
+    """``launches``: the host takes time to launch kernels."""
+    kernels, software = cluster.device.kernels, msgspec.structs.replace(Software(), **numbers)
+    assert kernels is not None
+    kernels = kernels if launches else msgspec.structs.replace(kernels, launch_s=0.0)
+    device = msgspec.structs.replace(cluster.device, kernels=kernels)
+    return msgspec.structs.replace(cluster, device=device, software=software)
+
+
+@pytest.mark.parametrize("model", ["GPT", "ResNet"])
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "pp": 2, "microbatches": 2}], ids=str)
+def test_launches_bound_every_action_where_the_host_launches_ahead(model: str, layout: dict[str, Any]) -> None:
+    fast, slow = (work_of(model, with_numbers(GPU, launches=there), **layout).stages for there in (False, True))
+    plan, launch_s = planned(model, **layout), Rates(GPU.device).launch_s
+    for before, after, program in zip(fast, slow, lowered(model, plan), strict=True):
+        for kind, phase in (("F", "forward"), ("B", "backward")):
+            nodes = program.phase(phase).nodes
+            launches = sum(Rates(GPU.device).cost(kernel).launches for node in nodes for kernel in node.kernels)
+            device_s, taken_s = (seconds(stage.pieces[kind]) for stage in (before, after))
+            assert taken_s >= max(device_s, launches * launch_s) * (1 - 1e-6)
+            waits_s = sum(one.host_s for one in after.pieces[kind] if isinstance(one, Compute))
+            assert taken_s - waits_s == pytest.approx(device_s, rel=1e-3), "the rest is the device's"
+    assert work_of(model, with_numbers(CPU, host=20.0), **layout) == work_of(model, CPU, **layout), (
+        "it launches its own"
+    )
+
+
+def test_traffic_multiplies_what_other_kernels_than_products_and_the_optimizer_take() -> None:
+    plain, more = (Rates(GPU.device, Software(traffic=traffic)) for traffic in (1.0, 2.0))
+    moved_s = [rates.seconds("norm", "float32", 0.0, 1e9) - rates.kernel_s for rates in (plain, more)]
+    assert moved_s[1] == pytest.approx(2 * moved_s[0])
+    for kind in ("matmul", "attention", "update"):
+        assert more.seconds(kind, "float32", 1e9, 1e9) == plain.seconds(kind, "float32", 1e9, 1e9)
+    before, after = (work_of("GPT", with_numbers(GPU, traffic=t, launches=False)).stages[0] for t in (1.0, 2.0))
+    assert seconds(after.pieces["F"]) > seconds(before.pieces["F"])
+    assert seconds(after.after) == pytest.approx(seconds(before.after)), "the update's bytes are those of the optimizer"
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2, "microbatches": 4}], ids=str)
+def test_the_rest_of_a_step_is_added_once(layout: dict[str, Any]) -> None:
+    plan = planned("GPT", **layout)
+    plain, slower = (foretell(lowering("GPT"), plan, with_numbers(GPU, step_s=s, launches=False)) for s in (0.0, 0.5))
+    assert slower.played.step_s == pytest.approx(plain.played.step_s + 0.5)
+    assert slower.trace().duration_s == pytest.approx(slower.played.step_s)
+    schedule = schedule_of(plan)
+    closed = [predict_step(plain.work, schedule, plan.mesh, with_numbers(GPU, step_s=s)).step_s for s in (0.0, 0.5)]
+    assert closed[1] == pytest.approx(closed[0] + 0.5)
+    assert slower.host_share > 0.5 > plain.host_share
+    assert slower.deviation > plain.deviation, "what the host does is less certain"
 
 
 class Counting(TorchFunctionMode):

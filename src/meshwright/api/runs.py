@@ -199,7 +199,7 @@ def _ledger(
         return None
     cluster = cluster_of(run, device, plan.mesh.world_size)
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
-    ledger = make_ledger(plan, predicted, measured, cluster)
+    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share)
     try:
         for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(content, directory / name)

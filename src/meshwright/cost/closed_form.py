@@ -27,8 +27,9 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
-    """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
-    compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
+    """Predict a step of ``work`` under ``schedule``, which includes sends, with the time of the software that no
+    micro-batch explains (``Software.step_s``). Communication is assumed not to overlap compute. A transfer is assumed
+    to share links only with equal transfers of other groups, as in ``Network``."""
     fabric, homes, order = Fabric(cluster, mesh), schedule.homes, order_of(schedule)
 
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
@@ -53,7 +54,7 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
         stages = sorted(stage for stage, home in homes.items() if home == rank)
         rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
         outside = fabric.pieces_s(rest, homes[stages[0]] if stages else 0)
-        ends.append((each[-1][1] if each else 0.0) + outside)
+        ends.append((each[-1][1] if each else 0.0) + outside + cluster.software.step_s)
         compute = computing[rank] + _computing_s(rest)
         busy.append((compute, max(0.0, spent[rank] + outside - compute)))
     compute_s, communication_s = max(busy)

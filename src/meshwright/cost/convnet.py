@@ -2,6 +2,7 @@
 
 import msgspec
 
+from meshwright.cost.host import launched_s
 from meshwright.cost.kernels import Rates, element_bytes
 from meshwright.ir.convnet import NetLayer
 from meshwright.ir.kernel import Product
@@ -54,7 +55,7 @@ def layer_cost(
         forward_s += rates.memory_bound("batch_norm", output_bytes * NORM[0]).seconds
         backward_s += rates.memory_bound("batch_norm_backward", output_bytes * NORM[1]).seconds
     return LayerCost(
-        forward_s=max(forward_s, (2 + layer.norm) * rates.launch_s),
-        backward_s=max(backward_s, (4 + layer.norm) * rates.launch_s),
+        forward_s=launched_s(forward_s, (2 + layer.norm) * rates.launch_s),
+        backward_s=launched_s(backward_s, (4 + layer.norm) * rates.launch_s),
         saved_bytes=output_bytes * (1 + layer.norm),
     )

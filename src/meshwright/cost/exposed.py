@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import axis_group
+from meshwright.cost.host import waits_s
 from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan
@@ -72,12 +73,15 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
 
     def moments(*phases: str) -> tuple[Moment, ...]:
         timeline: list[Moment] = []
+        launches_s: list[float] = []
         pending: list[Node] = []
 
         def add(
             others: tuple[tuple[str, float], ...] = (), wanted: tuple[str, ...] = (), made: tuple[str, ...] = ()
         ) -> None:
-            timeline.append(Moment(costs.of(pending).seconds, others, wanted, made))
+            cost = costs.of(pending)
+            timeline.append(Moment(cost.seconds, others, wanted, made))
+            launches_s.append(costs.launch_s * cost.launches)
             pending.clear()
 
         for node in (node for name in phases for node in program.phase(name).nodes):
@@ -95,7 +99,10 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
                 elif collective.label not in labels:  # a bucket's transfer includes its sums over other axes
                     add(others=other(collective))
         add()
-        return tuple(timeline)
+        waits = waits_s(sum(moment.seconds for moment in timeline), launches_s)
+        return tuple(
+            moment._replace(compute_s=moment.compute_s + wait_s) for moment, wait_s in zip(timeline, waits, strict=True)
+        )
 
     return (
         Actions(1, moments("prologue")),

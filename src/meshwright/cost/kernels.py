@@ -25,14 +25,18 @@ _INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Seconds, FLOPs and bytes of some kernels on one rank."""
+    """Device seconds, FLOPs, bytes and number of launches of some kernels on one rank."""
 
     seconds: float = 0.0
     flops: float = 0.0
     bytes: int = 0
+    launches: float = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes)
+        return Cost(
+            self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes,
+            self.launches + other.launches,
+        )  # fmt: skip
 
 
 class Rates:
@@ -60,7 +64,8 @@ class Rates:
     much as a full wave. The fastest tile counts, because the libraries try to choose it. No kernel takes less than its
     memory time.
 
-    ``software`` changes the fractions, and its ``pace`` multiplies every time.
+    ``software`` changes the fractions. Its ``pace`` multiplies every time, its ``traffic`` the bytes that kernels bound
+    by memory move, except the optimizer's, whose bytes are numbers of their own.
     """
 
     def __init__(self, device: Device, software: Software | None = None) -> None:
@@ -82,6 +87,7 @@ class Rates:
     def _seconds(self, kind: str, dtype: str, flops: float, num_bytes: float, product: Product | None) -> float:
         device, measured = self.device, kind in self.device.efficiency
         if kind not in COMPUTE:
+            num_bytes *= self.software.traffic if kind != "update" else 1.0
             if not measured:
                 return self.kernels.kernel_s + num_bytes / self._streamed
             fraction = device.efficiency_at(kind, num_bytes)
@@ -108,9 +114,9 @@ class Rates:
         sizes = kernel.attention
         if sizes is not None and not sizes.fused(self.device.kind == "cpu", kernel.dtype):
             parts = [self.cost(launch) for launch in score_kernels(kernel)]
-            return Cost(sum(part.seconds for part in parts), kernel.flops, sum(part.bytes for part in parts))
+            return msgspec.structs.replace(sum(parts, Cost()), flops=kernel.flops)
         seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
-        return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes)
+        return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes, kernel.calls)
 
     def matmul_s(
         self, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16", kind: str = "matmul"
@@ -123,7 +129,8 @@ class Rates:
         """The cost of ``kernels`` memory-bound kernels of one kind that move ``num_bytes`` in all."""
         if num_bytes <= 0:
             return Cost()
-        return Cost(self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s, 0.0, round(num_bytes))
+        seconds = self.seconds(kind, "", 0.0, num_bytes) + (kernels - 1) * self.kernel_s
+        return Cost(seconds, 0.0, round(num_bytes), kernels)
 
     def _peak(self, kind: str, dtype: str) -> float:
         """Peak FLOP/s. Convolutions of float32 use the tensor cores (torch.backends.cudnn.allow_tf32), products of

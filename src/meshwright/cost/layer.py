@@ -80,7 +80,7 @@ class _Tally:
     def memory_bound(
         self, moved_bytes: float, kernels: int = 1, *, weights: bool = False, kind: str = "pointwise"
     ) -> None:
-        seconds = self._rates.memory_bound(kind, self._rates.software.traffic * moved_bytes, kernels).seconds
+        seconds = self._rates.memory_bound(kind, moved_bytes, kernels).seconds
         self.device_s += seconds
         self.weight_s += seconds * weights
         self.kernels += kernels

@@ -8,12 +8,14 @@ from math import prod
 import msgspec
 
 from meshwright.cost.attention import scratch_bytes
+from meshwright.cost.closed_form import collective_s
+from meshwright.cost.collective import Network
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
+from meshwright.cost.work import Communicate, Lot, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES
-from meshwright.ir.mesh import Mesh
+from meshwright.ir.mesh import Mesh, members
 from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
@@ -101,24 +103,27 @@ def of_parameters(program: Program) -> list[Node]:
 
 
 class NodeCosts:
-    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh, or on ``num_ranks`` ranks."""
+    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh, or on ``num_ranks`` ranks. ``launch_s``: the host's
+    seconds for each launch; 0 on a CPU, whose measured times include the launch."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0) -> None:
         at_once = max(1, min(num_ranks or mesh.world_size, cluster.num_devices))
         self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads), cluster.software)
+        self.launch_s = 0.0 if cluster.device.kind == "cpu" else self.rates.launch_s
         self._known = lru_cache(maxsize=None)(self.rates.cost)
 
     def of(self, nodes: Iterable[Node]) -> Cost:
-        """The cost of nodes that run one after the other, without their collectives. A node without kernels (a view)
-        costs only ``kernel_s``."""
-        seconds, flops, num_bytes = 0.0, 0.0, 0
+        """The cost of nodes that run one after the other on the device, without their collectives. A node without
+        kernels (a view) costs only ``kernel_s``."""
+        seconds, flops, num_bytes, launches = 0.0, 0.0, 0, 0.0
         for node in nodes:
             if not node.kernels and node.starts is None and not node.waits:
                 seconds += self.rates.kernel_s
             for kernel in node.kernels:
                 cost = self._known(kernel)
                 seconds, flops, num_bytes = seconds + cost.seconds, flops + cost.flops, num_bytes + cost.bytes
-        return Cost(seconds, flops, num_bytes)
+                launches += cost.launches
+        return Cost(seconds, flops, num_bytes, launches)
 
 
 class _Stage:
@@ -129,7 +134,7 @@ class _Stage:
         self.programs, self.program, self.plan = programs, program, plan
         self.pipeline = plan.pipeline
         cluster = stage_cluster(cluster, plan.mesh, self.pipeline.rank_of(program.stage))
-        self.costs = NodeCosts(plan.mesh, cluster, threads, num_ranks)
+        self.costs, self.network = NodeCosts(plan.mesh, cluster, threads, num_ranks), Network(cluster)
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
         self.trained = {name for other in programs for name in other.gradients}
@@ -144,7 +149,9 @@ class _Stage:
     def work(self) -> StageWork:
         program = self.program
         before = self._before()
-        pieces = {kind.value: self._pieces(self._nodes(phase), phase) for kind, phase in PHASE_OF.items()}
+        pieces = {
+            kind.value: self._launched(self._pieces(self._nodes(phase), phase)) for kind, phase in PHASE_OF.items()
+        }
         saved, workspace = self._memory()
         return StageWork(
             pieces=pieces,
@@ -190,15 +197,15 @@ class _Stage:
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
-    def _pieces(self, nodes: Sequence[Node], what: str) -> tuple[Piece, ...]:
-        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece."""
-        pieces: list[Piece] = []
+    def _pieces(self, nodes: Sequence[Node], what: str) -> list[Piece | Lot]:
+        """The pieces of a list of nodes. Kernels between two collectives are joined into one lot."""
+        pieces: list[Piece | Lot] = []
         pending: list[Node] = []
 
         def flush() -> None:
             cost = self.costs.of(pending)
             if cost.seconds:
-                pieces.append(Compute(what, cost.seconds, cost.flops, cost.bytes))
+                pieces.append((what, cost))
             pending.clear()
 
         for node in nodes:
@@ -222,7 +229,18 @@ class _Stage:
                 else:
                     pieces.append(Wait(name))
         flush()
-        return tuple(pieces)
+        return pieces
+
+    def _launched(self, pieces: Sequence[Piece | Lot]) -> tuple[Piece, ...]:
+        """The pieces of one action, whose kernels wait for the host. Collectives over dp are not counted: of layouts
+        that differ only in dp, layers are priced once."""
+        inside_s = 0.0
+        if self.costs.launch_s:
+            mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
+            waited = (piece for piece in pieces if isinstance(piece, Communicate) and piece.blocking)
+            inside = (piece for piece in waited if not {"dp", "dp_shard"} & set(members(piece.axis)))
+            inside_s = sum(collective_s(piece, mesh, self.network) for piece in inside)
+        return launched(pieces, inside_s, self.costs.launch_s)
 
     def _name(self, collective: Collective) -> str:
         """A name that no other collective of the stage has."""
@@ -238,17 +256,16 @@ class _Stage:
         return Communicate(what, collective.kind, collective.axis, collective.bytes, blocking)
 
     def _before(self) -> tuple[Piece, ...]:
-        pieces = list(self._pieces(self._nodes(PROLOGUE), PROLOGUE))
+        pieces = self._pieces(self._nodes(PROLOGUE), PROLOGUE)
         program = self.program
         memory = (*program.buckets, *(gradient.value for gradient in program.accumulators if gradient.value.owns))
         zeroed = [value.num_bytes for value in memory]
         if zeroed:
-            cost = self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))
-            pieces.append(Compute(ZEROING, cost.seconds, 0.0, cost.bytes))
-        return tuple(pieces)
+            pieces.append((ZEROING, self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))))
+        return self._launched(pieces)
 
     def _after(self) -> tuple[Piece, ...]:
-        pieces = list(self._pieces(self._nodes(FINISH), FINISH))
+        pieces = self._pieces(self._nodes(FINISH), FINISH)
         stage, count = self.program.stage, self.pipeline.num_ranks
         if count > 1 and stage + count >= len(self.programs):  # once per rank, not once per chunk
             for name, owners in self._owners().items():
@@ -257,8 +274,8 @@ class _Stage:
                     what = f"gradient of {name} of all stages"
                     pieces.append(Communicate(what, "all_reduce", "pp", size, members=owners))
             pieces.append(Communicate("loss and metrics", "broadcast", "pp", 8 * len(self.programs[-1].scalars)))
-        pieces.append(self._update())
-        return tuple(pieces)
+        pieces.append(("update", self._update()))
+        return self._launched(pieces)
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
         """The pipeline ranks that hold each trained parameter."""
@@ -269,11 +286,11 @@ class _Stage:
                     owners.setdefault(parameter.name, set()).add(self.pipeline.rank_of(program.stage))
         return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
-    def _update(self) -> Compute:
+    def _update(self) -> Cost:
         """The cost of the check of the loss, of clipping, and of the optimizer."""
         rates, each = self.costs.rates, self.optimizer
         parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
-        cost = Cost(CHECK_KERNELS * rates.kernel_s)
+        cost = Cost(CHECK_KERNELS * rates.kernel_s, launches=CHECK_KERNELS)
         if self.plan.precision in ("bfloat16", "float16"):  # gradients are checked and unscaled
             for size in parameters:
                 cost += rates.memory_bound("update", 2 * size)
@@ -287,7 +304,7 @@ class _Stage:
         if self._offloads:  # state moves to the device and back; only the time beyond that of the kernels counts
             moved = 2 * each.states * sum(parameters)
             cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
-        return Compute("update", cost.seconds, cost.flops, cost.bytes)
+        return cost
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

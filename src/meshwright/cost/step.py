@@ -3,15 +3,12 @@
 import msgspec
 
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.host import launched_s
 from meshwright.cost.kernels import Rates
 from meshwright.cost.layer import Pass, PassCost, Summed, embedding_pass, head_pass, layer_pass
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.software import Software
-
-HOST_BLEND = 4.4
-"""The order p of the p-norm that combines host time and device time. The host launches kernels while the device runs
-earlier kernels. A pass therefore takes about the larger of the two times, and more if the two are close."""
 
 
 class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,8 +183,8 @@ def _exposed(setup: Setup, software: Software) -> float:
 
 def _timed(span: PassCost, rates: Rates, exposed: float = 1.0) -> Busy:
     comm_s = max(exposed * span.comm_s, span.comm_s - span.device_s)
-    busy_s, launch_s = span.device_s + comm_s, span.kernels * rates.launch_s
-    total_s = (busy_s**HOST_BLEND + launch_s**HOST_BLEND) ** (1 / HOST_BLEND)
+    busy_s = span.device_s + comm_s
+    total_s = launched_s(busy_s, span.kernels * rates.launch_s)
     weight_s = span.weight_s * total_s / busy_s if busy_s else 0.0
     return Busy(span.device_s, comm_s, total_s - busy_s, weight_s)
 

@@ -1,17 +1,29 @@
 """The work of a step on every stage, with its costs, for the simulator and for emulated devices."""
 
+from collections.abc import Sequence
+
 import msgspec
 
+from meshwright.cost.host import waits_s
+from meshwright.cost.kernels import Cost
 from meshwright.ir.program import CollectiveKind
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
-    """Kernels that run one after the other on a rank's compute stream, ``seconds`` in all."""
+    """Kernels that run one after the other on a rank's compute stream, ``seconds`` in all. For ``host_s`` of these the
+    device waits for the host to launch them (``cost.host``)."""
 
     what: str
     seconds: float
     flops: float = 0.0
     bytes: int = 0
+    host_s: float = 0.0
+
+    def __add__(self, other: "Compute") -> "Compute":
+        return Compute(
+            self.what, self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes,
+            self.host_s + other.host_s,
+        )  # fmt: skip
 
 
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
@@ -34,6 +46,23 @@ class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
 
 
 Piece = Compute | Communicate | Wait
+Lot = tuple[str, Cost]
+"""Kernels that run one after the other, before it is known how long they wait for the host: the name of their piece,
+and their cost on the device."""
+
+
+def launched(pieces: Sequence[Piece | Lot], inside_s: float, launch_s: float) -> tuple[Piece, ...]:
+    """The pieces of one action. Lots of kernels become Computes, which wait where the host launches kernels, each in
+    ``launch_s``, more slowly than the device runs them. The device also waits ``inside_s`` for collectives, for which
+    the host does not stop."""
+    lots = [piece[1] for piece in pieces if isinstance(piece, tuple)]
+    busy_s = sum(cost.seconds for cost in lots) + inside_s
+    waits = iter(waits_s(busy_s, [launch_s * cost.launches for cost in lots]))
+    return tuple(_computing(*piece, next(waits)) if isinstance(piece, tuple) else piece for piece in pieces)
+
+
+def _computing(what: str, cost: Cost, wait_s: float) -> Compute:
+    return Compute(what, cost.seconds + wait_s, cost.flops, cost.bytes, wait_s)
 
 
 class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

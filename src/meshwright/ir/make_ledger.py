@@ -16,8 +16,11 @@ if TYPE_CHECKING:  # reports import this module, but must not import the catalog
     from meshwright.ir.cluster import Cluster
 
 
-def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster") -> Ledger:
+def make_ledger(
+    plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0
+) -> Ledger:
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
+    ``host_share`` is the part of the predicted step for which the device waits for its host.
 
     Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
     predicted traces do (see ``Trace.above``).
@@ -42,7 +45,7 @@ def make_ledger(plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster
         cluster=cluster.name,
         constants=cluster.constants,
         software=cluster.software.name,
-        deviation=step_deviation(cluster.software.spread, exposed_share(foretold)),
+        deviation=step_deviation(cluster.software.spread, exposed_share(foretold), host_share),
         pace=cluster.software.pace,
         beta_s_per_byte=tuple(betas[level] for level in levels),
         plan=plan.digest,

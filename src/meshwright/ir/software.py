@@ -50,6 +50,12 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     the bytes of a parameter's gradient. None: as ``cost.memory`` derives them from precision and ZeRO. ``bucket_bytes``
     are the bytes of gradients that are copied to buckets while they are reduced over data-parallel ranks.
 
+    Captured plans take the factors, ``step_s``, ``context_bytes``, ``fragmentation`` and the spread; ``host`` only
+    where launches are asynchronous, so not on CPUs. The other numbers stand for kernels and tensors that a captured
+    program has itself: ``code``, ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``,
+    ``logit_bytes``, ``score_bytes``, ``gradient_bytes``, ``bucket_bytes``. ``hidden`` stands for how much of an
+    overlapped collective shows: the simulator finds that, but not how much the rest slows down kernels.
+
     ``runs`` is the number of runs from which the numbers were learned (0: they are from the catalog or a file).
     """
 

@@ -5,12 +5,13 @@ import msgspec
 from meshwright.cost.occupancy import RankMemory, peak_memory, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
-from meshwright.cost.work import StepWork
+from meshwright.cost.work import Compute, StepWork
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.interval import interval, step_deviation
 from meshwright.ir.part import memory_of
 from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.program import Lower
+from meshwright.ir.schedule import Schedule
 from meshwright.ir.software import Spread
 from meshwright.ir.summary import exposed_share, summarize
 from meshwright.ir.trace import Trace
@@ -21,6 +22,7 @@ from meshwright.simulate.faults import Faults
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank.
+    ``host_share`` is the part of the step for which the device of the rank that waits longest waits for its host.
     ``device_bytes`` has the memory of the smallest device of each pipeline rank, ``room_bytes`` the part of it that
     live tensors may take (``cost.occupancy.room_of``). ``spread`` says how uncertain the step is."""
 
@@ -31,6 +33,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: tuple[int, ...]
     room_bytes: tuple[int, ...]
     spread: Spread
+    host_share: float = 0.0
 
     @property
     def peak(self) -> RankMemory:
@@ -54,10 +57,14 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.played.trace(), plan=self.digest)
 
     @property
+    def deviation(self) -> float:
+        """The standard deviation of the logarithm of the step's time."""
+        return step_deviation(self.spread, exposed_share(summarize(self.trace())), self.host_share)
+
+    @property
     def prediction(self) -> Prediction:
         """The predicted step time, with its interval, and the peak memory."""
-        deviation = step_deviation(self.spread, exposed_share(summarize(self.trace())))
-        between = interval(self.played.step_s, deviation)
+        between = interval(self.played.step_s, self.deviation)
         return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes, interval_s=between)
 
 
@@ -94,4 +101,16 @@ def foretell(
         device_bytes=tuple(memory_of(cluster, each) for each in ranks),
         room_bytes=tuple(room_of(cluster, each) for each in ranks),
         spread=cluster.software.spread,
+        host_share=_host_s(done, schedule, cluster.software.step_s) / played.step_s,
     )
+
+
+def _host_s(work: StepWork, schedule: Schedule, outside_s: float) -> float:
+    """Seconds for which the device of the rank that waits longest waits for its host."""
+    waits = []
+    for actions in schedule.ranks:
+        every = [work.stages[action.stage].pieces.get(action.kind.value, ()) for action in actions]
+        for stage in {action.stage for action in actions}:
+            every += [work.stages[stage].before, work.stages[stage].after]
+        waits.append(sum(piece.host_s for pieces in every for piece in pieces if isinstance(piece, Compute)))
+    return max(waits) + outside_s

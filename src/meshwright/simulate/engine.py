@@ -18,8 +18,11 @@ from meshwright.simulate.fold import Classes, classes
 from meshwright.simulate.network import Links
 from meshwright.simulate.program import Entry, Meet, Post, RankProgram, Until, programs
 
-COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""Streams of a trace: computing, communication between ranks, and the time that computing waits for communication."""
+COMPUTE, COMMUNICATION, WAIT, HOST = "compute", "communication", "wait", "host"
+"""Streams of a trace: computing, communication between ranks, the time that computing waits for communication, and the
+time of the host in which the device has nothing to do."""
+OUTSIDE = "data, logging, waiting for the loss"
+"""The name of the span of ``Software.step_s``."""
 
 
 def play(
@@ -48,6 +51,8 @@ def play(
     add. A send then blocks the rank for the time of the message, and a collective takes its time when a rank waits for
     it.
 
+    Every rank begins after the time of the software that no micro-batch explains (``Software.step_s``).
+
     Of ranks that behave identically (such as replicas on dp and tp without stragglers), only one is simulated;
     ``fold.classes`` says why that is exact. With ``contention`` or without ``fold``, every rank is simulated.
 
@@ -73,7 +78,7 @@ def play(
     axes = {op.piece.axis for prog in played for entry in prog.entries for op in entry.ops if isinstance(op, Meet)}
     folded = classes(mesh, sorted(axes), colors)
     links = Links(fabric) if contention else None
-    return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap).run())
+    return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap, cluster.software.step_s).run())
 
 
 class Timeline:
@@ -149,9 +154,11 @@ class _Rank:
         "bytes", "counts", "death_s", "noise", "op", "open", "place", "program", "steady", "time_s", "timeline",
     )  # fmt: skip
 
-    def __init__(self, program: RankProgram, faults: Faults, rank: int) -> None:
+    def __init__(self, program: RankProgram, faults: Faults, rank: int, begins_s: float) -> None:
         self.program, self.timeline = program, Timeline(program.held_bytes)
-        self.place, self.op, self.time_s = 0, -1, 0.0
+        if begins_s:
+            self.timeline.spans.append((HOST, OUTSIDE, 0.0, begins_s, 0, 0.0))
+        self.place, self.op, self.time_s = 0, -1, begins_s
         self.bytes = program.held_bytes
         self.open: dict[tuple[int, str], _Meeting] = {}
         self.counts: dict[_GroupKey, int] = {}
@@ -172,11 +179,13 @@ class _Engine:
 
     def __init__(
         self, mesh: Mesh, folded: Classes, played: tuple[RankProgram, ...], faults: Faults, links: Links | None,
-        overlap: bool,
+        overlap: bool, begins_s: float,
     ) -> None:  # fmt: skip
         self._folded, self._links, self._overlap = folded, links, overlap
         self._stages = stages = [mesh.coordinates(rank).get("pp", 0) for rank in folded.first]
-        self._ranks = [_Rank(played[stage], faults, rank) for stage, rank in zip(stages, folded.first, strict=True)]
+        self._ranks = [
+            _Rank(played[stage], faults, rank, begins_s) for stage, rank in zip(stages, folded.first, strict=True)
+        ]
         self._arrivals: dict[_MessageKey, float] = {}
         self._arrived: dict[_MessageKey, list[float]] = {}
         self._meetings: dict[_MeetingKey, _Meeting] = {}

@@ -157,8 +157,7 @@ class _Builder:
             match piece:
                 case Compute():
                     if label and ops and isinstance(last := ops[-1], Compute):
-                        seconds, flops = last.seconds + piece.seconds, last.flops + piece.flops
-                        ops[-1] = Compute("", seconds, flops, last.bytes + piece.bytes)
+                        ops[-1] = last + piece
                     else:
                         ops.append(msgspec.structs.replace(piece, what="") if label else piece)
                 case Communicate():

@@ -22,13 +22,13 @@ _LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
 
 class JoinedPieces(NamedTuple):
     """The pieces of a stage of several layers of ``works``. ``ends`` are the sums of gradients after the schedule.
-    ``update_s`` is the time to update the parameters of all layers. ``has_sums``: gradients are summed over ranks."""
+    ``update`` updates the parameters of all layers. ``has_sums``: gradients are summed over ranks."""
 
     works: tuple[StageWork, ...]
     pieces: dict[str, tuple[Piece, ...]]
     before: tuple[Piece, ...]
     ends: tuple[Piece, ...]
-    update_s: float
+    update: Compute
     has_sums: bool
 
 
@@ -97,7 +97,7 @@ def _pieces_of(works: LayerWorks, layers: Sequence[int], own: Container[str]) ->
         pieces={kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces},
         ends=buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece)),
         before=_before(parts, [works.facts[layer] for layer in layers], buckets),
-        update_s=sum(piece.seconds for part in parts for piece in part.after if isinstance(piece, Compute)),
+        update=_computing("update", (piece for part in parts for piece in part.after)),
         has_sums=buckets.has_sums,
     )
 
@@ -118,7 +118,7 @@ def _joined(
     return StageWork(
         pieces=joined.pieces,
         before=joined.before,
-        after=(*joined.ends, Compute("update", joined.update_s * (trained_once / trained if trained else 1))),
+        after=(*joined.ends, _scaled(joined.update, trained_once / trained if trained else 1)),
         sent_up_bytes=parts[-1].sent_up_bytes,
         sent_down_bytes=parts[0].sent_down_bytes,
         saved_bytes=saved,
@@ -215,9 +215,7 @@ def _in_order(parts: Sequence[StageWork], kind: str) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     for piece in chain.from_iterable(part.pieces[kind] for part in order):
         if pieces and isinstance(piece, Compute) and isinstance(last := pieces[-1], Compute):
-            pieces[-1] = Compute(
-                last.what, last.seconds + piece.seconds, last.flops + piece.flops, last.bytes + piece.bytes
-            )
+            pieces[-1] = last + piece
         else:
             pieces.append(piece)
     return tuple(pieces)
@@ -259,6 +257,16 @@ def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_
     )  # fmt: skip
     computed = tuple(piece for piece in (prologue, zeroing) if piece.seconds)
     return (*gathers, *max(rest, key=len), *computed)
+
+
+def _computing(what: str, pieces: Iterable[Piece]) -> Compute:
+    """The pieces that compute, as one piece."""
+    computing = [piece for piece in pieces if isinstance(piece, Compute)]
+    return Compute(what, sum(piece.seconds for piece in computing), host_s=sum(piece.host_s for piece in computing))
+
+
+def _scaled(piece: Compute, factor: float) -> Compute:
+    return Compute(piece.what, factor * piece.seconds, host_s=factor * piece.host_s)
 
 
 class _Buckets:

@@ -264,15 +264,16 @@ class LayerPrices:
         )
 
     def seconds(self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True) -> list[float]:
-        """The seconds of each priced layer in actions of ``kinds``, one of each. Collectives that other kernels may
-        hide count if ``hidden``."""
-        return [
-            pieces_s(
-                (piece for kind in kinds for piece in work.pieces.get(kind, ()) if hidden or not _may_hide(piece)),
-                works.mesh, self.network,
-            )
-            for work in works.works
-        ]  # fmt: skip
+        """The seconds of each priced layer in actions of ``kinds``, one of each. Without ``hidden``, a lower bound:
+        neither collectives that other kernels may hide count, nor waits for the host, because the layers of a stage
+        wait less together."""
+        found = []
+        for work in works.works:
+            pieces = [piece for kind in kinds for piece in work.pieces.get(kind, ())]
+            if not hidden:
+                pieces = [_without_host(piece) for piece in pieces if not _may_hide(piece)]
+            found.append(pieces_s(pieces, works.mesh, self.network))
+        return found
 
 
 def _shares_price(layout: Layout) -> bool:
@@ -344,6 +345,13 @@ def _shared(programs: Sequence[Program], trained: Container[str]) -> dict[str, S
         name: SharedParameter(sizes[name], name in trained, tuple(layers))
         for name, layers in holders.items() if len(layers) > 1
     }  # fmt: skip
+
+
+def _without_host(piece: Piece) -> Piece:
+    """The piece as if its kernels were launched in no time."""
+    if not isinstance(piece, Compute):
+        return piece
+    return msgspec.structs.replace(piece, seconds=piece.seconds - piece.host_s, host_s=0.0)
 
 
 def _may_hide(piece: Piece) -> bool:

@@ -1,0 +1,47 @@
+"""The host: kernels take what device and host need, and each lot waits by its share of launches."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.host import launched_s, waits_s
+from meshwright.cost.kernels import Cost
+from meshwright.cost.work import Communicate, Compute, Lot, Piece, launched
+
+SECONDS = st.floats(1e-6, 1.0)
+
+
+@given(SECONDS, SECONDS)
+def test_kernels_take_at_least_what_device_and_host_need_and_at_most_both(busy_s: float, launch_s: float) -> None:
+    found = launched_s(busy_s, launch_s)
+    assert max(busy_s, launch_s) * (1 - 1e-9) <= found <= busy_s + launch_s
+    assert launched_s(launch_s, busy_s) == pytest.approx(found)
+    assert launched_s(3 * busy_s, 3 * launch_s) == pytest.approx(3 * found)
+    assert launched_s(busy_s, 0.0) == busy_s
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_lots_together_wait_no_longer_than_each_alone(a: float, b: float, c: float, d: float) -> None:
+    """Layers that are priced one by one are an upper bound of their stage."""
+    assert launched_s(a + b, c + d) <= (launched_s(a, c) + launched_s(b, d)) * (1 + 1e-9)
+
+
+@given(SECONDS, st.lists(st.floats(0.0, 1.0), max_size=5))
+def test_waits_add_up_to_what_the_host_adds(busy_s: float, launch_s: list[float]) -> None:
+    assert sum(waits_s(busy_s, launch_s)) == pytest.approx(launched_s(busy_s, sum(launch_s)) - busy_s, abs=1e-12)
+
+
+def test_lots_wait_by_their_launches_and_the_host_goes_on_beside_collectives() -> None:
+    reduced = Communicate("tp", "all_reduce", "tp", 100)
+    pieces: list[Piece | Lot] = [("a", Cost(1.0, 5.0, 7, 1)), reduced, ("b", Cost(1.0, 0.0, 0, 3))]
+    first, between, second = launched(pieces, 0.0, 100.0)
+    assert isinstance(first, Compute)
+    assert isinstance(second, Compute)
+    assert between == reduced
+    assert first.seconds + second.seconds == pytest.approx(400.0)
+    assert second.host_s == pytest.approx(3 * first.host_s)
+    assert first.seconds - first.host_s == pytest.approx(1.0)
+    assert (first.flops, first.bytes) == (5.0, 7)
+    covered = launched(pieces, 10_000.0, 100.0)
+    assert sum(piece.seconds for piece in covered if isinstance(piece, Compute)) == pytest.approx(2.0, rel=1e-2)
+    assert launched(pieces, 0.0, 0.0) == (Compute("a", 1.0, 5.0, 7), reduced, Compute("b", 1.0))
