@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = (
             "The larger rank's peak over two steps, minus what was resident before the first. Predicted with the "
             "sizes of what lives, oneDNN's copies of images, and one factor for what glibc's heap cannot use again "
-            "(`cost/program.py`: HEAP_FACTOR)."
+            "(`Software.heap`)."
         )
         report.write("memory", "Predicted beside measured peak of memory", COMMAND, "", {}, results, words)
         print("written to benchmarks/results/memory.md and .json")

@@ -18,7 +18,7 @@ from benchmarks import quality
 from meshwright import optim
 from meshwright.api import plans
 from meshwright.api.plans import cost_of
-from meshwright.catalog import load_cluster
+from meshwright.catalog import load_cluster, with_software
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import ClusterError, LayoutError, MeshwrightError, PlanError
@@ -146,8 +146,9 @@ def test_ranks_share_by_zero_where_the_update_takes_long(optimizer: OptimizerCos
     graph, cluster = mw.capture(model, classification_loss, given), mw.Cluster.load("h100-80gb-dgx-ndr400x8", 8)
     space = candidates.Space(holds=lambda shape: shape.dp == 8)
     clock = TimeLimit(None, lambda what: None)
+    ours = with_software(cluster, "meshwright")
     search = layout_search.Search(
-        graph, 8, cluster, PlanLowering, optimizer, False, math.inf, "both", False, clock, space=space
+        graph, 8, ours, PlanLowering, optimizer, False, math.inf, "both", False, clock, space=space
     )
     search.run()
     assert search.best().layout.zero == zero

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
@@ -39,7 +40,7 @@ from meshwright.planner.lighter import lighter_bound_s
 from meshwright.schedules.pipeline import schedule_of
 from tests.distributed import hugging_face
 
-CPU, GPU = mw.Cluster.load("cpu-local", 8), mw.Cluster.load("h100-dgx-ndr400x8", 64)
+CPU, GPU = load_cluster("cpu-local", 8), load_cluster("h100-dgx-ndr400x8", 64, "meshwright")
 BATCH, RANKS = 16, 8
 
 
@@ -158,7 +159,7 @@ SUBJECTS: dict[str, Callable[[], Graph]] = {
     "tied": lambda: gpt(9),
     "batch norm": lambda: images(56),
 }
-TIMES = {"own head": 0.03, "tied": 0.03, "batch norm": 0.05}
+TIMES = {"own head": 0.035, "tied": 0.03, "batch norm": 0.05}
 PEAKS = {"own head": 0.05, "tied": 0.08, "batch norm": 0.25}
 """Relative errors. The images are so small that a kernel's workspace is a large part of the peak."""
 
@@ -295,7 +296,7 @@ def test_a_shared_price_is_the_price_of_the_layout(first: mw.Layout, second: mw.
     found, expected = shared.of(second), alone.of(second)
     for kind in kinds:
         # One rank has one small kernel less to run and to launch: nothing joins label counts.
-        less_s = 33e-6 if second.dp == 1 else 0.0
+        less_s = 9e-6 if second.dp == 1 else 0.0
         assert shared.seconds(found, [kind]) == pytest.approx(alone.seconds(expected, [kind]), rel=1e-6, abs=less_s)
     assert [fact.held.persistent_bytes for fact in found.facts] == [
         fact.held.persistent_bytes for fact in expected.facts

@@ -14,12 +14,13 @@ import torch
 from meshwright.catalog import load_cluster, reported_cluster, with_software
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.transport import mpi
-from meshwright.cost.recalibrate import recalibrate as corrected
 from meshwright.errors import ClusterError, FileFormatError, LaunchError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Calibration, Cluster
 from meshwright.ir.ledger import Ledger
 from meshwright.ir.software import Software
+from meshwright.planner.learn import LearnedCluster
+from meshwright.planner.learn_ledgers import learn_ledgers
 from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch
@@ -63,8 +64,8 @@ def calibrate(
     return save_cluster(cluster, target)
 
 
-def recalibrate(*ledgers: Ledger, where: str = "--recalibrate") -> Cluster:
-    """Correct this machine's calibration by the ledgers of runs, and keep the result in place of the calibration.
+def recalibrate(*ledgers: Ledger, where: str = "--recalibrate") -> LearnedCluster:
+    """Learn this machine's numbers from the ledgers of runs, and keep the result in place of the calibration.
 
     Raises:
         ClusterError: this machine was not calibrated, or a ledger deviates by more than any constant explains.
@@ -76,11 +77,13 @@ def recalibrate(*ledgers: Ledger, where: str = "--recalibrate") -> Cluster:
             "there is nothing to correct: this machine was not calibrated", where=where,
             remedy="run `meshwright calibrate` first",
         )  # fmt: skip
-    return save_cluster(corrected(known, *ledgers), calibration_file())
+    return _saved(learn_ledgers(ledgers, known), calibration_file())
 
 
-def learn_from_runs(directories: Sequence[Path], cluster: str = "", output: Path | None = None) -> tuple[Cluster, Path]:
-    """Correct a cluster by runs of ``meshwright train``. Return it and the file to which it was written.
+def learn_from_runs(
+    directories: Sequence[Path], cluster: str = "", output: Path | None = None
+) -> tuple[LearnedCluster, Path]:
+    """Learn a cluster's numbers from runs of ``meshwright train``. Return it and the file to which it was written.
 
     Without ``cluster`` this machine's calibration is corrected, and ``output`` is by default the calibration's file.
     With ``cluster`` (a name or a file), ``output`` is needed.
@@ -111,7 +114,12 @@ def learn_from_runs(directories: Sequence[Path], cluster: str = "", output: Path
         raise ClusterError(
             "no file is named that ends in .toml", where="--output", remedy="name the cluster file to write: mine.toml"
         )
-    return save_cluster(corrected(known, *ledgers), output), output
+    return _saved(learn_ledgers(ledgers, known), output), output
+
+
+def _saved(found: LearnedCluster, target: Path) -> LearnedCluster:
+    save_cluster(found.cluster, target)
+    return found
 
 
 def save_cluster(cluster: Cluster | None, target: Path) -> Cluster:

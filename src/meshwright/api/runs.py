@@ -27,7 +27,7 @@ from meshwright.planner.foretell import Foretold, foretell
 from meshwright.runtime import launch, manifest
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
-from meshwright.runtime.memory import memory_reader
+from meshwright.runtime.memory import memory_reader, taken_bytes
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Verification
@@ -193,13 +193,14 @@ def _ledger(
     """Gather the traces of the last steps, compare them with the prediction, and write both into the run's directory.
     Return the ledger on rank 0; None on other ranks, or if nothing can be compared. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
+    taken = dict(enumerate(from_every_rank(taken_bytes(trainer.device))))
     plan, device = trainer.plan, trainer.device
     measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
     if trainer.rank != 0 or foretold is None or not measured:
         return None
     cluster = cluster_of(run, device, plan.mesh.world_size)
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
-    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share)
+    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken)
     try:
         for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(content, directory / name)

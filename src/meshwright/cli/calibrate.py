@@ -91,11 +91,12 @@ def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, 
             raise ClusterError("the runs are ours", where="--software", remedy=remedy)
         from meshwright import api
 
-        corrected, target = api.learn_from_runs(paths, cluster, output)
+        learned, target = api.learn_from_runs(paths, cluster, output)
         if as_json:
-            display.print_json(corrected)
-        else:
-            display.console().print(f"{corrected.source}\n\nwritten to {target}")
+            display.print_json(learned)
+            return
+        print_learned(learned)
+        display.console().print(f"\n{learned.cluster.source}\nwritten to {target}")
         return
     if output is None:
         raise FileFormatError(
@@ -127,7 +128,7 @@ def print_learned(found: "LearnedCluster") -> None:
     terminal.print(table)
     terminal.print()
     if learned.error is not None:
-        runs = "1 run" if learned.software.runs == 1 else f"{learned.software.runs} runs"
+        runs = "1 run" if learned.runs == 1 else f"{learned.runs} runs"
         terminal.print(
             f"{runs}: mean error of their times {learned.error_before:.1f} % before, {learned.error:.1f} % now (on "
             "these very runs)"

@@ -8,7 +8,7 @@ import typer
 
 from meshwright import config
 from meshwright.cli import display
-from meshwright.cli.calibrate import calibrate_once
+from meshwright.cli.calibrate import calibrate_once, print_learned
 from meshwright.cli.overrides import keys, overridden
 from meshwright.cli.plan import STRICT
 from meshwright.errors import ClusterError
@@ -115,5 +115,6 @@ def summarize(run: Run, result: "Trained", feed_back: bool) -> None:
     if result.ledger is None:
         terminal.print("nothing is corrected: fewer than 2 steps were made, or nothing was predicted")
     else:
-        corrected = api.recalibrate(result.ledger)
-        terminal.print(f"corrected: {corrected.source}, in {api.calibration_file()}")
+        learned = api.recalibrate(result.ledger)
+        print_learned(learned)
+        terminal.print(f"corrected: {learned.cluster.source}, in {api.calibration_file()}")

@@ -12,7 +12,7 @@ from meshwright.cost.closed_form import collective_s
 from meshwright.cost.collective import Network
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
-from meshwright.cost.work import Communicate, Lot, Piece, StageWork, StepWork, Wait, launched
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.mesh import Mesh, members
@@ -24,9 +24,6 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 from meshwright.schedules.reshard import Box, transfer
 
-HEAP_FACTOR = 1.15
-"""Bytes that glibc's heap takes from the system per live byte, on a CPU. The heap fragments: free pieces between live
-blocks are too small to be reused. The cases of ``benchmarks/prediction.py`` measured 1.06 to 1.3."""
 HOST_S_PER_BYTE = 1 / 25e9
 """Seconds per byte copied between device and pinned host memory: copies reach about 25 GB/s of the 31.5 GB/s of PCIe
 4.0 x16."""
@@ -81,7 +78,8 @@ def step_work(
     wait.
     """
     stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads, num_ranks) for program in programs]
-    return StepWork(tuple(stage.work() for stage in stages), HEAP_FACTOR if cluster.device.kind == "cpu" else 1.0)
+    heap_factor = cluster.software.heap if cluster.device.kind == "cpu" else 1.0
+    return StepWork(tuple(stage.work() for stage in stages), heap_factor)
 
 
 def stage_held(
@@ -125,6 +123,10 @@ class NodeCosts:
                 launches += cost.launches
         return Cost(seconds, flops, num_bytes, launches)
 
+    def piece(self, what: str, cost: Cost) -> Compute:
+        """The piece of work that has a cost, before it is known how long it waits for the host."""
+        return Compute(what, cost.seconds, cost.flops, cost.bytes, self.launch_s * cost.launches)
+
 
 class _Stage:
     def __init__(
@@ -149,9 +151,7 @@ class _Stage:
     def work(self) -> StageWork:
         program = self.program
         before = self._before()
-        pieces = {
-            kind.value: self._launched(self._pieces(self._nodes(phase), phase)) for kind, phase in PHASE_OF.items()
-        }
+        pieces = {kind.value: launched(self._pieces(self._nodes(phase), phase)) for kind, phase in PHASE_OF.items()}
         saved, workspace = self._memory()
         return StageWork(
             pieces=pieces,
@@ -197,15 +197,15 @@ class _Stage:
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
-    def _pieces(self, nodes: Sequence[Node], what: str) -> list[Piece | Lot]:
-        """The pieces of a list of nodes. Kernels between two collectives are joined into one lot."""
-        pieces: list[Piece | Lot] = []
+    def _pieces(self, nodes: Sequence[Node], what: str) -> list[Piece]:
+        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece."""
+        pieces: list[Piece] = []
         pending: list[Node] = []
 
         def flush() -> None:
             cost = self.costs.of(pending)
             if cost.seconds:
-                pieces.append((what, cost))
+                pieces.append(self.costs.piece(what, cost))
             pending.clear()
 
         for node in nodes:
@@ -231,17 +231,6 @@ class _Stage:
         flush()
         return pieces
 
-    def _launched(self, pieces: Sequence[Piece | Lot]) -> tuple[Piece, ...]:
-        """The pieces of one action, whose kernels wait for the host. Collectives over dp are not counted: of layouts
-        that differ only in dp, layers are priced once."""
-        inside_s = 0.0
-        if self.costs.launch_s:
-            mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
-            waited = (piece for piece in pieces if isinstance(piece, Communicate) and piece.blocking)
-            inside = (piece for piece in waited if not {"dp", "dp_shard"} & set(members(piece.axis)))
-            inside_s = sum(collective_s(piece, mesh, self.network) for piece in inside)
-        return launched(pieces, inside_s, self.costs.launch_s)
-
     def _name(self, collective: Collective) -> str:
         """A name that no other collective of the stage has."""
         self.labels[collective.label] += 1
@@ -251,9 +240,13 @@ class _Stage:
             else collective.label
         )
 
-    @staticmethod
-    def _communicate(what: str, collective: Collective, blocking: bool) -> Communicate:
-        return Communicate(what, collective.kind, collective.axis, collective.bytes, blocking)
+    def _communicate(self, what: str, collective: Collective, blocking: bool) -> Communicate:
+        """A collective. Over dp, the host is not assumed to go on: layers of layouts that differ in dp share prices."""
+        piece = Communicate(what, collective.kind, collective.axis, collective.bytes, blocking)
+        if not blocking or not self.costs.launch_s or {"dp", "dp_shard"} & set(members(piece.axis)):
+            return piece
+        mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
+        return msgspec.structs.replace(piece, ahead_s=collective_s(piece, mesh, self.network))
 
     def _before(self) -> tuple[Piece, ...]:
         pieces = self._pieces(self._nodes(PROLOGUE), PROLOGUE)
@@ -261,8 +254,9 @@ class _Stage:
         memory = (*program.buckets, *(gradient.value for gradient in program.accumulators if gradient.value.owns))
         zeroed = [value.num_bytes for value in memory]
         if zeroed:
-            pieces.append((ZEROING, self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))))
-        return self._launched(pieces)
+            cost = self.costs.rates.memory_bound("pointwise", sum(zeroed), len(zeroed))
+            pieces.append(self.costs.piece(ZEROING, cost))
+        return launched(pieces)
 
     def _after(self) -> tuple[Piece, ...]:
         pieces = self._pieces(self._nodes(FINISH), FINISH)
@@ -274,8 +268,8 @@ class _Stage:
                     what = f"gradient of {name} of all stages"
                     pieces.append(Communicate(what, "all_reduce", "pp", size, members=owners))
             pieces.append(Communicate("loss and metrics", "broadcast", "pp", 8 * len(self.programs[-1].scalars)))
-        pieces.append(("update", self._update()))
-        return self._launched(pieces)
+        pieces.append(self.costs.piece("update", self._update()))
+        return launched(pieces)
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
         """The pipeline ranks that hold each trained parameter."""
@@ -287,10 +281,11 @@ class _Stage:
         return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
     def _update(self) -> Cost:
-        """The cost of the check of the loss, of clipping, and of the optimizer."""
+        """The cost of the check of the loss, of clipping, and of the optimizer. Each pass is launched once for all
+        parameters (PyTorch's ``foreach``), but its kernels take their time one by one."""
         rates, each = self.costs.rates, self.optimizer
         parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
-        cost = Cost(CHECK_KERNELS * rates.kernel_s, launches=CHECK_KERNELS)
+        cost = Cost(CHECK_KERNELS * rates.kernel_s)
         if self.plan.precision in ("bfloat16", "float16"):  # gradients are checked and unscaled
             for size in parameters:
                 cost += rates.memory_bound("update", 2 * size)
@@ -304,7 +299,8 @@ class _Stage:
         if self._offloads:  # state moves to the device and back; only the time beyond that of the kernels counts
             moved = 2 * each.states * sum(parameters)
             cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
-        return cost
+        scaled = self.plan.precision in ("bfloat16", "float16")
+        return msgspec.structs.replace(cost, launches=CHECK_KERNELS + scaled + 2 * self.clips + each.kernels)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Correct a few constants of a cluster by the measured times of runs (their ledgers)."""
+"""Factors of computing and of communication from the measured times of a run, and their effect on a cluster."""
 
-from statistics import geometric_mean
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +11,6 @@ from meshwright.ir.ledger import Ledger
 
 MOST = 8.0
 """The largest factor by which constants are corrected; a larger error has another cause than a constant."""
-_SAYS = "; corrected by a run of "
 
 
 class Corrections(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,65 +39,25 @@ def factors(ledger: Ledger) -> Corrections:
     return ratios
 
 
-def recalibrate(cluster: Cluster, *ledgers: Ledger) -> Cluster:
-    """The cluster as the runs of ``ledgers`` show it: with constants that would have predicted them correctly, in the
-    geometric mean of the runs that can tell.
-
-    The factor of computing multiplies the pace of the software (``Software.pace``) with which a run was predicted, and
-    with it the time of every kernel. The factor of communication multiplies alpha and beta of the levels that the run's
-    ranks cross, and the measured times of collectives on these levels. All other constants stay. A run that has taught
-    the cluster already teaches it nothing new.
-
-    Raises:
-        ClusterError: a ledger is of another cluster; a factor is out of bounds (``factors``).
-    """
-    for ledger in ledgers:
-        if ledger.cluster != cluster.name:
-            raise ClusterError(
-                f"the ledger is of a run on {ledger.cluster!r}", where=f"cluster {cluster.name}",
-                remedy="correct the cluster that the run was predicted for",
-            )  # fmt: skip
-    told = [(ledger, factors(ledger)) for ledger in ledgers]
-    software, said = cluster.software, []
-    paces = [(ledger.pace or software.pace) * each.compute for ledger, each in told if each.compute is not None]
-    pace = geometric_mean(paces) if paces else software.pace
-    said.append(f"computing takes {pace / software.pace:.3f} times as long")
-    changed = msgspec.structs.replace(
-        cluster, software=msgspec.structs.replace(software, pace=pace, runs=software.runs + len(ledgers))
-    )
-    now = cluster.betas
-    for level in dict.fromkeys(name for ledger in ledgers for name in ledger.levels):
-        communication = [
-            each.communication * _then(ledger, level, now[level])
-            for ledger, each in told
-            if level in ledger.levels and each.communication is not None
-        ]
-        factor = geometric_mean(communication) if communication else 1.0
-        said.append(f"communication over {level} {factor:.3f} times")
-        changed = _corrected(changed, factor, level)
-    runs = ", ".join(dict.fromkeys(f"{ledger.model} as {ledger.layout}" for ledger in ledgers))
-    source = f"{cluster.source.partition(_SAYS)[0]}{_SAYS}{runs}: {', '.join(said)}"
-    return msgspec.structs.replace(changed, source=source)
+def with_slower_levels(cluster: Cluster, slower: Mapping[str, float]) -> Cluster:
+    """The cluster with alpha, beta and the measured collectives of each level multiplied by the level's factor (1 if
+    ``slower`` has none)."""
+    for level, factor in slower.items():
+        cluster = _slower(cluster, factor, level)
+    return cluster
 
 
-def _then(ledger: Ledger, level: str, now_s_per_byte: float) -> float:
-    """The seconds per byte of a level when the run was predicted, relative to now; 1 if the ledger does not say."""
-    known = dict(zip(ledger.levels, ledger.beta_s_per_byte, strict=False))
-    return known[level] / now_s_per_byte if level in known and now_s_per_byte else 1.0
-
-
-def _corrected(value: Any, communication: float, level: str) -> Any:
-    """The value with alpha, beta and the collectives of ``level`` multiplied by ``communication``, wherever they are in
-    it."""
+def _slower(value: Any, factor: float, level: str) -> Any:
+    """The value with alpha, beta and the collectives of ``level`` multiplied by ``factor``, wherever they are in it."""
     replace = msgspec.structs.replace
     if isinstance(value, CollectiveTiming):
-        return replace(value, time_s=value.time_s * communication) if value.level == level else value
+        return replace(value, time_s=value.time_s * factor) if value.level == level else value
     if isinstance(value, msgspec.Struct):
         value = replace(
-            value, **{name: _corrected(getattr(value, name), communication, level) for name in value.__struct_fields__}
+            value, **{name: _slower(getattr(value, name), factor, level) for name in value.__struct_fields__}
         )
-        if isinstance(value, Level) and value.name == level and communication != 1:
-            alpha_s, beta_s_per_byte = (term * communication for term in (value.alpha_s, value.beta_s_per_byte))
+        if isinstance(value, Level) and value.name == level and factor != 1:
+            alpha_s, beta_s_per_byte = (term * factor for term in (value.alpha_s, value.beta_s_per_byte))
             return replace(value, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, origin="measured")
         return value
-    return tuple(_corrected(item, communication, level) for item in value) if isinstance(value, tuple) else value
+    return tuple(_slower(item, factor, level) for item in value) if isinstance(value, tuple) else value

@@ -5,31 +5,38 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.cost.host import waits_s
-from meshwright.cost.kernels import Cost
 from meshwright.ir.program import CollectiveKind
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
-    """Kernels that run one after the other on a rank's compute stream, ``seconds`` in all. For ``host_s`` of these the
-    device waits for the host to launch them (``cost.host``)."""
+    """Kernels that run one after the other on a rank's compute stream, ``seconds`` in all. The host takes ``launch_s``
+    to launch them (0: device and host are one); for ``host_s`` of the seconds the device waits for that
+    (``launched``)."""
 
     what: str
     seconds: float
     flops: float = 0.0
     bytes: int = 0
+    launch_s: float = 0.0
     host_s: float = 0.0
+
+    @property
+    def device_s(self) -> float:
+        """Seconds without waits for the host."""
+        return self.seconds - self.host_s
 
     def __add__(self, other: "Compute") -> "Compute":
         return Compute(
             self.what, self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes,
-            self.host_s + other.host_s,
+            self.launch_s + other.launch_s, self.host_s + other.host_s,
         )  # fmt: skip
 
 
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
     """A collective of ``bytes`` (as ``cost.collective.Network`` counts them) along a mesh axis. It starts when every
     rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` waits for it.
-    ``members``: the coordinates on ``pp`` that take part, ascending; if empty, the whole axis takes part."""
+    ``members``: the coordinates on ``pp`` that take part, ascending; if empty, the whole axis takes part. ``ahead_s``:
+    the seconds of a blocking collective in which the host goes on launching kernels."""
 
     what: str
     collective: CollectiveKind
@@ -37,6 +44,7 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     bytes: int
     blocking: bool = True
     members: tuple[int, ...] = ()
+    ahead_s: float = 0.0
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
@@ -46,23 +54,20 @@ class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
 
 
 Piece = Compute | Communicate | Wait
-Lot = tuple[str, Cost]
-"""Kernels that run one after the other, before it is known how long they wait for the host: the name of their piece,
-and their cost on the device."""
 
 
-def launched(pieces: Sequence[Piece | Lot], inside_s: float, launch_s: float) -> tuple[Piece, ...]:
-    """The pieces of one action. Lots of kernels become Computes, which wait where the host launches kernels, each in
-    ``launch_s``, more slowly than the device runs them. The device also waits ``inside_s`` for collectives, for which
-    the host does not stop."""
-    lots = [piece[1] for piece in pieces if isinstance(piece, tuple)]
-    busy_s = sum(cost.seconds for cost in lots) + inside_s
-    waits = iter(waits_s(busy_s, [launch_s * cost.launches for cost in lots]))
-    return tuple(_computing(*piece, next(waits)) if isinstance(piece, tuple) else piece for piece in pieces)
+def launched(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The pieces of one action, whose kernels wait where the host launches them more slowly than the device runs them.
+    Waits that the pieces had are found anew, so that actions can be joined."""
+    computing = [piece for piece in pieces if isinstance(piece, Compute)]
+    busy_s = sum(piece.device_s for piece in computing)
+    busy_s += sum(piece.ahead_s for piece in pieces if isinstance(piece, Communicate))
+    waits = iter(waits_s(busy_s, [piece.launch_s for piece in computing]))
+    return tuple(_waiting(piece, next(waits)) if isinstance(piece, Compute) else piece for piece in pieces)
 
 
-def _computing(what: str, cost: Cost, wait_s: float) -> Compute:
-    return Compute(what, cost.seconds + wait_s, cost.flops, cost.bytes, wait_s)
+def _waiting(piece: Compute, wait_s: float) -> Compute:
+    return msgspec.structs.replace(piece, seconds=piece.device_s + wait_s, host_s=wait_s)
 
 
 class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

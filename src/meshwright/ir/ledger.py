@@ -37,12 +37,17 @@ _ROWS: tuple[tuple[str, str, Literal["s", "bytes"]], ...] = (
 
 
 class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The predicted and the measured step of one rank. ``stage`` is its pipeline rank (0 without a pipeline)."""
+    """The predicted and the measured step of one rank. ``stage`` is its pipeline rank (0 without a pipeline).
+    ``held_bytes`` are predicted to live for the whole step. On a GPU, ``reserved_bytes`` is the most that the allocator
+    took from the device, and ``device_bytes`` all that was taken there after the run. 0: unknown."""
 
     rank: int
     stage: int
     predicted: RankTimes
     measured: RankTimes
+    held_bytes: int = 0
+    reserved_bytes: int = 0
+    device_bytes: int = 0
 
     def difference_s(self, part: PartName) -> float:
         """The measured minus the predicted time of a part, in seconds."""
@@ -93,9 +98,9 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``plan`` is the ``Plan.digest`` of the plan that ran. ``levels`` names the levels of the cluster over which the
     ranks communicate, innermost first. ``constants`` says where the cluster's constants come from, ``software`` names
     its profile. ``deviation`` is the standard deviation of the logarithm of the step's time that the profile expects
-    (0: unknown). ``pace`` is the pace of the software and ``beta_s_per_byte`` that of each of the ``levels`` with which
-    the step was predicted (empty: unknown). Measured times are medians over ``num_steps`` steps, for each rank and
-    part."""
+    (0: unknown). ``pace`` and ``heap`` are those of the software and ``beta_s_per_byte`` that of each of the ``levels``
+    with which the step was predicted (0, empty: unknown; no heap on a GPU). Measured times are medians over
+    ``num_steps`` steps, for each rank and part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -106,6 +111,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     software: str = ""
     deviation: float = 0.0
     pace: float = 0.0
+    heap: float = 0.0
     beta_s_per_byte: tuple[float, ...] = ()
     plan: str
     levels: tuple[str, ...]

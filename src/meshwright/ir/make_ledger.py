@@ -1,7 +1,7 @@
 """Make the ledger of a run from the traces of its predicted step and of its measured steps."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem, TraceError, refuse
@@ -17,10 +17,12 @@ if TYPE_CHECKING:  # reports import this module, but must not import the catalog
 
 
 def make_ledger(
-    plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0
-) -> Ledger:
+    plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0,
+    taken: Mapping[int, tuple[int, int]] | None = None,
+) -> Ledger:  # fmt: skip
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
-    ``host_share`` is the part of the predicted step for which the device waits for its host.
+    ``host_share`` is the part of the predicted step for which the device waits for its host. ``taken`` has, by rank,
+    the bytes that the allocator took and those that were taken on the device (None: unknown).
 
     Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
     predicted traces do (see ``Trace.above``).
@@ -38,6 +40,7 @@ def make_ledger(
     foretold = sorted(summarize(predicted), key=lambda times: times.rank)
     levels = _levels(cluster, plan.mesh.world_size)
     betas = cluster.betas
+    held = {sample.rank: sample.bytes for sample in sorted(predicted.memory, key=lambda sample: -sample.time_s)}
     stages = {rank: plan.mesh.coordinates(rank).get("pp", 0) for rank in range(plan.mesh.world_size)}
     return Ledger(
         model=plan.model,
@@ -47,6 +50,7 @@ def make_ledger(
         software=cluster.software.name,
         deviation=step_deviation(cluster.software.spread, exposed_share(foretold), host_share),
         pace=cluster.software.pace,
+        heap=cluster.software.heap if cluster.device.kind == "cpu" else 0.0,
         beta_s_per_byte=tuple(betas[level] for level in levels),
         plan=plan.digest,
         levels=levels,
@@ -59,6 +63,9 @@ def make_ledger(
                 stage=stages[times.rank],
                 predicted=times,
                 measured=_median([step[times.rank] for step in every]),
+                held_bytes=held.get(times.rank, 0),
+                reserved_bytes=(taken or {}).get(times.rank, (0, 0))[0],
+                device_bytes=(taken or {}).get(times.rank, (0, 0))[1],
             )
             for times in foretold
         ),

@@ -50,18 +50,23 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     the bytes of a parameter's gradient. None: as ``cost.memory`` derives them from precision and ZeRO. ``bucket_bytes``
     are the bytes of gradients that are copied to buckets while they are reduced over data-parallel ranks.
 
-    Captured plans take the factors, ``step_s``, ``context_bytes``, ``fragmentation`` and the spread; ``host`` only
-    where launches are asynchronous, so not on CPUs. The other numbers stand for kernels and tensors that a captured
-    program has itself: ``code``, ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``,
+    Captured plans take the factors, ``step_s``, ``context_bytes``, ``fragmentation``, ``heap`` and the spread;
+    ``host`` only where launches are asynchronous, so not on CPUs. The other numbers stand for kernels and tensors that
+    a captured program has itself: ``code``, ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``,
     ``logit_bytes``, ``score_bytes``, ``gradient_bytes``, ``bucket_bytes``. ``hidden`` stands for how much of an
     overlapped collective shows: the simulator finds that, but not how much the rest slows down kernels.
 
+    ``heap`` is the number of bytes that the heap of a CPU takes from the system per live byte of saved values and
+    workspace: glibc cannot use all of what is freed.
+
     ``runs`` is the number of runs from which the numbers were learned (0: they are from the catalog or a file).
+    ``taught`` identifies the ledgers among them, so that none teaches twice.
     """
 
     name: str = "unknown"
     source: str = ""
     runs: int = 0
+    taught: tuple[str, ...] = ()
     code: Code = ""
     pace: float = 1.0
     matmul: float = 1.0
@@ -81,6 +86,7 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     score_bytes: float | None = None
     gradient_bytes: float | None = None
     bucket_bytes: float = 2.0**28
+    heap: float = 1.15
     reported: Reported = "device"
     spread: Spread = Spread()
 
@@ -92,6 +98,7 @@ _BOUNDS = {
     "loss_bytes": (1.0, 200.0), "float8_bytes": (0.0, 100.0), "context_bytes": (0.0, 2.0**36),
     "fragmentation": (0.0, 1.0), "activations": (0.1, 5.0), "logit_bytes": (0.0, 64.0), "score_bytes": (0.0, 64.0),
     "gradient_bytes": (0.0, 16.0), "bucket_bytes": (0.0, 2.0**36),
+    "heap": (0.5, 4.0),
 }  # fmt: skip
 
 

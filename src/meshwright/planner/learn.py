@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,10 +13,8 @@ from meshwright.cost.uncertainty import estimate_deviation, reported_bytes
 from meshwright.errors import FileFormatError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.software import Software, Spread
-from meshwright.planner.cases import Case
-
-if TYPE_CHECKING:
-    from scipy.optimize import OptimizeResult
+from meshwright.planner.cases import Case, LeftOut
+from meshwright.planner.posterior import Number, Posterior, known, most_probable, scaled
 
 TIME_NUMBERS = {
     "pace": 0.2, "matmul": 0.06, "attention": 0.3, "traffic": 0.3, "host": 0.5, "communication": 0.4, "step_s": 1.5,
@@ -28,9 +25,6 @@ products, and differ most in their host's time."""
 MEMORY_NUMBERS = {"activations": 0.15, "fragmentation": 0.06, "context_bytes": 0.3, "logit_bytes": 0.4}
 """The numbers that peaks and failures teach. ``fragmentation`` is a fraction, and its deviation absolute; the others
 are factors, as in ``TIME_NUMBERS``."""
-LEAST_STEP_S = 0.005
-"""The scale in seconds of ``step_s`` in a profile that has none: the number is then this times ``exp(x) - 1``, where x
-has the deviation of ``TIME_NUMBERS``."""
 TIME_ERROR, MEMORY_ERROR = 0.08, 0.05
 """The error of one run that no number of a profile explains, as a standard deviation of the logarithm: runs of one
 layout differ by that much."""
@@ -39,48 +33,33 @@ VERDICT_ERROR = 0.1
 only says whether they ran out of memory."""
 OTHER_CAUSE = 0.05
 """The fraction of runs that fail, or fit, for a reason that a table does not say."""
-PRIOR_RUNS = 4.0
-"""The number of runs that the expected error counts as, when the error of runs is estimated from a few runs."""
 MOST = 8.0
 """The largest factor between a measured and a predicted time that a profile explains; a larger factor has another
 cause, for example a wrong unit."""
-MOST_STEPS = 40
-"""The largest number of steps of a fit; the last steps change a profile by less than its uncertainty."""
-LEAST_KNOWN = 0.25
-"""The smallest factor of the widths: no profile is so sure that runs teach it nothing."""
-TOLD = 0.7
-"""Runs tell a number if they reduce its standard deviation to this fraction."""
 MIXED = 0.15
 """If the learned profile still errs by more than this (standard deviation of the logarithm), the runs are probably of
 different stacks."""
 
 
-class Number(msgspec.Struct, frozen=True, kw_only=True):
-    """A learned number of a profile: its value before and after, and its standard deviation before and after (of its
-    logarithm; of the number itself for ``fragmentation``). ``told``: the runs say something about it."""
-
-    name: str
-    before: float
-    value: float
-    deviation_before: float
-    deviation: float
-
-    @property
-    def told(self) -> bool:
-        """Whether the runs reduced the number's uncertainty noticeably."""
-        return self.deviation <= TOLD * self.deviation_before
-
-
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile that was learned from runs. ``error_before`` and ``error`` are the mean errors of the runs' times in
-    percent, with the profile from which learning started and with the learned profile; None without times. ``notes``
-    are sentences about the runs that a reader should know."""
+    """A profile that was learned from ``runs`` runs. ``error_before`` and ``error`` are the mean errors of the runs'
+    times in percent, with the profile from which learning started and with the learned profile; None without times.
+    ``notes`` are sentences about the runs that a reader should know."""
 
     software: Software
+    runs: int
     numbers: tuple[Number, ...]
     error_before: float | None
     error: float | None
     notes: tuple[str, ...] = ()
+
+
+class LearnedCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster whose software was learned, what was learned, and the rows of the table that were left out."""
+
+    cluster: Cluster
+    learned: Learned
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def learn(cases: Sequence[Case], start: Software) -> Learned:
@@ -110,7 +89,9 @@ def learn(cases: Sequence[Case], start: Software) -> Learned:
         notes.append("one run cannot tell the numbers apart: most of its error went where the profile is least certain")
     source = f"learned from {len(cases)} run{'s' * (len(cases) > 1)}, starting from {start.name}"
     software = msgspec.structs.replace(software, source=source, runs=len(cases))
-    return Learned(software=software, numbers=tuple(numbers), error_before=before, error=after, notes=tuple(notes))
+    return Learned(
+        software=software, runs=len(cases), numbers=tuple(numbers), error_before=before, error=after, notes=tuple(notes)
+    )
 
 
 def _learn_times(timed: Sequence[Case], start: Software) -> tuple[Software, list[Number], float, float]:
@@ -122,17 +103,16 @@ def _learn_times(timed: Sequence[Case], start: Software) -> tuple[Software, list
         found: np.ndarray = (np.log(_times(timed, profile)) - measured) / errors
         return found
 
-    software, numbers, fit = _fitted(start, TIME_NUMBERS, _known(start.spread.step, Spread().step), residuals)
+    software, fit = _fitted(start, scaled(TIME_NUMBERS, known(start.spread.step, Spread().step)), residuals)
     left = residuals(software) * errors
-    deviations = {number.name: number.deviation for number in numbers}
     spread = msgspec.structs.replace(
         start.spread,
-        step=_spread(left, fit, len(timed), TIME_ERROR),
-        communication=min(start.spread.communication, deviations["communication"]),
-        host=min(start.spread.host, deviations["host"]),
+        step=fit.spread(left, TIME_ERROR),
+        communication=min(start.spread.communication, fit.deviations["communication"]),
+        host=min(start.spread.host, fit.deviations["host"]),
     )
     software = msgspec.structs.replace(software, spread=spread)
-    return software, numbers, _mean_percent(residuals(start) * errors), _mean_percent(left)
+    return software, list(fit.numbers), _mean_percent(residuals(start) * errors), _mean_percent(left)
 
 
 def _learn_memory(cases: Sequence[Case], start: Software) -> tuple[Software, list[Number]]:
@@ -143,12 +123,12 @@ def _learn_memory(cases: Sequence[Case], start: Software) -> tuple[Software, lis
     def residuals(profile: Software) -> np.ndarray:
         return np.array([_memory_residual(case, profile) for case in cases])
 
-    software, numbers, fit = _fitted(start, MEMORY_NUMBERS, _known(start.spread.memory, Spread().memory), residuals)
+    software, fit = _fitted(start, scaled(MEMORY_NUMBERS, known(start.spread.memory, Spread().memory)), residuals)
     left = np.array([_peak_error(case, software) for case in cases if case.measured_peak_bytes])
     if len(left):
-        spread = msgspec.structs.replace(software.spread, memory=_spread(left, fit, len(left), MEMORY_ERROR))
+        spread = msgspec.structs.replace(software.spread, memory=fit.spread(left, MEMORY_ERROR))
         software = msgspec.structs.replace(software, spread=spread)
-    return software, numbers
+    return software, list(fit.numbers)
 
 
 def _refuse(cases: Sequence[Case]) -> None:
@@ -180,11 +160,11 @@ def _expected_error(case: Case, software: Software) -> float:
 
 def with_profile(cases: Sequence[Case], software: Software) -> list[Case]:
     """The cases with ``software`` on their clusters."""
-    known: dict[int, Cluster] = {}
+    clusters: dict[int, Cluster] = {}
     for case in cases:
-        if id(case.cluster) not in known:
-            known[id(case.cluster)] = msgspec.structs.replace(case.cluster, software=software)
-    return [msgspec.structs.replace(case, cluster=known[id(case.cluster)]) for case in cases]
+        if id(case.cluster) not in clusters:
+            clusters[id(case.cluster)] = msgspec.structs.replace(case.cluster, software=software)
+    return [msgspec.structs.replace(case, cluster=clusters[id(case.cluster)]) for case in cases]
 
 
 def _times(cases: Sequence[Case], software: Software) -> np.ndarray:
@@ -213,62 +193,13 @@ def _usual_logit_bytes(cases: Sequence[Case], software: Software) -> float:
     return float(np.mean([logit_bytes(case.setup, software) for case in cases]))
 
 
-def _known(deviation: float, of_unknown: float) -> float:
-    """The factor of the widths of numbers for a profile that expects this deviation: the numbers of a profile that is
-    surer than the unknown one are surer, too, but never certain."""
-    return min(1.0, max(LEAST_KNOWN, deviation / of_unknown))
-
-
 def _fitted(
-    start: Software, widths: dict[str, float], known: float, residuals: Callable[[Software], np.ndarray]
-) -> tuple[Software, list[Number], "OptimizeResult"]:
-    """The profile with the least squared residuals, held near ``start``; its numbers; and the fit. Large residuals
-    count less (``soft_l1``): a run that was disturbed does not move the others."""
-    from scipy.optimize import least_squares
-
-    names, deviations = list(widths), known * np.array(list(widths.values()))
-
-    def profile(steps: np.ndarray) -> Software:
-        changes = {}
-        for name, step in zip(names, steps, strict=True):
-            before = float(getattr(start, name))
-            if name == "fragmentation":
-                changes[name] = min(1.0, max(0.0, before + float(step)))
-            elif name == "step_s" and not before:
-                changes[name] = max(0.0, LEAST_STEP_S * math.expm1(step))
-            else:
-                changes[name] = before * math.exp(step)
-        return msgspec.structs.replace(start, **changes)
-
-    def objective(steps: np.ndarray) -> np.ndarray:
-        found = residuals(profile(steps))
-        robust = np.sign(found) * np.sqrt(2 * (np.sqrt(1 + found**2) - 1))
-        return np.concatenate([robust, steps / deviations])
-
-    fit = least_squares(objective, np.zeros(len(names)), x_scale=deviations, diff_step=1e-3, max_nfev=MOST_STEPS)
-    covariance = np.linalg.inv(fit.jac.T @ fit.jac)
-    found = profile(fit.x)
-    numbers = [
-        Number(
-            name=name,
-            before=float(getattr(start, name)),
-            value=float(getattr(found, name)),
-            deviation_before=float(deviations[index]),
-            deviation=float(math.sqrt(covariance[index, index])),
-        )
-        for index, name in enumerate(names)
-    ]
-    return found, numbers, fit
-
-
-def _spread(errors: np.ndarray, fit: "OptimizeResult", runs: int, expected: float) -> float:
-    """The error to expect of a new run, as a standard deviation of the logarithm. It has two parts: how far the learned
-    runs lie from the fit (``expected`` counts as ``PRIOR_RUNS`` runs), and how uncertain the fit itself is."""
-    of_runs = fit.jac[: -len(fit.x)]
-    leverage = float(np.trace(of_runs @ np.linalg.inv(fit.jac.T @ fit.jac) @ of_runs.T))
-    left = max(1.0, runs - leverage)
-    around = (PRIOR_RUNS * expected**2 + float(errors @ errors)) / (PRIOR_RUNS + left)
-    return math.sqrt(around * (1 + leverage / runs))
+    start: Software, widths: dict[str, float], residuals: Callable[[Software], np.ndarray]
+) -> tuple[Software, Posterior]:
+    """The most probable profile, and its numbers."""
+    numbers = {name: float(getattr(start, name)) for name in widths}
+    fit = most_probable(numbers, widths, lambda values: residuals(msgspec.structs.replace(start, **values)))
+    return msgspec.structs.replace(start, **fit.values), fit
 
 
 def _mean_percent(errors: np.ndarray) -> float:

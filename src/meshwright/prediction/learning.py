@@ -5,22 +5,12 @@ import os
 import statistics
 from collections.abc import Sequence
 
-import msgspec
-
 from meshwright.catalog import load_cluster, with_software
 from meshwright.cost.setup import Setup
 from meshwright.errors import FileFormatError
 from meshwright.ir.cluster import Cluster
-from meshwright.planner.cases import Case, LeftOut, read_cases
-from meshwright.planner.learn import Learned, learn
-
-
-class LearnedCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster whose software was learned, what was learned, and the rows of the table that were left out."""
-
-    cluster: Cluster
-    learned: Learned
-    left_out: tuple[LeftOut, ...] = ()
+from meshwright.planner.cases import Case, read_cases
+from meshwright.planner.learn import LearnedCluster, learn
 
 
 def learn_table(path: str | os.PathLike[str], *, cluster: str = "", software: str = "") -> LearnedCluster:

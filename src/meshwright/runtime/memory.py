@@ -16,6 +16,15 @@ def memory_reader(device: torch.device) -> Callable[[], int] | None:
     return ResidentMemory() if sys.platform == "linux" else None
 
 
+def taken_bytes(device: torch.device) -> tuple[int, int]:
+    """The most bytes that the allocator took from a CUDA device, and all bytes that are taken there now, with the
+    context of every process; 0 on a CPU, whose resident memory has both."""
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_reserved(device), total - free
+
+
 class ResidentMemory:
     """Reads this process's resident memory, in bytes, when it is called."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import CHUNK_BYTES, ZEROING
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.plan import REDUCTION
 from meshwright.ir.schedule import ActionKind
@@ -94,10 +94,10 @@ def _pieces_of(works: LayerWorks, layers: Sequence[int], own: Container[str]) ->
     buckets = _Buckets()
     return JoinedPieces(
         works=works.works,
-        pieces={kind: buckets.filled(_in_order(parts, kind)) for kind in parts[0].pieces},
+        pieces={kind: launched(buckets.filled(_in_order(parts, kind))) for kind in parts[0].pieces},
         ends=buckets.filled(piece for part in reversed(parts) for piece in part.after if is_sum(piece)),
-        before=_before(parts, [works.facts[layer] for layer in layers], buckets),
-        update=_computing("update", (piece for part in parts for piece in part.after)),
+        before=launched(_before(parts, [works.facts[layer] for layer in layers], buckets)),
+        update=_update([_computing("update", part.after) for part in parts]),
         has_sums=buckets.has_sums,
     )
 
@@ -118,7 +118,7 @@ def _joined(
     return StageWork(
         pieces=joined.pieces,
         before=joined.before,
-        after=(*joined.ends, _scaled(joined.update, trained_once / trained if trained else 1)),
+        after=launched((*joined.ends, _scaled(joined.update, trained_once / trained if trained else 1))),
         sent_up_bytes=parts[-1].sent_up_bytes,
         sent_down_bytes=parts[0].sent_down_bytes,
         saved_bytes=saved,
@@ -242,31 +242,35 @@ def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_
         )
         for part in parts
     ]  # fmt: skip
-    computing = [
-        sum(piece.seconds for piece in part.before if isinstance(piece, Compute) and piece.what != ZEROING)
-        for part in parts
-    ]
-    alike_s = max(seconds - fact.casts_s for seconds, fact in zip(computing, facts, strict=True))
-    prologue = Compute("prologue", max(0.0, alike_s) + sum(fact.casts_s for fact in facts))
-    zeroing = Compute(
-        ZEROING,
-        sum(
-            piece.seconds for part in parts for piece in part.before
-            if isinstance(piece, Compute) and piece.what == ZEROING
-        ),
-    )  # fmt: skip
+    computing = [_computing("prologue", (piece for piece in part.before if piece.what != ZEROING)) for part in parts]
+    alike_s, launch_s = (
+        max(0.0, *(getattr(every, of) - getattr(fact.casts, of) for every, fact in zip(computing, facts, strict=True)))
+        for of in ("device_s", "launch_s")
+    )
+    prologue = _computing(
+        "prologue", [Compute("prologue", alike_s, launch_s=launch_s), *(fact.casts for fact in facts)]
+    )
+    zeroing = _computing(ZEROING, (piece for part in parts for piece in part.before if piece.what == ZEROING))
     computed = tuple(piece for piece in (prologue, zeroing) if piece.seconds)
     return (*gathers, *max(rest, key=len), *computed)
 
 
 def _computing(what: str, pieces: Iterable[Piece]) -> Compute:
-    """The pieces that compute, as one piece."""
+    """The pieces that compute, as one piece, before it is known how long it waits for the host."""
     computing = [piece for piece in pieces if isinstance(piece, Compute)]
-    return Compute(what, sum(piece.seconds for piece in computing), host_s=sum(piece.host_s for piece in computing))
+    launch_s = sum(piece.launch_s for piece in computing)
+    return Compute(what, sum(piece.device_s for piece in computing), launch_s=launch_s)
+
+
+def _update(updates: Sequence[Compute]) -> Compute:
+    """One update of the parameters of all layers, whose passes are launched once for all of them."""
+    device_s = sum(update.device_s for update in updates)
+    return Compute("update", device_s, launch_s=max(update.launch_s for update in updates))
 
 
 def _scaled(piece: Compute, factor: float) -> Compute:
-    return Compute(piece.what, factor * piece.seconds, host_s=factor * piece.host_s)
+    """The update of a part of the parameters."""
+    return Compute(piece.what, factor * piece.seconds, launch_s=piece.launch_s)
 
 
 class _Buckets:

@@ -48,8 +48,8 @@ class LayerFacts(NamedTuple):
     """What a stage needs to know of a layer besides its work.
 
     ``held`` has the bytes that the layer holds during a step, by kind. ``trained_bytes`` are those of its trained
-    parameters, and ``largest_bytes`` those of the largest of them. ``casts_s`` is the part of the prologue's seconds
-    that depends on the layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes``
+    parameters, and ``largest_bytes`` those of the largest of them. ``casts`` is the part of the prologue that
+    depends on the layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes``
     are the bytes of the whole tensors that the layer sends to the next and to the previous layer for one micro-batch of
     all ranks.
     """
@@ -57,7 +57,7 @@ class LayerFacts(NamedTuple):
     held: HeldBytes
     trained_bytes: int
     largest_bytes: int
-    casts_s: float
+    casts: Compute
     up_bytes: int = 0
     down_bytes: int = 0
 
@@ -250,9 +250,9 @@ class LayerPrices:
         for stage, program in enumerate(programs):
             sizes = [parameter.bytes for parameter in program.parameters if parameter.name in trained]
             held = stage_held(programs, plan, stage, self.cluster, self.optimizer)
-            casts_s = costs.of(of_parameters(program)).seconds
+            casts = costs.of(of_parameters(program))
             sent = (_whole_bytes(program, kind) for kind in (ActionKind.SEND_F, ActionKind.SEND_B))
-            facts.append(LayerFacts(held, sum(sizes), max(sizes, default=0), casts_s, *sent))
+            facts.append(LayerFacts(held, sum(sizes), max(sizes, default=0), costs.piece("casts", casts), *sent))
         return LayerWorks(
             works=tuple(renamed(stage, gathers) for stage in work.stages),
             facts=tuple(facts),
@@ -351,7 +351,7 @@ def _without_host(piece: Piece) -> Piece:
     """The piece as if its kernels were launched in no time."""
     if not isinstance(piece, Compute):
         return piece
-    return msgspec.structs.replace(piece, seconds=piece.seconds - piece.host_s, host_s=0.0)
+    return msgspec.structs.replace(piece, seconds=piece.device_s, host_s=0.0)
 
 
 def _may_hide(piece: Piece) -> bool:

@@ -1,0 +1,121 @@
+"""The most probable numbers of a profile after runs: least squares of residuals, with normal priors on the numbers."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+LEAST_STEP_S = 0.005
+"""The scale in seconds of ``step_s`` in a profile that has none: the number is then this times ``exp(x) - 1``, where x
+has the width of its prior."""
+PRIOR_RUNS = 4.0
+"""The number of runs that the expected error counts as, when the error of runs is estimated from a few runs."""
+MOST_STEPS = 40
+"""The largest number of steps of a fit; the last steps change a number by less than its uncertainty."""
+LEAST_KNOWN = 0.25
+"""The smallest factor of the widths: no profile is so sure that runs teach it nothing."""
+TOLD = 0.7
+"""Runs tell a number if they reduce its standard deviation to this fraction."""
+
+
+class Number(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned number: its value before and after, and its standard deviation before and after (of its logarithm; of
+    the number itself for ``fragmentation``). ``told``: the runs say something about it."""
+
+    name: str
+    before: float
+    value: float
+    deviation_before: float
+    deviation: float
+
+    @property
+    def told(self) -> bool:
+        """Whether the runs reduced the number's uncertainty noticeably."""
+        return self.deviation <= TOLD * self.deviation_before
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """The most probable numbers. ``leverage`` is the number of runs that the fit uses up: the sum, over the residuals,
+    of how far each follows its own run."""
+
+    numbers: tuple[Number, ...]
+    leverage: float
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The value of each number, by name."""
+        return {number.name: number.value for number in self.numbers}
+
+    @property
+    def deviations(self) -> dict[str, float]:
+        """The standard deviation of each number, by name."""
+        return {number.name: number.deviation for number in self.numbers}
+
+    def spread(self, errors: np.ndarray, expected: float) -> float:
+        """The error to expect of a new run, as a standard deviation of the logarithm. It has two parts: how far the
+        learned runs lie from the fit (``expected`` counts as ``PRIOR_RUNS`` runs), and how uncertain the fit itself
+        is."""
+        runs = len(errors)
+        left = max(1.0, runs - self.leverage)
+        around = (PRIOR_RUNS * expected**2 + float(errors @ errors)) / (PRIOR_RUNS + left)
+        return math.sqrt(around * (1 + self.leverage / runs))
+
+
+def most_probable(
+    start: Mapping[str, float], widths: Mapping[str, float], residuals: Callable[[dict[str, float]], np.ndarray]
+) -> Posterior:
+    """The numbers with the least squared residuals, held near ``start``: their logarithms have normal priors with these
+    ``widths`` (``fragmentation`` itself has; ``step_s`` may start from 0). Large residuals count less (``soft_l1``): a
+    run that was disturbed does not move the others."""
+    from scipy.optimize import least_squares
+
+    names, deviations = list(widths), np.array(list(widths.values()))
+
+    def values(steps: np.ndarray) -> dict[str, float]:
+        return {name: _moved(name, start[name], float(step)) for name, step in zip(names, steps, strict=True)}
+
+    def objective(steps: np.ndarray) -> np.ndarray:
+        found = residuals(values(steps))
+        robust = np.sign(found) * np.sqrt(2 * (np.sqrt(1 + found**2) - 1))
+        return np.concatenate([robust, steps / deviations])
+
+    fit = least_squares(objective, np.zeros(len(names)), x_scale=deviations, diff_step=1e-3, max_nfev=MOST_STEPS)
+    covariance = np.linalg.inv(fit.jac.T @ fit.jac)
+    of_runs = fit.jac[: -len(names)]
+    found = values(fit.x)
+    return Posterior(
+        numbers=tuple(
+            Number(
+                name=name,
+                before=start[name],
+                value=found[name],
+                deviation_before=float(deviations[index]),
+                deviation=float(math.sqrt(covariance[index, index])),
+            )
+            for index, name in enumerate(names)
+        ),
+        leverage=float(np.trace(of_runs @ covariance @ of_runs.T)),
+    )
+
+
+def _moved(name: str, before: float, step: float) -> float:
+    """The number after a step of its logarithm, or of the number itself."""
+    if name == "fragmentation":
+        return min(1.0, max(0.0, before + step))
+    if name == "step_s" and not before:
+        return max(0.0, LEAST_STEP_S * math.expm1(step))
+    return before * math.exp(step)
+
+
+def known(deviation: float, of_unknown: float) -> float:
+    """The factor of the widths of numbers for a profile that expects this deviation: the numbers of a profile that is
+    surer than the unknown one are surer, too, but never certain."""
+    return min(1.0, max(LEAST_KNOWN, deviation / of_unknown))
+
+
+def scaled(widths: Mapping[str, float], factor: float) -> dict[str, float]:
+    """The widths times a factor."""
+    return {name: factor * width for name, width in widths.items()}
