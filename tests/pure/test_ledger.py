@@ -11,6 +11,7 @@ from meshwright.errors import TraceError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
+from meshwright.ir.interval import interval
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
 from meshwright.ir.make_ledger import make_ledger
@@ -107,6 +108,7 @@ def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
         "        step                         10 s     12.5 s      0.80",
         "        peak memory                 3 MiB      0 MiB         -",
         "in 80 % of runs a step takes 8.31 s to 12 s (software unknown): this run is outside",
+        "and the highest peak is 2.64 MiB to 3.41 MiB: this run is inside",
         "off most: computing on rank 0, 8 s predicted and 10 s measured: +16.0% of the step",
         found.explanation,
     ])  # fmt: skip
@@ -114,6 +116,26 @@ def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
         "The device's efficiency would explain it: computing takes 1.25 times as long as its curves say, over all "
         "ranks. Memory agrees within 10%."
     )
+
+
+def test_steps_and_peaks_have_intervals_of_80_percent() -> None:
+    found = ledger(AS_PREDICTED, AS_PREDICTED, peaks=({0: 3 * MIB, 1: 5 * MIB}, {0: 3 * MIB, 1: 9 * MIB}))
+    intervals = {(row.rank, row.what): row.interval for row in found.rows() if row.interval is not None}
+    assert intervals == {
+        (rank, what): interval(value, deviation)
+        for rank, peak in ((0, 3 * MIB), (1, 5 * MIB))
+        for what, value, deviation in (
+            ("step", 10.0, found.deviation),
+            ("peak memory", peak, BOX.software.spread.memory),
+        )
+    }
+    assert found.interval_bytes == intervals[1, "peak memory"]
+    assert found.highest_bytes == (5 * MIB, 9 * MIB)
+    assert "and the highest peak is 4.4 MiB to 5.68 MiB: this run is outside" in found.table()
+    silent = ledger(AS_PREDICTED, AS_PREDICTED)
+    assert silent.interval_bytes is None
+    assert "highest peak" not in silent.table()
+    assert all(row.interval is None for row in silent.rows() if row.what == "peak memory")
 
 
 def test_what_agrees_is_said_to_agree() -> None:

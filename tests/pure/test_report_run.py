@@ -20,6 +20,7 @@ from meshwright.ir.ledger import PARTS, Ledger
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Alternative, Bucket, Note
 from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.ir.units import size
 from meshwright.report import read_run, render_run, run_drawing, svg
 from tests.pure.test_ledger import BOX, MIB, plan_of, step
 from tests.pure.test_report import balanced
@@ -120,12 +121,14 @@ def test_the_page_needs_no_network_and_has_both_colour_schemes(directory: Path) 
 def test_the_table_has_the_ledgers_numbers_for_every_rank_and_part(directory: Path) -> None:
     ledger = files.load(directory / "ledger.json", Ledger)
     rows = Page(render_run(read_run(directory))).rows
-    start = rows.index(["rank", "part", "predicted", "measured", "pred/meas"]) + 1
+    start = rows.index(["rank", "part", "predicted", "in 80 % of runs", "measured", "pred/meas"]) + 1
     found = iter(rows[start:])
     for entry in ledger.ranks:
         for number, what in enumerate((*PARTS, "step", "peak memory")):
             row = next(one for one in ledger.rows() if (one.rank, one.what) == (entry.rank, what))
-            assert next(found) == ["" if number else str(entry.rank), what, *row.texts()]
+            predicted, measured, ratio = row.texts()
+            rank = "" if number else str(entry.rank)
+            assert next(found) == [rank, what, predicted, row.between, measured, ratio]
     words = Page(render_run(read_run(directory))).words
     assert ledger.explanation in words
     assert f"pred/meas {ledger.step_ratio:.2f}" in words
@@ -249,6 +252,24 @@ def test_the_command_writes_page_and_trace(directory: Path, capsys: pytest.Captu
     assert cli(["report", str(directory), "-o", str(other)]) == 0
     assert "missing: trace.json: no step was noted" in capsys.readouterr().out
     assert f"meshwright report {directory}" in other.read_text()
+
+
+def test_the_page_and_the_command_show_the_interval_of_the_highest_peak(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = read_run(directory).ledger
+    assert ledger is not None
+    about = ledger.interval_bytes
+    assert about is not None
+    assert cli(["report", str(directory)]) == 0
+    assert f"measured, {size(about.low)} to {size(about.high)} in 80 % of runs" in capsys.readouterr().out
+    page = (directory / "report.html").read_text()
+    assert all(row.between in page for row in ledger.rows())
+    assert cli(["report", str(directory), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    peaks = [row["interval"] for row in said["rows"] if row["what"] == "peak memory"]
+    assert {"low": about.low, "high": about.high} in peaks
+    assert said["ledger"]["memory_deviation"] == ledger.memory_deviation
 
 
 def test_the_timelines_are_a_picture_of_their_own(directory: Path) -> None:

@@ -72,19 +72,27 @@ class Deviation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the table: the seconds of a part of a rank's step or of the whole step, or the rank's peak memory."""
+class LedgerRow(msgspec.Struct, frozen=True):
+    """A line of the table: the seconds of a part of a rank's step or of the whole step, or the rank's peak memory.
+    ``interval`` holds 80 % of the values of such runs, for a step and a peak; None if it is not known."""
 
     rank: int
     what: str
     predicted: float
     measured: float
     unit: Literal["s", "bytes"]
+    interval: Interval | None = None
 
     @property
     def ratio(self) -> float | None:
         """The predicted value divided by the measured value; None if the measured value is 0."""
         return self.predicted / self.measured if self.measured else None
+
+    @property
+    def between(self) -> str:
+        """The ends of the interval as text; empty if it is not known."""
+        shown = seconds if self.unit == "s" else size
+        return f"{shown(self.interval.low)} to {shown(self.interval.high)}" if self.interval is not None else ""
 
     def texts(self) -> tuple[str, str, str]:
         """The predicted value, the measured value and their ratio as text, with units."""
@@ -98,8 +106,9 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``plan`` is the ``Plan.digest`` of the plan that ran. ``levels`` names the levels of the cluster over which the
     ranks communicate, innermost first. ``constants`` says where the cluster's constants come from, ``software`` names
     its profile. ``deviation`` is the standard deviation of the logarithm of the step's time that the profile expects
-    (0: unknown). ``pace`` and ``heap`` are those of the software and ``beta_s_per_byte`` that of each of the ``levels``
-    with which the step was predicted (0, empty: unknown; no heap on a GPU). Measured times are medians over
+    (0: unknown), ``memory_deviation`` that of a peak. ``pace`` and ``heap`` are those of the software and
+    ``beta_s_per_byte`` that of each of the ``levels`` with which the step was predicted (0, empty: unknown; no heap on
+    a GPU). Measured times are medians over
     ``num_steps`` steps, for each rank and part."""
 
     VERSION: ClassVar[int] = 1
@@ -110,6 +119,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     constants: str = ""
     software: str = ""
     deviation: float = 0.0
+    memory_deviation: float = 0.0
     pace: float = 0.0
     heap: float = 0.0
     beta_s_per_byte: tuple[float, ...] = ()
@@ -139,6 +149,20 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def interval_s(self) -> Interval | None:
         """The interval that holds 80 % of the times of such steps; None if the ledger has no deviation."""
         return interval(self.predicted_step_s, self.deviation) if self.deviation else None
+
+    @property
+    def highest_bytes(self) -> tuple[int, int]:
+        """The highest predicted and the highest measured peak of a rank; 0 without samples."""
+        return (
+            max(entry.predicted.peak_bytes for entry in self.ranks),
+            max(entry.measured.peak_bytes for entry in self.ranks),
+        )
+
+    @property
+    def interval_bytes(self) -> Interval | None:
+        """The interval that holds 80 % of the highest peaks of such runs; None if it is not known."""
+        predicted = self.highest_bytes[0]
+        return interval(predicted, self.memory_deviation) if self.memory_deviation and predicted else None
 
     @property
     def worst(self) -> Deviation:
@@ -201,14 +225,15 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def rows(self) -> tuple[LedgerRow, ...]:
         """The rows of the table: for every rank, the parts of its step, the step, and its peak memory."""
-        return tuple(
-            LedgerRow(
-                rank=entry.rank, what=what, unit=unit,
-                predicted=getattr(entry.predicted, field), measured=getattr(entry.measured, field),
-            )
-            for entry in self.ranks
-            for what, field, unit in _ROWS
-        )  # fmt: skip
+        deviations = {"step_s": self.deviation, "peak_bytes": self.memory_deviation}
+        found = []
+        for entry in self.ranks:
+            for what, field, unit in _ROWS:
+                predicted, measured = (getattr(times, field) for times in (entry.predicted, entry.measured))
+                deviation = deviations.get(field) if predicted else None
+                between = interval(predicted, deviation) if deviation else None
+                found.append(LedgerRow(entry.rank, what, predicted, measured, unit, between))
+        return tuple(found)
 
     def table(self) -> str:
         """The ledger as text for a terminal, with the largest deviation and its explanation."""
@@ -228,6 +253,9 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             where = "inside" if between.holds(self.measured_step_s) else "outside"
             ends = f"{seconds(between.low)} to {seconds(between.high)}"
             lines.append(f"in 80 % of runs a step takes {ends} (software {self.software}): this run is {where}")
+        if (about := self.interval_bytes) is not None and (peak_bytes := self.highest_bytes[1]):
+            where = "inside" if about.holds(peak_bytes) else "outside"
+            lines.append(f"and the highest peak is {size(about.low)} to {size(about.high)}: this run is {where}")
         return "\n".join([*lines, f"{self.worst}", self.explanation])
 
     def _sides(self) -> tuple[list[RankTimes], list[RankTimes]]:

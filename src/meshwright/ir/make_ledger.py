@@ -49,6 +49,7 @@ def make_ledger(
         constants=cluster.constants,
         software=cluster.software.name,
         deviation=step_deviation(cluster.software.spread, exposed_share(foretold), host_share),
+        memory_deviation=cluster.software.spread.memory,
         pace=cluster.software.pace,
         heap=cluster.software.heap if cluster.device.kind == "cpu" else 0.0,
         beta_s_per_byte=tuple(betas[level] for level in levels),

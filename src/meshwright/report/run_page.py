@@ -100,10 +100,15 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     if ledger is not None:
         facts.append(("predicted step", seconds(ledger.predicted_step_s)))
         if (between := ledger.interval_s) is not None:
-            facts.append(("in 80 % of runs", f"{seconds(between.low)} to {seconds(between.high)}"))
+            facts.append(("step in 80 % of runs", f"{seconds(between.low)} to {seconds(between.high)}"))
         facts.append(("learn from it", learning_command(ledger, run.directory)))
         facts.append(("measured step", seconds(ledger.measured_step_s)))
-        if peak_bytes := max(entry.measured.peak_bytes for entry in ledger.ranks):
+        predicted_bytes, peak_bytes = ledger.highest_bytes
+        if predicted_bytes:
+            facts.append(("predicted peak memory", size(predicted_bytes)))
+        if (about := ledger.interval_bytes) is not None:
+            facts.append(("peak in 80 % of runs", f"{size(about.low)} to {size(about.high)}"))
+        if peak_bytes:
             facts.append(("measured peak memory", size(peak_bytes)))
     elif run.plan.prediction is not None:
         facts.append(("predicted step", seconds(run.plan.prediction.step_s)))
