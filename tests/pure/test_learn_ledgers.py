@@ -164,6 +164,16 @@ def test_peaks_on_a_gpu_teach_fragmentation_and_context() -> None:
     assert found.fragmentation == pytest.approx(0.2, abs=0.02)
     assert found.context_bytes == pytest.approx(3 * 2**30, rel=0.03)
     assert found.heap == GPU.software.heap
+    runs = [
+        msgspec.structs.replace(
+            peaks(live, live, peers, reserved_bytes=reserved, device_bytes=reserved + more), peers=peers
+        )
+        for peers in (1, 2, 3, 1, 2, 3)
+        for more in [2**30 + peers * 2**29]
+    ]
+    found = learn_ledgers(runs, GPU).cluster.software
+    assert found.context_bytes + 2 * found.peer_bytes == pytest.approx(2 * 2**30, rel=0.03)
+    assert found.peer_bytes > 1.3 * GPU.software.peer_bytes
     blind = learn_ledgers([peaks(live, live)], GPU).cluster.software
     assert (blind.fragmentation, blind.context_bytes) == (GPU.software.fragmentation, GPU.software.context_bytes)
 

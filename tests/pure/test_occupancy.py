@@ -1,5 +1,6 @@
 """Memory over a schedule: what lives with which micro-batches, and the verdict against a limit."""
 
+import itertools
 import math
 from statistics import NormalDist
 
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from meshwright.catalog import load_cluster
 from meshwright.cost.closed_form import predict_step
 from meshwright.cost.collective import Group, Network
-from meshwright.cost.occupancy import fit_chance, memory_verdict, peak_memory, room_of, taken_bytes
+from meshwright.cost.occupancy import (
+    box_of,
+    fit_chance,
+    memory_verdict,
+    most_peers,
+    num_peers,
+    peak_memory,
+    room_of,
+    taken_bytes,
+)
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster, CollectiveTiming, Level, Operation
@@ -110,13 +120,35 @@ def test_the_chance_to_fit_is_that_of_a_lognormal_peak(peak: float, limit: float
     assert fit_chance(peak, limit, 0.0) == (peak <= limit)
 
 
-@pytest.mark.parametrize(("name", "context"), [("h100-dgx", 1.5 * 2**30), ("cpu-local", 0.0)])
-def test_the_room_of_tensors_is_what_surely_fits(name: str, context: float) -> None:
-    machine = load_cluster(name, software=Software(fragmentation=0.1, spread=Spread(memory=0.05)))
+@pytest.mark.parametrize(("name", "context"), [("h100-dgx", 2.0**30), ("cpu-local", 0.0)])
+@pytest.mark.parametrize("peers", [0, 3])
+def test_the_room_of_tensors_is_what_surely_fits(name: str, context: float, peers: int) -> None:
+    machine = load_cluster(name, software=Software(fragmentation=0.1, peer_bytes=2.0**28, spread=Spread(memory=0.05)))
     kind, memory_bytes = machine.device.kind, machine.device.memory_bytes
-    taken = taken_bytes(room_of(machine, range(1)), machine.software, kind)
+    taken = taken_bytes(room_of(machine, range(1), peers), machine.software, kind, peers)
     assert fit_chance(taken, memory_bytes, 0.05) == pytest.approx(0.9, abs=1e-6)
-    assert taken_bytes(100.0, machine.software, kind) == pytest.approx((110.0 if context else 100.0) + context)
+    beside = context + peers * 2.0**28 if context else 0.0
+    assert taken_bytes(100.0, machine.software, kind, peers) == pytest.approx((110.0 if context else 100.0) + beside)
+
+
+def test_a_rank_has_buffers_for_a_neighbour_in_each_group_and_for_all_of_its_box_in_an_all_to_all() -> None:
+    assert num_peers({}, 8) == 0
+    assert num_peers({"dp": 4, "cp": 1, "tp": 2, "pp": 2, "ep": 1}, 8) == 3
+    assert num_peers({"dp": 4, "ep": 4}, 8) == 1 + 3
+    assert num_peers({"dp": 4, "ep": 64}, 8) == 1 + 7, "messages between boxes share a buffer"
+    assert num_peers({"ep": 2}, 1) == 1
+    assert [most_peers(ranks) for ranks in (1, 2, 4, 6, 7, 8, 64, 10**6)] == [0, 1, 2, 2, 1, 3, 3, 3]
+    for ranks in (2, 4, 8, 12):
+        for dp, tp in itertools.product(range(1, ranks + 1), repeat=2):
+            if ranks % (dp * tp) == 0:
+                assert num_peers({"dp": dp, "tp": tp, "pp": ranks // dp // tp}, 8) <= most_peers(ranks)
+
+
+def test_without_a_layout_room_is_left_for_the_most_groups() -> None:
+    machine = load_cluster("h100-dgx", software=Software(peer_bytes=2.0**28))
+    assert room_of(machine, range(8)) == room_of(machine, range(8), 3) < room_of(machine, range(8), 1)
+    assert box_of(machine) == 8
+    assert box_of(load_cluster("h100-80gb-dgx-ndr400x8", 64)) == 8
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

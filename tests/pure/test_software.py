@@ -106,6 +106,7 @@ def test_float8_operands_are_cast_at_the_cost_that_the_software_has() -> None:
     [
         ("activations", 1.5, "activations_bytes"), ("gradient_bytes", 6.0, "gradients_bytes"),
         ("bucket_bytes", 2.0**30, "buffers_bytes"), ("context_bytes", 2.0**32, "context_bytes"),
+        ("peer_bytes", 2.0**30, "peers_bytes"),
         ("fragmentation", 0.2, "fragmentation_bytes"),
     ],
 )  # fmt: skip
@@ -143,7 +144,7 @@ def test_memory_is_reported_as_the_software_logs_it() -> None:
         return reported_bytes(asked, msgspec.structs.replace(cluster, software=software))
 
     assert reported("allocated") == pytest.approx(peak.allocated_bytes)
-    assert reported("device") == pytest.approx(1.1 * peak.allocated_bytes + peak.context_bytes)
+    assert reported("device") == pytest.approx(1.1 * peak.allocated_bytes + peak.context_bytes + peak.peers_bytes)
     assert reported("reserved") == pytest.approx(1.1 * peak.allocated_bytes)
     assert reported("allocated_last") < reported("allocated"), "the first stage has more micro-batches in flight"
 

@@ -9,7 +9,7 @@ import torch
 from meshwright import build
 from meshwright.api.machine import known_cluster
 from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, simulate
-from meshwright.cost.occupancy import Occupancy, fit_chance, memory_verdict, taken_bytes
+from meshwright.cost.occupancy import Occupancy, box_of, fit_chance, memory_verdict, num_peers, taken_bytes
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
@@ -78,9 +78,9 @@ def plan_run(
     foretold = foretell(lower, chosen, known, optimizer=optimizer, clips=clips)
     chosen = msgspec.structs.replace(chosen, prediction=foretold.prediction)
     fullest, limit = foretold.fullest(memory_bytes)
-    software, kind = known.software, known.device.kind
+    software, kind, peers = known.software, known.device.kind, num_peers(chosen.mesh.sizes, box_of(known))
     # A limit that is given is what tensors may take; else they share the device with its context.
-    taken = fullest.peak_bytes if memory_bytes else taken_bytes(fullest.peak_bytes, software, kind)
+    taken = fullest.peak_bytes if memory_bytes else taken_bytes(fullest.peak_bytes, software, kind, peers)
     deviation = 0.0 if memory_bytes else software.spread.memory
     verdict, chance = memory_verdict(taken, limit, deviation), fit_chance(taken, limit, deviation)
     changes: tuple[Change, ...] = ()

@@ -14,6 +14,7 @@ from meshwright.api.plans import cost_of
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import from_every_rank, from_rank_0
+from meshwright.cost.occupancy import box_of, num_peers
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
@@ -199,8 +200,9 @@ def _ledger(
     if trainer.rank != 0 or foretold is None or not measured:
         return None
     cluster = cluster_of(run, device, plan.mesh.world_size)
+    peers = num_peers(plan.mesh.sizes, box_of(cluster))
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
-    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken)
+    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers)
     try:
         for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(content, directory / name)

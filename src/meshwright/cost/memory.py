@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.cost.occupancy import Occupancy, memory_verdict
+from meshwright.cost.occupancy import Occupancy, box_of, memory_verdict, num_peers
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
@@ -19,7 +19,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     ``activations_bytes`` are saved by layers for backward, for all micro-batches in flight; ``ends_bytes`` are added by
     embedding, vocabulary head and loss; ``workspace_bytes`` live only during one layer's pass (gradients of
     activations, recomputed activations, gathered parameters); ``buffers_bytes`` are buckets of gradients;
-    ``context_bytes`` are taken outside of the framework's tensors; ``fragmentation_bytes`` are taken by the allocator
+    ``context_bytes`` are taken outside of the framework's tensors, and ``peers_bytes`` by the buffers of collectives;
+    ``fragmentation_bytes`` are taken by the allocator
     and not used. ``moment`` says when the peak is.
     """
 
@@ -33,18 +34,24 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: float
     buffers_bytes: float
     context_bytes: float
+    peers_bytes: float
     fragmentation_bytes: float
 
     @property
     def allocated_bytes(self) -> float:
-        """Bytes of the framework's live tensors: all parts but context and fragmentation."""
+        """Bytes of the framework's live tensors: all parts but context, buffers of collectives and fragmentation."""
         states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + self.buffers_bytes
 
     @property
     def peak_bytes(self) -> float:
         """The sum of all parts."""
-        return self.allocated_bytes + self.fragmentation_bytes + self.context_bytes
+        return self.reserved_bytes + self.context_bytes + self.peers_bytes
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes that the framework's allocator takes: live tensors and fragmentation."""
+        return self.allocated_bytes + self.fragmentation_bytes
 
 
 def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
@@ -81,6 +88,8 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     )
     # The loss comes before the first layer's backward: the two workspaces do not live at once.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
+    outside = float(cluster.device.kind != "cpu")
+    groups = {"dp": data, "cp": setup.cp, "tp": setup.tp, "pp": setup.pp, "ep": setup.ep}
     memory = Memory(
         stage=stage,
         moment="the loss of the first micro-batch" if in_loss else backward,
@@ -91,7 +100,8 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         ends_bytes=_ends_bytes(setup, stage) + (loss if in_loss else 0.0),
         workspace_bytes=0.0 if in_loss else workspace,
         buffers_bytes=min(software.bucket_bytes, parameters * gradient) if data > 1 else 0.0,
-        context_bytes=software.context_bytes if cluster.device.kind != "cpu" else 0.0,
+        context_bytes=outside * software.context_bytes,
+        peers_bytes=outside * num_peers(groups, box_of(cluster)) * software.peer_bytes,
         fragmentation_bytes=0.0,
     )
     return msgspec.structs.replace(memory, fragmentation_bytes=software.fragmentation * memory.allocated_bytes)

@@ -1,6 +1,7 @@
 """Memory per rank over a schedule: its peak, and whether it fits a limit, before anything is allocated."""
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,8 @@ from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.software import Software
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
+MOST_AXES = 3
+"""dp, tp and pp."""
 SURE = (1 + COVERED) / 2
 """The chance of staying within the limit from which on a peak fits; below an even chance it does not fit."""
 
@@ -66,20 +69,55 @@ def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
     return tuple(peaks)
 
 
-def taken_bytes(live_bytes: float, software: Software, kind: str) -> float:
+def num_peers(sizes: Mapping[str, int], box: int) -> int:
+    """The number of neighbours for which a rank has buffers, from the sizes of its groups by axis. Around a ring or
+    along a pipeline, a rank receives from one neighbour. In an all-to-all (``ep``), it receives from every other rank
+    of its box of ``box`` devices; messages between boxes share one buffer."""
+    return sum(max(1, min(size, box) - 1) if axis == "ep" else 1 for axis, size in sizes.items() if size > 1)
+
+
+def most_peers(num_ranks: int) -> int:
+    """The largest number of neighbours in a layout of dp, tp and pp over so many ranks: one for each axis."""
+    factors, rest = 0, num_ranks
+    for prime in range(2, num_ranks + 1):
+        while rest % prime == 0 and factors < MOST_AXES:
+            factors, rest = factors + 1, rest // prime
+        if factors == MOST_AXES or rest == 1:
+            break
+    return factors
+
+
+def taken_bytes(live_bytes: float, software: Software, kind: str, peers: int = 0) -> float:
     """Bytes of a device of this ``kind`` that are taken while tensors of ``live_bytes`` live: with the allocator's
-    fragmentation and the device's context. On a CPU they are ``live_bytes``, which include what the heap loses."""
-    return live_bytes if kind == "cpu" else (1 + software.fragmentation) * live_bytes + software.context_bytes
+    fragmentation, the device's context, and the buffers for ``peers`` neighbours. On a CPU they are ``live_bytes``,
+    which include what the heap loses."""
+    return live_bytes if kind == "cpu" else (1 + software.fragmentation) * live_bytes + _beside_bytes(software, peers)
 
 
-def room_of(cluster: Cluster, ranks: range) -> int:
+def room_of(cluster: Cluster, ranks: range, peers: int | None = None) -> int:
     """The bytes that the live tensors of each of the ranks may take, so that ``taken_bytes`` stay within the device's
-    memory with the chance ``SURE``."""
+    memory with the chance ``SURE``. Without ``peers``, before a layout is chosen, the ranks have buffers for the most
+    that a layout of dp, tp and pp has (``most_peers``)."""
     software, kind = cluster.software, cluster.device.kind
     surely_bytes = memory_of(cluster, ranks) * math.exp(-NINE_OF_TEN * software.spread.memory)
     if kind == "cpu":
         return int(surely_bytes)
-    return max(0, int((surely_bytes - software.context_bytes) / (1 + software.fragmentation)))
+    beside_bytes = _beside_bytes(software, most_peers(len(ranks)) if peers is None else peers)
+    return max(0, int((surely_bytes - beside_bytes) / (1 + software.fragmentation)))
+
+
+def box_of(cluster: Cluster) -> int:
+    """The number of devices in a box, the unit of the innermost level."""
+    if not cluster.levels:
+        return 1
+    members = cluster.levels[0].members
+    inner = members[0].levels if members else ()
+    return (inner or cluster.levels)[0].fan_out
+
+
+def _beside_bytes(software: Software, peers: int) -> float:
+    """Bytes of a GPU that are taken outside of the allocator."""
+    return software.context_bytes + peers * software.peer_bytes
 
 
 def fit_chance(peak_bytes: float, limit_bytes: float, deviation: float) -> float:

@@ -34,7 +34,6 @@ def reported_bytes(setup: Setup, cluster: Cluster) -> float:
         case "allocated":
             return estimate_memory(setup, cluster).allocated_bytes
         case "reserved":
-            peak = estimate_memory(setup, cluster)
-            return peak.peak_bytes - peak.context_bytes
+            return estimate_memory(setup, cluster).reserved_bytes
         case "device":
             return estimate_memory(setup, cluster).peak_bytes

@@ -108,8 +108,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     its profile. ``deviation`` is the standard deviation of the logarithm of the step's time that the profile expects
     (0: unknown), ``memory_deviation`` that of a peak. ``pace`` and ``heap`` are those of the software and
     ``beta_s_per_byte`` that of each of the ``levels`` with which the step was predicted (0, empty: unknown; no heap on
-    a GPU). Measured times are medians over
-    ``num_steps`` steps, for each rank and part."""
+    a GPU). ``peers`` is the number of neighbours for which a rank of a GPU has buffers of collectives. Measured times
+    are medians over ``num_steps`` steps, for each rank and part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -122,6 +122,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory_deviation: float = 0.0
     pace: float = 0.0
     heap: float = 0.0
+    peers: int = 0
     beta_s_per_byte: tuple[float, ...] = ()
     plan: str
     levels: tuple[str, ...]

@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # reports import this module, but must not import the catalog
 
 def make_ledger(
     plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0,
-    taken: Mapping[int, tuple[int, int]] | None = None,
+    taken: Mapping[int, tuple[int, int]] | None = None, peers: int = 0,
 ) -> Ledger:  # fmt: skip
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
     ``host_share`` is the part of the predicted step for which the device waits for its host. ``taken`` has, by rank,
     the bytes that the allocator took and those that were taken on the device (None: unknown).
+    ``peers`` is as in ``Ledger``.
 
     Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
     predicted traces do (see ``Trace.above``).
@@ -49,6 +50,7 @@ def make_ledger(
         constants=cluster.constants,
         software=cluster.software.name,
         deviation=step_deviation(cluster.software.spread, exposed_share(foretold), host_share),
+        peers=peers,
         memory_deviation=cluster.software.spread.memory,
         pace=cluster.software.pace,
         heap=cluster.software.heap if cluster.device.kind == "cpu" else 0.0,

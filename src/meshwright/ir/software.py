@@ -43,18 +43,21 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     that rounding an operand of a product to float8 moves per element (None: those of dynamic scaling under ZeRO 3,
     else 0).
 
-    ``context_bytes`` are taken outside of the framework's tensors: device context, libraries, buffers of collectives.
+    ``context_bytes`` are taken outside of the framework's tensors by the device's context and libraries. ``peer_bytes``
+    are the buffers through which a communicator talks to one neighbour, in addition (``cost.occupancy.num_peers``). The
+    default is that of NCCL: 24 channels, each with a buffer of 10 MiB to receive and one of 2 MiB to send, as its log
+    of allocations says (NVIDIA/nccl, issue 1685).
     ``fragmentation`` is the fraction by which the allocator takes more than the live tensors. ``activations`` is a
     factor of the bytes that layers keep for backward. ``logit_bytes`` are the bytes per logit at the peak of the loss;
     ``score_bytes`` those per attention score that a layer writes to memory (without ``flash``). ``gradient_bytes`` are
     the bytes of a parameter's gradient. None: as ``cost.memory`` derives them from precision and ZeRO. ``bucket_bytes``
     are the bytes of gradients that are copied to buckets while they are reduced over data-parallel ranks.
 
-    Captured plans take the factors, ``step_s``, ``context_bytes``, ``fragmentation``, ``heap`` and the spread;
-    ``host`` only where launches are asynchronous, so not on CPUs. The other numbers stand for kernels and tensors that
-    a captured program has itself: ``code``, ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``,
-    ``logit_bytes``, ``score_bytes``, ``gradient_bytes``, ``bucket_bytes``. ``hidden`` stands for how much of an
-    overlapped collective shows: the simulator finds that, but not how much the rest slows down kernels.
+    Captured plans take the factors, ``step_s``, ``context_bytes``, ``peer_bytes``, ``fragmentation``, ``heap`` and
+    the spread; ``host`` only where launches are asynchronous, so not on CPUs. The other numbers stand for kernels and
+    tensors that a captured program has itself: ``code``, ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``,
+    ``activations``, ``logit_bytes``, ``score_bytes``, ``gradient_bytes``, ``bucket_bytes``. ``hidden`` stands for how
+    much of an overlapped collective shows: the simulator finds that, but not how much the rest slows down kernels.
 
     ``heap`` is the number of bytes that the heap of a CPU takes from the system per live byte of saved values and
     workspace: glibc cannot use all of what is freed.
@@ -79,7 +82,8 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     optimizer_bytes: float = 33.0
     loss_bytes: float = 73.0
     float8_bytes: float | None = None
-    context_bytes: float = 1.5 * 2**30
+    context_bytes: float = 2.0**30
+    peer_bytes: float = 24 * 12 * 2.0**20
     fragmentation: float = 0.0
     activations: float = 1.0
     logit_bytes: float | None = None
@@ -96,6 +100,7 @@ _BOUNDS = {
     "pace": (0.05, 20.0), "matmul": (0.1, 5.0), "attention": (0.1, 5.0), "traffic": (0.1, 10.0), "host": (0.02, 20.0),
     "communication": (0.05, 20.0), "step_s": (0.0, 100.0), "hidden": (0.0, 1.0), "optimizer_bytes": (1.0, 200.0),
     "loss_bytes": (1.0, 200.0), "float8_bytes": (0.0, 100.0), "context_bytes": (0.0, 2.0**36),
+    "peer_bytes": (0.0, 2.0**34),
     "fragmentation": (0.0, 1.0), "activations": (0.1, 5.0), "logit_bytes": (0.0, 64.0), "score_bytes": (0.0, 64.0),
     "gradient_bytes": (0.0, 16.0), "bucket_bytes": (0.0, 2.0**36),
     "heap": (0.5, 4.0),

@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgspec
 
 from meshwright.cost.closed_form import predict_step
-from meshwright.cost.occupancy import room_of
+from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.work import Communicate, Piece, StepWork
 from meshwright.errors import ClusterError
@@ -47,9 +47,9 @@ def why_not(
 ) -> Alternative:
     """Why ``layout`` was not chosen instead of the plan ``best``: it is not possible, needs too much memory, or is
     slower. Both are planned, lowered and simulated for the whole model, with the same number of ranks."""
-    limit = memory_bytes or room_of(cluster, range(best.mesh.world_size))
     try:
         resolved = layout.resolved(best.mesh.world_size)
+        limit = memory_bytes or _room_bytes(cluster, resolved)
         ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
         plan = plan_layout(graph, resolved, world_size=best.mesh.world_size, cluster=cluster, ask=ask)
         asked = _option_of(plan, cluster, lower, optimizer, clips)
@@ -63,6 +63,11 @@ def why_not(
             layout=asked.name, step_s=asked.step_s, peak_memory_bytes=asked.peak_bytes, why="it is the plan's layout"
         )
     return alternative(asked, _option_of(best, cluster, lower, optimizer, clips), searched=bool(best.alternatives))
+
+
+def _room_bytes(cluster: Cluster, layout: Layout) -> float:
+    """The bytes that the live tensors of a rank of the layout may take."""
+    return room_of(cluster, range(layout.num_ranks), num_peers(layout.mesh().sizes, box_of(cluster)))
 
 
 def _option_of(plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool) -> Option:
@@ -154,7 +159,7 @@ def changes_that_fit(
     """Up to ``MOST_CHANGES`` changes of one thing that make ``layout`` fit in memory, the fastest first; empty if no
     single change is enough. Prices of layers choose among the changes (decision 0040); those that are returned were
     lowered and simulated for the whole model."""
-    limit = memory_bytes or room_of(cluster, range(layout.num_ranks))
+    limit = memory_bytes or _room_bytes(cluster, layout)
     chain, lower = chain_of(graph, cluster, layout.num_ranks), lowering(graph)
     prices = LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips, layout.num_ranks)
     pipelines = Pipelines(prices, limit)

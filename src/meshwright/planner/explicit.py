@@ -12,7 +12,7 @@ import msgspec
 
 from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
-from meshwright.cost.occupancy import room_of
+from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError, PlanError, refuse
 from meshwright.ir.cluster import Cluster
@@ -217,8 +217,12 @@ class _Planner:
         )
         if base is not None or self.cluster is None or self.lower is None or not self.ask.fits_buckets:
             return plan
-        room = self.ask.room_bytes or room_of(self.cluster, range(self.mesh.world_size))
+        room = self.ask.room_bytes or self._room_bytes(self.cluster)
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+
+    def _room_bytes(self, cluster: Cluster) -> float:
+        """The bytes that the live tensors of a rank may take."""
+        return room_of(cluster, range(self.mesh.world_size), num_peers(self.mesh.sizes, box_of(cluster)))
 
     def _choose(self) -> None:
         """Apply the pins, and let the integer program choose the other strategies. For layouts with sequence
@@ -260,7 +264,7 @@ class _Planner:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
-            memory = self.ask.room_bytes or float(room_of(self.cluster, range(self.mesh.world_size)))
+            memory = self.ask.room_bytes or self._room_bytes(self.cluster)
         layout = self.ask.alike(self.layout) if self.ask.alike is not None else self.layout
         mesh = layout.mesh()
         pinned = tuple((name, *sorted(strategy.items())) for name, strategy in pins.items())

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.cost.occupancy import RankMemory, peak_memory, room_of
+from meshwright.cost.occupancy import RankMemory, box_of, num_peers, peak_memory, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.cost.work import Compute, StepWork
@@ -92,6 +92,7 @@ def foretell(
     schedule = schedule_of(plan)
     overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
     played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
+    peers = num_peers(plan.mesh.sizes, box_of(cluster))
     ranks = [plan.mesh.stage_ranks(rank) for rank in range(plan.mesh.num_stages)]
     return Foretold(
         digest=plan.digest,
@@ -99,7 +100,7 @@ def foretell(
         played=played,
         memory=peak_memory(done, schedule),
         device_bytes=tuple(memory_of(cluster, each) for each in ranks),
-        room_bytes=tuple(room_of(cluster, each) for each in ranks),
+        room_bytes=tuple(room_of(cluster, each, peers) for each in ranks),
         spread=cluster.software.spread,
         host_share=_host_s(done, schedule, cluster.software.step_s) / played.step_s,
     )

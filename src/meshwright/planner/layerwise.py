@@ -101,7 +101,7 @@ def divide_layers(
     alone = _best(net, cluster, images, precision, only="data")
     software, memory_bytes = cluster.software, cluster.device.memory_bytes
     live = sum(choice.held_bytes for choice in choices) + software.bucket_bytes * (cluster.num_devices > 1)
-    peak = taken_bytes(live, software, cluster.device.kind)
+    peak = taken_bytes(live, software, cluster.device.kind, int(cluster.num_devices > 1))
     step_s = sum(choice.total_s for choice in choices) + software.step_s
     waited = sum(choice.moving_s + choice.gradients_s for choice in choices) / step_s
     return Layerwise(

@@ -22,7 +22,13 @@ TIME_NUMBERS = {
 """The numbers that times teach, with the standard deviation of their logarithm before any run is seen, for software
 without a profile. The widths are those between the catalog's profiles: stacks call the same libraries for matrix
 products, and differ most in their host's time."""
-MEMORY_NUMBERS = {"activations": 0.15, "fragmentation": 0.06, "context_bytes": 0.3, "logit_bytes": 0.4}
+MEMORY_NUMBERS = {
+    "activations": 0.15,
+    "fragmentation": 0.06,
+    "context_bytes": 0.3,
+    "peer_bytes": 0.4,
+    "logit_bytes": 0.4,
+}
 """The numbers that peaks and failures teach. ``fragmentation`` is a fraction, and its deviation absolute; the others
 are factors, as in ``TIME_NUMBERS``."""
 TIME_ERROR, MEMORY_ERROR = 0.08, 0.05

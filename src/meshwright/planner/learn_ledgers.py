@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
@@ -28,12 +28,18 @@ _SAYS = "; corrected by "
 
 
 class Lesson(NamedTuple):
-    """What a run says of a number. ``error`` is the logarithm of predicted over measured, as a function of the number;
-    ``deviation`` its standard deviation, which no number explains."""
+    """What a run says of some numbers: predicted over measured is ``more`` plus each number times its factor in
+    ``times``, over ``measured``. ``deviation`` is the standard deviation of its logarithm, which no number explains."""
 
-    number: str
-    error: Callable[[float], float]
+    times: dict[str, float]
+    measured: float
     deviation: float
+    more: float = 0.0
+
+    def error(self, values: Mapping[str, float]) -> float:
+        """The logarithm of predicted over measured with these numbers."""
+        predicted = self.more + sum(factor * values[name] for name, factor in self.times.items())
+        return math.log(predicted / self.measured)
 
 
 def learn_ledgers(ledgers: Sequence[Ledger], cluster: Cluster) -> LearnedCluster:
@@ -42,9 +48,9 @@ def learn_ledgers(ledgers: Sequence[Ledger], cluster: Cluster) -> LearnedCluster
 
     A ledger has sums over kernels, so it teaches the pace of all of them. Its communication teaches a factor of alpha,
     beta and measured collectives of each level that its ranks cross; its peaks teach ``heap`` on a CPU, elsewhere
-    ``fragmentation`` and ``context_bytes``. All other numbers stay. A ledger says with which numbers its run was
-    predicted, so what it teaches does not depend on what was learned in between. A ledger that has taught the cluster
-    (``Software.taught``) teaches it nothing again.
+    ``fragmentation``, ``context_bytes`` and ``peer_bytes``. All other numbers stay. A ledger says with which numbers
+    its run was predicted, so what it teaches does not depend on what was learned in between. A ledger that has taught
+    the cluster (``Software.taught``) teaches it nothing again.
 
     Raises:
         ClusterError: a ledger is of another cluster; a factor is out of bounds (``cost.recalibrate.factors``).
@@ -98,7 +104,7 @@ def learn_ledgers(ledgers: Sequence[Ledger], cluster: Cluster) -> LearnedCluster
 
 _OF_PROFILE = {
     "pace": TIME_NUMBERS["pace"], "heap": HEAP_WIDTH, "fragmentation": MEMORY_NUMBERS["fragmentation"],
-    "context_bytes": MEMORY_NUMBERS["context_bytes"],
+    "context_bytes": MEMORY_NUMBERS["context_bytes"], "peer_bytes": MEMORY_NUMBERS["peer_bytes"],
 }  # fmt: skip
 """The numbers of a profile that ledgers teach, with the widths of their priors for software without a profile."""
 
@@ -115,7 +121,7 @@ def _computing(ledgers: Sequence[Ledger], software: Software) -> Iterator[Lesson
     for ledger in ledgers:
         factor = factors(ledger).compute
         if factor is not None:
-            yield Lesson("pace", _above((ledger.pace or software.pace) * factor), TIME_ERROR)
+            yield Lesson({"pace": 1.0}, (ledger.pace or software.pace) * factor, TIME_ERROR)
 
 
 def _communication(ledgers: Sequence[Ledger], cluster: Cluster) -> Iterator[Lesson]:
@@ -124,7 +130,7 @@ def _communication(ledgers: Sequence[Ledger], cluster: Cluster) -> Iterator[Less
         if factor is None:
             continue
         for level in ledger.levels:
-            yield Lesson(COMMUNICATION + level, _above(factor * _then(ledger, level, cluster)), COMMUNICATION_ERROR)
+            yield Lesson({COMMUNICATION + level: 1.0}, factor * _then(ledger, level, cluster), COMMUNICATION_ERROR)
 
 
 def _memory(ledgers: Sequence[Ledger], on_cpu: bool) -> Iterator[Lesson]:
@@ -135,17 +141,13 @@ def _memory(ledgers: Sequence[Ledger], on_cpu: bool) -> Iterator[Lesson]:
         if on_cpu:
             varies = (predicted - entry.held_bytes) / ledger.heap if ledger.heap and entry.held_bytes else 0.0
             if varies > 0 and measured:
-                yield Lesson("heap", _above(measured, varies, entry.held_bytes), MEMORY_ERROR)
+                yield Lesson({"heap": varies}, measured, MEMORY_ERROR, entry.held_bytes)
             continue
         if measured and entry.reserved_bytes:
-            yield Lesson("fragmentation", _above(entry.reserved_bytes, measured, measured), MEMORY_ERROR)
+            yield Lesson({"fragmentation": measured}, entry.reserved_bytes, MEMORY_ERROR, measured)
         if entry.device_bytes > entry.reserved_bytes > 0:
-            yield Lesson("context_bytes", _above(entry.device_bytes - entry.reserved_bytes), MEMORY_ERROR)
-
-
-def _above(measured: float, times: float = 1.0, more: float = 0.0) -> Callable[[float], float]:
-    """The logarithm of ``more + times * number`` over ``measured``."""
-    return lambda number: math.log((more + times * number) / measured)
+            beside = {"context_bytes": 1.0} | ({"peer_bytes": float(ledger.peers)} if ledger.peers else {})
+            yield Lesson(beside, entry.device_bytes - entry.reserved_bytes, MEMORY_ERROR)
 
 
 def _then(ledger: Ledger, level: str, cluster: Cluster) -> float:
@@ -165,10 +167,10 @@ def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], software: So
     told = list(lessons)
     if not told:
         return None, np.zeros(0)
-    widths = {lesson.number: _width(lesson.number, software.spread) for lesson in told}
+    widths = {name: _width(name, software.spread) for lesson in told for name in lesson.times}
 
     def errors(values: Mapping[str, float]) -> np.ndarray:
-        return np.array([lesson.error(values[lesson.number]) for lesson in told])
+        return np.array([lesson.error(values) for lesson in told])
 
     deviations = np.array([lesson.deviation for lesson in told])
     fit = most_probable(before, widths, lambda values: errors(values) / deviations)

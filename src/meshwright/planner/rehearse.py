@@ -39,7 +39,8 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
         held = stage_memory(setup, rank, cluster)
         saved = layer_activation_bytes(setup, cluster.software) * setup.stage_layers[rank] / setup.chunks
         states = held.parameters_bytes + held.gradients_bytes + held.optimizer_bytes
-        now = states + held.buffers_bytes + held.context_bytes + held.fragmentation_bytes + held.ends_bytes
+        now = states + held.buffers_bytes + held.context_bytes + held.peers_bytes
+        now += held.fragmentation_bytes + held.ends_bytes
         memory.append(MemorySample(rank, 0.0, int(now)))
         for action, (start_s, done_s) in zip(actions, each, strict=True):
             spans.append(Span(rank, "compute", str(action), start_s, done_s))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.occupancy import RankMemory, peak_memory, room_of
+from meshwright.cost.occupancy import RankMemory, box_of, num_peers, peak_memory, room_of
 from meshwright.cost.work import StepWork
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
@@ -193,8 +193,9 @@ class UnequalStages:
 
     def _fits(self, memory: Sequence[RankMemory], layout: Layout) -> bool:
         mesh = layout.mesh()
+        peers = num_peers(mesh.sizes, box_of(self.cluster))
         return all(
-            rank.peak_bytes <= (self.memory_bytes or room_of(self.cluster, mesh.stage_ranks(rank.rank)))
+            rank.peak_bytes <= (self.memory_bytes or room_of(self.cluster, mesh.stage_ranks(rank.rank), peers))
             for rank in memory
         )
 
