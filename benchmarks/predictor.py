@@ -25,7 +25,7 @@ from meshwright.ir.software import Software
 from meshwright.planner.cases import Case, read_cases
 from meshwright.planner.learn import learn, with_profile
 from meshwright.planner.rehearse import rehearse
-from meshwright.planner.trials import choose, learning_trials
+from meshwright.planner.trials import choose, layout_key, learning_trials
 from meshwright.planner.validate import compare
 from meshwright.prediction import find_layouts, load_model
 
@@ -86,7 +86,7 @@ GROUPS: dict[str, Callable[[Case], object]] = {
 def judge(folders: Sequence[Path]) -> bool:
     """Print the errors of every table with the profile of its software, and what is asked of it."""
     good = True
-    titles = "rank  constant   80 %  learn 3 from it  from none      memory  verdict  learn 20"
+    titles = "rank  constant   80 %  learn 3 from it  from none      from all  floor  memory  verdict  learn 20"
     print(f"{'table':20} {'software':13} runs   mean    p90   bias  {titles}")
     for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
         cases, left_out = read_cases(path, SOFTWARE_OF.get(path.stem, ""))
@@ -99,6 +99,7 @@ def judge(folders: Sequence[Path]) -> bool:
             f"{learned.get('zero_shot_mape', 0.0):6.2f}", _cell(learned.get("mape"), LEARNED, width=6),
             f"{unknown.get('zero_shot_mape', 0.0):6.2f}",
             _cell(unknown.get("mape"), HALF * unknown.get("zero_shot_mape", 0.0), width=6),
+            f"{_fitted(cases):8.2f} {_floor(cases):6.2f}",
             _cell(found.memory_mape, MEMORY, width=6),
             _cell(found.oom_balanced_accuracy, VERDICTS, 1.0, width=7),
             _cell(verdicts.get("oom_balanced_accuracy"), VERDICTS_LEARNED, 1.0, width=8),
@@ -106,6 +107,10 @@ def judge(folders: Sequence[Path]) -> bool:
         good &= not any(cell.endswith("!") for cell in cells)
         print(f"{path.stem:20} {', '.join(found.software):13} {found.cases:4} {' '.join(cells)}", flush=True)
     print("! misses what is asked; learn 3: before and after, 20 draws on each device, from the profile and from none")
+    print(
+        "from all: learned from all runs of a device and a stack, and judged on these very runs; floor: the best time "
+        "for each layout"
+    )
     print(f"\n{'choices':20} sweeps  ran out of memory  slower: median  p90")
     for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
         chosen = choose(read_cases(path, SOFTWARE_OF.get(path.stem, ""))[0])
@@ -141,6 +146,32 @@ def _learned(cases: Sequence[Case], runs: int) -> dict[str, float]:
         name: sum(count * value for count, value in found) / sum(count for count, _ in found)
         for name, found in sums.items()
     }
+
+
+def _fitted(cases: Sequence[Case]) -> float:
+    """The mean error in percent if the numbers of a profile are learned from all runs of a device and a stack (of long
+    tables, from about 100 that are spread over it), and judged on all of them: no learning from fewer runs can be
+    expected to do better."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if case.measured_s:
+            groups.setdefault((case.cluster.device.name, case.cluster.software.name), []).append(case)
+    total = 0.0
+    for runs in groups.values():
+        learned = learn(runs[:: max(1, len(runs) // 100)], runs[0].cluster.software)
+        total += len(runs) * (compare(with_profile(runs, learned.software)).mape or 0.0)
+    return total / max(1, sum(map(len, groups.values())))
+
+
+def _floor(cases: Sequence[Case]) -> float:
+    """The mean error in percent of the best prediction that sees only what the table says: runs of one layout differ
+    (0 if no two runs do)."""
+    layouts: dict[bytes, list[float]] = {}
+    for case in cases:
+        if case.measured_s:
+            layouts.setdefault(layout_key(case), []).append(case.measured_s)
+    least = [min(sum(abs(best / run - 1) for run in runs) for best in runs) for runs in layouts.values()]
+    return 100 * sum(least) / max(1, sum(map(len, layouts.values())))
 
 
 FACTORS = ("pace", "matmul", "attention", "traffic", "host", "communication")

@@ -445,7 +445,7 @@ def test_train_tells_and_keeps_what_it_does(run_file: Path, capsys: pytest.Captu
     assert cli(offered[1].split()) == 0
     learned = files.load("mine.toml", Cluster).software
     assert (learned.name, learned.runs) == ("meshwright", 1)
-    assert 1.25 < learned.pace < 1.5, "one run goes most of the way"
+    assert 1.4 < learned.pace < 1.5, "where rates are assumed, one run goes nearly all the way"
     assert "uncertain by" in capsys.readouterr().out
     assert cli(["calibrate", "--from", "runs/digits", "--cluster", "mine.toml", "--output", "again.toml"]) == 0
     assert "1 of 1 runs have taught this cluster before" in capsys.readouterr().out

@@ -63,7 +63,7 @@ def test_uniform_layouts_that_are_left_out_are_not_faster() -> None:
     peaks = sorted(step.peak.peak_bytes for _, step in steps)
     for limit in (peaks[-1], peaks[len(peaks) // 5]):
         device = msgspec.structs.replace(cluster.device, memory_bytes=limit)
-        exact = Software(context_bytes=0.0, spread=Spread(memory=0.0))  # tensors may take all of it
+        exact = Software(context_bytes=0.0, peer_bytes=0.0, spread=Spread(memory=0.0))  # tensors may take all of it
         uniform = Uniform(graph, msgspec.structs.replace(cluster, device=device, software=exact))
         uniform.run()
         assert uniform.counts.total() == len(steps)

@@ -76,6 +76,18 @@ def test_a_surer_profile_moves_less() -> None:
     assert 1.0 < moved[0] < moved[1] < 1.3
 
 
+def test_assumed_rates_follow_one_run_and_are_no_assumption_afterwards() -> None:
+    levels = tuple(msgspec.structs.replace(level, origin="default") for level in CLUSTER.levels)
+    device = msgspec.structs.replace(CLUSTER.device, origin="default")
+    assumed = msgspec.structs.replace(CLUSTER, device=device, levels=levels)
+    once = learn_ledgers([run(6.0, 5.0)], assumed).cluster
+    assert once.software.pace == pytest.approx(6.0, rel=0.3)
+    assert slowness(once)[0] == pytest.approx(5.0, rel=0.35)
+    assert learn_ledgers([run(6.0, 5.0)], CLUSTER).cluster.software.pace < 2.0
+    twice = learn_ledgers([run(1.0, 1.0, layout="tp2")], once).cluster
+    assert twice.software.pace > 3.0, "what runs taught is held as firmly as what was measured"
+
+
 def test_a_run_that_was_disturbed_does_not_move_the_others() -> None:
     quiet = [run(1.1, seed=seed) for seed in range(1, 9)]
     found = learn_ledgers([*quiet, run(5.0)], CLUSTER)

@@ -125,8 +125,9 @@ def print_learned(found: "LearnedCluster") -> None:
             number.name, f"{number.before:.4g}", f"{number.value:.4g}", deviation,
             "" if number.told else "the runs tell little",
         )  # fmt: skip
-    terminal.print(table)
-    terminal.print()
+    if learned.numbers:
+        terminal.print(table)
+        terminal.print()
     if learned.error is not None:
         runs = "1 run" if learned.runs == 1 else f"{learned.runs} runs"
         terminal.print(

@@ -157,6 +157,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return {level.name: level.beta_s_per_byte for level in reversed(tuple(_walk(self.levels)))}
 
     @property
+    def origins(self) -> dict[str, Origin]:
+        """Where the constants of each level come from, by the level's name; of members, those of the first one."""
+        return {level.name: level.origin for level in reversed(tuple(_walk(self.levels)))}
+
+    @property
     def constants(self) -> str:
         """Where the constants of the device and of each level come from, as text: ``device catalog, box measured``."""
         parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]

@@ -24,6 +24,9 @@ COMMUNICATION_ERROR = 0.2
 comes late to collectives differs from run to run."""
 HEAP_WIDTH = 0.08
 """The standard deviation of the logarithm of ``Software.heap`` before a run is seen: cases measured 1.06 to 1.3."""
+ASSUMED = 1.0
+"""The standard deviation of the logarithm of pace, and of communication over a level, where the rates of the device, or
+of the level, are an assumption without a source (``origin`` default): they may be off by a factor of 3."""
 _SAYS = "; corrected by "
 
 
@@ -75,9 +78,9 @@ def learn_ledgers(ledgers: Sequence[Ledger], cluster: Cluster) -> LearnedCluster
         )
     before = {name: float(getattr(software, name)) for name in ("pace", "heap", *MEMORY_NUMBERS) if name in _OF_PROFILE}
     before |= {COMMUNICATION + level: 1.0 for ledger in runs for level in ledger.levels}
-    computing = _fitted(_computing(runs, software), before, software)
-    waiting = _fitted(_communication(runs, cluster), before, software)
-    memory = _fitted(_memory(runs, cluster.device.kind == "cpu"), before, software)
+    computing = _fitted(_computing(runs, software), before, cluster)
+    waiting = _fitted(_communication(runs, cluster), before, cluster)
+    memory = _fitted(_memory(runs, cluster.device.kind == "cpu"), before, cluster)
     numbers = [number for fit, _ in (computing, waiting, memory) if fit is not None for number in fit.numbers]
     values = before | {number.name: number.value for number in numbers}
     errors = [[_step_error(ledger, cluster, each) for ledger in runs] for each in (before, values)]
@@ -162,12 +165,12 @@ Fit = tuple[Posterior | None, np.ndarray]
 """The most probable numbers, and the errors that are left; None without lessons."""
 
 
-def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], software: Software) -> Fit:
+def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], cluster: Cluster) -> Fit:
     """The most probable values of the numbers of which the lessons say something."""
     told = list(lessons)
     if not told:
         return None, np.zeros(0)
-    widths = {name: _width(name, software.spread) for lesson in told for name in lesson.times}
+    widths = {name: _width(name, cluster) for lesson in told for name in lesson.times}
 
     def errors(values: Mapping[str, float]) -> np.ndarray:
         return np.array([lesson.error(values) for lesson in told])
@@ -177,11 +180,16 @@ def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], software: So
     return fit, errors(fit.values)
 
 
-def _width(name: str, spread: Spread) -> float:
+def _width(name: str, cluster: Cluster) -> float:
+    """The width of a number's prior. What was learned from runs is no assumption any more."""
+    spread, software = cluster.software.spread, cluster.software
     if name == "pace":
-        return TIME_NUMBERS["pace"] * known(spread.step, Spread().step)
+        assumed = cluster.device.origin == "default" and not software.taught
+        return ASSUMED if assumed else TIME_NUMBERS["pace"] * known(spread.step, Spread().step)
     if name in _OF_PROFILE:
         return _OF_PROFILE[name] * known(spread.memory, Spread().memory)
+    if cluster.origins[name.removeprefix(COMMUNICATION)] == "default":
+        return ASSUMED
     return TIME_NUMBERS["communication"] * known(spread.communication, Spread().communication)
 
 

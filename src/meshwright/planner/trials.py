@@ -68,7 +68,7 @@ def choose(cases: Sequence[Case]) -> Choices:
     for runs in sweeps.values():
         layouts: dict[bytes, list[tuple[Case, CaseDeviation]]] = {}
         for case in runs:
-            layouts.setdefault(_layout(case), []).append((case, deviation(case)))
+            layouts.setdefault(layout_key(case), []).append((case, deviation(case)))
         times = [case.measured_s for case in runs if case.measured_s]
         if len(layouts) < 2 or not times:
             continue
@@ -97,10 +97,11 @@ def choose(cases: Sequence[Case]) -> Choices:
     )
 
 
-def _layout(case: Case) -> bytes:
-    """What the table says of how a case runs, as a key."""
+def layout_key(case: Case) -> bytes:
+    """What the table says of how a case runs, as a key: runs with equal keys differ in something that it does not
+    say."""
     setup = msgspec.structs.replace(case.setup, model=msgspec.structs.replace(case.setup.model, name=""))
-    return msgspec.json.encode(setup) + case.cluster.software.name.encode()
+    return msgspec.json.encode((setup, case.cluster.name, case.cluster.software.name))
 
 
 def learning_trials(cases: Sequence[Case], learned: int, repeats: int, seed: int = 0) -> Trials:
