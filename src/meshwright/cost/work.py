@@ -60,6 +60,8 @@ def launched(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """The pieces of one action, whose kernels wait where the host launches them more slowly than the device runs them.
     Waits that the pieces had are found anew, so that actions can be joined."""
     computing = [piece for piece in pieces if isinstance(piece, Compute)]
+    if not any(piece.launch_s for piece in computing):
+        return tuple(pieces)
     busy_s = sum(piece.device_s for piece in computing)
     busy_s += sum(piece.ahead_s for piece in pieces if isinstance(piece, Communicate))
     waits = iter(waits_s(busy_s, [piece.launch_s for piece in computing]))
