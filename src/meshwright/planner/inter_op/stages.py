@@ -106,6 +106,10 @@ class _Search:
         self._before: dict[int, Floats] = {}
         self._limit = inf
         self._most = int(prices.most_after.max(initial=-1))
+        self._numbers_after = np.unique(prices.most_after)
+        self._late = np.tri(prices.num_layers, k=-1, dtype=bool)[:, :, None]  # ends before it begins
+        # With one submesh, the number of stages says how many devices they use.
+        self._alike = len(prices.submeshes) == len(pools) == 1 and not boxes and not in_order
 
     @cached_property
     def limits(self) -> Floats:
@@ -172,6 +176,8 @@ class _Search:
         with a sum of at most ``most``. ``first``: any stages, with as few stages as possible."""
         self.tables += 1
         self._before, self._limit = {}, limit
+        if self._alike:
+            return self._solve_alike(limit, most)
         num = self.prices.num_layers
         table = np.full((num + 1, prod(self.shape)), inf)
         table[num, 0] = 0.0
@@ -190,6 +196,40 @@ class _Search:
                 if first:
                     break
         return self._stages(tables[: chosen + 2]) if chosen >= 0 else None
+
+    def _solve_alike(self, limit: float, most: float) -> tuple[AssignedStage, ...] | None:
+        """``solve`` if all stages have the same submesh. Each table then has entries in one column only, and its
+        entries lie between two layers: the parts of the table that are infinite are left out."""
+        num, devices = self.prices.num_layers, self.prices.submeshes[0].devices
+        count, rest = divmod(self.pools[0], devices)
+        if rest or count > min(num, self._most + 1):
+            return None
+        windows = self._windows(limit)
+        column = np.full(num + 1, inf)
+        column[num] = 0.0
+        columns = [column]
+        for following in range(count):
+            seconds, inside = self._seconds(following)[:, :, 0], windows[:-1, (following + 1) * devices]
+            ends, layers = np.flatnonzero(column < inf), np.flatnonzero(inside)
+            if not len(ends) or not len(layers):
+                return None
+            low, high, first, last = layers[0], layers[-1] + 1, max(ends[0], 1), ends[-1]
+            block, later = seconds[low:high, first - 1 : last], column[first : last + 1]
+            self.entries += int(np.count_nonzero(block < inf))
+            column = np.full(num + 1, inf)
+            column[low:high] = np.where(inside[low:high], (block + later).min(axis=1, initial=inf), inf)
+            if self.prunes and most < inf:
+                column[column > most * (1 + 1e-12) - self._sums] = inf
+            columns.append(column)
+        if column[0] == inf:
+            return None
+        stages, layer = [], 0
+        for following in reversed(range(count)):
+            sums = self._seconds(following)[layer, layer:, 0] + columns[following][layer + 1 :]
+            last = layer + int(sums.argmin())
+            stages.append(self._assigned(layer, last, 0, following))
+            layer = last + 1
+        return tuple(stages)
 
     def _windows(self, limit: float) -> NDArray[np.bool_]:
         """[layer, used]: whether the layers from ``layer`` on, and the layers before ``layer``, can both keep the limit
@@ -234,23 +274,30 @@ class _Search:
         self, result: Floats, seconds: Floats, shifted: Floats, columns: NDArray[np.int64], windows: NDArray[np.bool_]
     ) -> None:
         """Extend a table that has entries for few numbers of used devices (``columns``): all layers at once."""
-        costs = np.where(np.tri(len(seconds), dtype=bool).T, seconds, inf)
         for column in columns:
             inside, rest = np.flatnonzero(windows[:-1, column]), shifted[1:, column]
-            self.entries += int(np.count_nonzero(np.isfinite(costs[inside][:, np.isfinite(rest)])))
-            least = (costs[inside] + rest).min(axis=1)
+            costs = seconds[inside]
+            self.entries += int(np.count_nonzero(np.isfinite(costs[:, np.isfinite(rest)])))
+            least = (costs + rest).min(axis=1)
             result[inside, column] = np.minimum(result[inside, column], least)
 
     def _seconds(self, following: int) -> Floats:
         """[i, j, k]: the least seconds of a stage that keeps the limit and has ``following`` stages after it."""
-        if following not in self._before:
-            kept = self._kept(following)
-            self._before[following] = np.where(kept, self.prices.seconds, inf).min(axis=3)
-        return self._before[following]
+        place = int(np.searchsorted(self._numbers_after, following))  # equal places: equally many stages are possible
+        if place not in self._before:
+            prices, least = self.prices, np.full(self.prices.seconds.shape[:3], inf)
+            for variant in range(prices.seconds.shape[3]):
+                kept = (prices.most_after[..., variant] >= following) & (self.busy[..., variant] <= self._limit)
+                np.minimum(least, prices.seconds[..., variant], out=least, where=kept)
+            self._before[place] = np.where(self._late, inf, least)
+        return self._before[place]
 
-    def _kept(self, following: int) -> NDArray[np.bool_]:
-        kept: NDArray[np.bool_] = np.logical_and(self.prices.most_after >= following, self.busy <= self._limit)
-        return kept
+    def _assigned(self, first: int, last: int, submesh: int, following: int) -> AssignedStage:
+        """The stage of these layers in its fastest variant."""
+        cell = first, last, submesh
+        kept = (self.prices.most_after[cell] >= following) & (self.busy[cell] <= self._limit)
+        variant = int(np.where(kept, self.prices.seconds[cell], inf).argmin())
+        return AssignedStage(first, last, submesh, variant, float(self.prices.seconds[(*cell, variant)]))
 
     def _shifted(self, table: Floats, submesh: Submesh) -> Floats | None:
         """The table of the later stages, indexed by the devices that the later stages and ``submesh`` use together.
@@ -317,6 +364,4 @@ class _Search:
             least = int(sums.argmin())
             best = min(best, (float(sums[least]), layer + least, number, after))
         _, last, number, after = best
-        allowed = self._kept(following)[layer, last, number]
-        variant = int(np.where(allowed, self.prices.seconds[layer, last, number], inf).argmin())
-        return AssignedStage(layer, last, number, variant, float(seconds[layer, last, number])), after
+        return self._assigned(layer, last, number, following), after
