@@ -1,6 +1,7 @@
 """The time of a step in closed form: each action's pieces run one after the other, in the pipeline's schedule."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 
 import msgspec
 
@@ -27,11 +28,17 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
-    """Predict a step of ``work`` under ``schedule``, which includes sends, with the time of the software that no
-    micro-batch explains (``Software.step_s``). Communication is assumed not to overlap compute. A transfer is assumed
-    to share links only with equal transfers of other groups, as in ``Network``."""
-    fabric, homes, order = Fabric(cluster, mesh), schedule.homes, order_of(schedule)
+    """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
+    compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
+    (predicted,) = predict_steps(work, [schedule], mesh, cluster)
+    return predicted
 
+
+def predict_steps(work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, cluster: Cluster) -> list[Predicted]:
+    """``predict_step`` for schedules that differ in their number of micro-batches only."""
+    fabric, homes = Fabric(cluster, mesh), schedules[0].homes
+
+    @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
         """The seconds of an action, and the part of them in which it computes."""
         stage = work.stages[number]
@@ -43,22 +50,28 @@ def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluste
         pieces = stage.pieces.get(kind.value, ())
         return fabric.pieces_s(pieces, homes[number]), _computing_s(pieces)
 
-    costs = [cost(*each) for each in order.distinct]
-    times = order.times((costs[kind][0] for kind in order.kinds), len(schedule.ranks))
-    spent, computing = [0.0] * len(times), [0.0] * len(times)
-    for rank, kind in zip(order.ranks, order.kinds, strict=True):
-        spent[rank] += costs[kind][0]
-        computing[rank] += costs[kind][1]
-    ends, busy = [], []
-    for rank, each in enumerate(times):
+    outside = []
+    for rank in range(len(schedules[0].ranks)):
         stages = sorted(stage for stage, home in homes.items() if home == rank)
         rest = [piece for stage in stages for piece in (*work.stages[stage].before, *work.stages[stage].after)]
-        outside = fabric.pieces_s(rest, homes[stages[0]] if stages else 0)
-        ends.append((each[-1][1] if each else 0.0) + outside + cluster.software.step_s)
-        compute = computing[rank] + _computing_s(rest)
-        busy.append((compute, max(0.0, spent[rank] + outside - compute)))
-    compute_s, communication_s = max(busy)
-    return Predicted(step_s=max(ends), compute_s=compute_s, communication_s=communication_s)
+        outside.append((fabric.pieces_s(rest, homes[stages[0]] if stages else 0), _computing_s(rest)))
+    result = []
+    for schedule in schedules:
+        order = order_of(schedule)
+        costs = [cost(*each) for each in order.distinct]
+        ends = order.ends([seconds for seconds, _ in costs], len(outside))
+        spent, computing = [0.0] * len(outside), [0.0] * len(outside)
+        for rank, kind in zip(order.ranks, order.kinds, strict=True):
+            spent[rank] += costs[kind][0]
+            computing[rank] += costs[kind][1]
+        busy = []
+        for rank, (outside_s, rest_s) in enumerate(outside):
+            compute = computing[rank] + rest_s
+            busy.append((compute, max(0.0, spent[rank] + outside_s - compute)))
+        step_s = max(end + outside_s for end, (outside_s, _) in zip(ends, outside, strict=True))
+        compute_s, communication_s = max(busy)
+        result.append(Predicted(step_s=step_s, compute_s=compute_s, communication_s=communication_s))
+    return result
 
 
 def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:

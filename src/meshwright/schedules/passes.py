@@ -8,13 +8,13 @@ import msgspec
 from meshwright.errors import ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, ActionList, Schedule
 from meshwright.schedules.check import check
-from meshwright.schedules.timing import PARTNER
+from meshwright.schedules.timing import PARTNER, Costs, run
 
 _SENDS = {ActionKind.F: ActionKind.SEND_F, ActionKind.B: ActionKind.SEND_B, ActionKind.I: ActionKind.SEND_B}
 """Maps a kind of action to the kind that sends its value to another stage."""
 
 
-def add_communication(schedule: Schedule) -> Schedule:
+def add_communication(schedule: Schedule, *, built: bool = False) -> Schedule:
     """Add the sends and receives between stages of different ranks to a schedule that only computes.
 
     A send directly follows the action that makes its value. A receive precedes the first computing action that begins
@@ -25,18 +25,18 @@ def add_communication(schedule: Schedule) -> Schedule:
         rank 1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1          1B1 1SEND_B1
 
     No rank waits for a receive longer than it would wait for the value. So a schedule that could run before can still
-    run, if receives block and sends do not.
+    run, if receives block and sends do not. ``built``: ``pipeline.build`` made the schedule, so that it can run.
 
     Raises:
         ScheduleError: the schedule already communicates, or ``check`` refuses it.
     """
     _refuse(schedule, PARTNER, "communicates", "give one that only computes")
-    report = check(schedule)
+    times = run(schedule, Costs()) if built else [rank.times for rank in check(schedule).ranks]
     rank_of = schedule.homes
     sends: dict[Action, Action] = {}
     arrivals: list[list[tuple[float, Action]]] = [[] for _ in schedule.ranks]
     for rank, actions in enumerate(schedule.ranks):
-        for action, (_, end) in zip(actions, report.ranks[rank].times, strict=True):
+        for action, (_, end) in zip(actions, times[rank], strict=True):
             if action.kind not in _SENDS:
                 continue
             send = _SENDS[action.kind]
@@ -49,7 +49,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     for rank, actions in enumerate(schedule.ranks):
         coming = deque(sorted(arrivals[rank], key=lambda arrival: arrival[0]))
         merged: list[Action] = []
-        for action, (start, _) in zip(actions, report.ranks[rank].times, strict=True):
+        for action, (start, _) in zip(actions, times[rank], strict=True):
             while action.kind.computes and coming and coming[0][0] <= start:
                 merged.append(coming.popleft()[1])
             merged += [action, sends[action]] if action in sends else [action]

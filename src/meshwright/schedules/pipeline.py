@@ -255,7 +255,7 @@ def training_schedule(name: str, num_ranks: int, num_microbatches: int, num_chun
     """The schedule ``name`` of a training step, with its communication and the reduction of gradients. One rank has the
     schedule ``none``."""
     schedule = build(name if num_ranks > 1 else "none", num_ranks, num_microbatches, num_chunks)
-    return add_reduction(add_communication(schedule))
+    return add_reduction(add_communication(schedule, built=True))
 
 
 def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -87,6 +87,17 @@ class Order(NamedTuple):
     awaits: tuple[tuple[int, ...], ...]
     kinds: tuple[int, ...]
     distinct: tuple[tuple[int, ActionKind], ...]
+
+    def ends(self, seconds: Sequence[float], num_ranks: int) -> list[float]:
+        """The end of each rank's last action. ``seconds`` has the time of each entry of ``distinct``."""
+        free, ends = [0.0] * num_ranks, [0.0] * len(self.actions)
+        for number, (rank, awaits, kind) in enumerate(zip(self.ranks, self.awaits, self.kinds, strict=True)):
+            start = free[rank]
+            for other in awaits:
+                if ends[other] > start:
+                    start = ends[other]
+            free[rank] = ends[number] = start + seconds[kind]
+        return free
 
     def times(self, seconds: Iterable[float], num_ranks: int) -> list[list[tuple[float, float]]]:
         """Start and end of each rank's actions. ``seconds`` has the time that each action takes."""

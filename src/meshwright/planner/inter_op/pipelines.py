@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.closed_form import Predicted, pieces_s, predict_step
+from meshwright.cost.closed_form import Predicted, pieces_s, predict_steps
 from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
@@ -220,10 +220,10 @@ class Pipelines:
     def predicted(self, layout: Layout, work: StepWork, cluster: Cluster) -> Predicted:
         """The closed form of a step on ``cluster``."""
         few, more, steps = periods(layout)
-        first = predict_step(work, few, layout.mesh(), cluster)
+        first, *others = predict_steps(work, [few, more] if steps else [few], layout.mesh(), cluster)
         if not steps:
             return first
-        second = predict_step(work, more, layout.mesh(), cluster)
+        (second,) = others
         fields = Predicted.__struct_fields__
         return Predicted(**{
             name: getattr(first, name) + steps * (getattr(second, name) - getattr(first, name)) for name in fields
