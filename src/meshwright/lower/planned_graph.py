@@ -36,6 +36,11 @@ class PlannedGraph:
         return self.graph.producers()
 
     @cached_property
+    def consumers(self) -> dict[str, list[tuple[Operator, int]]]:
+        """Maps a tensor to the operators that read it, each with the position of the tensor among its inputs."""
+        return self.graph.consumers()
+
+    @cached_property
     def modules(self) -> dict[str, str]:
         """Maps an operator to its module."""
         return {operator.name: operator.module for operator in self.graph.operators}

@@ -140,8 +140,10 @@ class _StageLowering:
     # --- values that exist before the step ---------------------------------------------------------------------------
 
     def _inputs(self) -> None:
-        emission, graph = self.emission, self.ir
+        emission, graph, owners = self.emission, self.ir, self.divided.owners
         for index, name in enumerate((*graph.parameters, *graph.buffers, *graph.inputs)):
+            if name in owners and self.stage not in owners[name] and name not in graph.buffers:
+                continue  # a parameter of other stages
             placements = emission.known(self.plan.storage(name))
             if name in graph.inputs:
                 placements = given_batch(graph, name, self.sizes) | self._rows_of_input(name)
@@ -173,10 +175,7 @@ class _StageLowering:
         """The shards of an input over axes that do not split the batch, if all of its readers want these shards."""
         if self.plan.uneven:
             return {}
-        wants = [
-            self._wanted(operator, position)
-            for operator in self.ir.operators for position, operand in enumerate(operator.inputs) if operand == name
-        ]  # fmt: skip
+        wants = [self._wanted(operator, position) for operator, position in self.planned.consumers.get(name, ())]
         first = self.emission.known(wants[0]) if wants else {}
         return {
             axis: shard for axis, shard in first.items()
