@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import msgspec
@@ -303,6 +303,22 @@ def test_a_shared_price_is_the_price_of_the_layout(first: mw.Layout, second: mw.
     ]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [mw.Layout(dp=8), mw.Layout(dp=4, tp=2, microbatches=2), mw.Layout(dp=4, ep=2, microbatches=2, zero=3)],
+    ids=layout_text,
+)
+def test_layouts_that_differ_in_recomputation_are_priced_together(layout: mw.Layout) -> None:
+    """Their plans and emitted calls are shared, but for mixtures of experts, which ``full`` computes again."""
+    chain = chain_of(mixture(), GPU, RANKS)
+    lower = PlanLowering(chain.graph)
+    together, alone = (LayerPrices(chain, GPU, lower, ADAMW, False, RANKS) for _ in "ab")
+    layouts = [msgspec.structs.replace(layout, recompute=kind) for kind in RECOMPUTE]
+    expected = [msgspec.msgpack.encode(alone.of(each)) for each in layouts]
+    assert [msgspec.msgpack.encode(works) for works in together.each(layouts)] == expected
+    assert len(set(expected)) == len(RECOMPUTE)
+
+
 def test_other_processes_find_the_same_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = chain_of(gpt(4), CPU, 4)
     lower, layouts = PlanLowering(chain.graph), [mw.Layout(tp=2, microbatches=2), mw.Layout(tp=4), mw.Layout(dp=4)]
@@ -313,9 +329,9 @@ def test_other_processes_find_the_same_prices(monkeypatch: pytest.MonkeyPatch) -
     here: list[mw.Layout] = []
     worked_out = helped._worked_out
 
-    def counted(single: mw.Layout) -> layer_work.LayerWorks:
-        here.append(single)
-        return worked_out(single)
+    def counted(singles: Sequence[mw.Layout]) -> list[layer_work.LayerWorks]:
+        here.extend(singles)
+        return worked_out(singles)
 
     monkeypatch.setattr(helped, "_worked_out", counted)
     helped.expect(layouts)
@@ -341,7 +357,7 @@ def test_a_worker_that_dies_leaves_its_layout_to_the_search(monkeypatch: pytest.
     monkeypatch.setattr(layer_work, "WORKERS_AFTER_S", -1.0)
     monkeypatch.setattr(layer_work, "num_workers", lambda: 1)
     real, parent = prices._worked_out, os.getpid()
-    monkeypatch.setattr(prices, "_worked_out", lambda single: real(single) if os.getpid() == parent else os._exit(1))
+    monkeypatch.setattr(prices, "_worked_out", lambda singles: real(singles) if os.getpid() == parent else os._exit(1))
     prices.expect([mw.Layout(dp=4)])
     assert prices._workers is not None
     try:

@@ -13,7 +13,7 @@ The executor calls one function for each phase. The nodes of the phase describe 
 the program which values pass between phases, stages and micro-batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import ClassVar, Literal, Protocol
 
@@ -234,6 +234,9 @@ class Lower(Protocol):
 
     def __call__(self, plan: Plan) -> tuple[Program, ...]:
         """The programs of all stages of a plan, each for the busiest rank of its stage."""
+
+    def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
+        """The programs of plans that differ in recomputation only."""
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import msgspec
 import torch
 from torch import Tensor, fx
 
@@ -62,6 +63,15 @@ class PhaseFunction:
 
 
 @dataclass(frozen=True)
+class EmittedStage:
+    """A stage's graph with the calls of all phases, and its program if nothing is computed again. The graph does not
+    change when it is split into functions, so plans that differ in recomputation can share it."""
+
+    graph: fx.Graph
+    program: Program
+
+
+@dataclass(frozen=True)
 class LoweredStage:
     """A stage's program, and the function of each phase. The program's ``phases`` are empty, because running the stage
     does not need them; :func:`meshwright.lower.describe.describe` fills them in."""
@@ -71,10 +81,9 @@ class LoweredStage:
 
 
 def partition(
-    graph: fx.Graph,
-    program: Program,
-    constants: dict[str, Tensor],
+    emitted: EmittedStage,
     again: Recomputation,
+    constants: dict[str, Tensor],
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
@@ -86,6 +95,8 @@ def partition(
     of them, and calls ``note`` where forward and backward begin. ``compiler`` compiles runs of operators. ``kernels``
     maps an operator to the function that replaces it.
     """
+    graph, program = emitted.graph, emitted.program
+    program = msgspec.structs.replace(program, together=program.together and not again.names)
     split = _Partition(graph, again, compiler, note)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in graph.nodes:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.plan import Plan, Strategy
+from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.stages import Cut, cut
 
 
@@ -15,6 +16,13 @@ class PlannedGraph:
 
     graph: Graph
     plan: Plan
+
+    def recomputing(self, plan: Plan) -> "PlannedGraph":
+        """The same graph with a plan that differs in recomputation only, and the same facts about the graph."""
+        other = PlannedGraph(self.graph, plan)
+        facts = (name for name, each in vars(PlannedGraph).items() if isinstance(each, cached_property))
+        other.__dict__.update({name: getattr(self, name) for name in facts})
+        return other
 
     @cached_property
     def divided(self) -> Cut:
@@ -44,6 +52,20 @@ class PlannedGraph:
     def modules(self) -> dict[str, str]:
         """Maps an operator to its module."""
         return {operator.name: operator.module for operator in self.graph.operators}
+
+    def recomputation(self, stage: int) -> Recomputation:
+        """The operators that a stage computes again in backward."""
+        return Recomputation(self.plan.stages[stage].recompute, self.modules)
+
+    def mixtures_again(self, stage: int) -> frozenset[str]:
+        """The mixtures of experts that a stage computes again. They do not keep their activations, so that plans with
+        other ones among them have other calls (``lower.fuse``)."""
+        again = self.recomputation(stage)
+        return frozenset(filter(again.holds, self._mixtures)) if again.names else frozenset()
+
+    @cached_property
+    def _mixtures(self) -> list[str]:
+        return [operator.name for operator in self.graph.operators if operator.target == "meshwright.experts.default"]
 
     @cached_property
     def readers(self) -> Counter[str]:

@@ -3,7 +3,7 @@
 Planning computes the cost of these programs, and ``plan --program`` shows them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,8 +16,9 @@ from meshwright.ir.program import OperatorProgram, Program
 from meshwright.lower.counts import Counter
 from meshwright.lower.describe import describe
 from meshwright.lower.operator import lower_operator
+from meshwright.lower.partition import EmittedStage, partition
 from meshwright.lower.planned_graph import PlannedGraph
-from meshwright.lower.stage import lower_stage
+from meshwright.lower.stage import emit_stage
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.torch_private import DisableTorchFunction
 
@@ -40,20 +41,34 @@ class PlanLowering:
         # A search asks for the memory and for the time of the same plan.
         same = msgspec.structs.replace(plan, notes=(), alternatives=(), prediction=None)
         if self._last is None or self._last[:2] != (same, rank):
-            self._last = same, rank, self._programs(plan, rank)
+            (programs,) = self._programs([plan], rank)
+            self._last = same, rank, programs
             collect_young()
         return self._last[2]
 
+    def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
+        """The programs of plans that differ in recomputation only, which share most of the work."""
+        programs = self._programs(plans, 0)
+        collect_young()
+        return programs
+
     @nothing_collected()
-    def _programs(self, plan: Plan, rank: int) -> tuple[Program, ...]:
-        planned, programs = PlannedGraph(self._graph, plan), []
-        for stage in range(len(plan.stages)):
-            groups = groups_of(plan, stage, rank)
+    def _programs(self, plans: Sequence[Plan], rank: int) -> list[tuple[Program, ...]]:
+        first = PlannedGraph(self._graph, plans[0])
+        every = [first, *(first.recomputing(plan) for plan in plans[1:])]
+        programs: list[list[Program]] = [[] for _ in plans]
+        for stage in range(len(plans[0].stages)):
+            groups = groups_of(plans[0], stage, rank)
             sizes = {group.name: group.size for group in groups.values()}
+            emitted: dict[frozenset[str], EmittedStage] = {}
             with DisableTorchFunction():
-                lowered = lower_stage(planned, stage, groups, rules=self._rules)
-                programs.append(describe(lowered, sizes, self._counter))
-        return tuple(programs)
+                for planned, done in zip(every, programs, strict=True):
+                    again = planned.mixtures_again(stage)
+                    if again not in emitted:
+                        emitted[again] = emit_stage(planned, stage, groups, rules=self._rules)
+                    lowered = partition(emitted[again], planned.recomputation(stage), {})
+                    done.append(describe(lowered, sizes, self._counter))
+        return [tuple(done) for done in programs]
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False

@@ -23,7 +23,6 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Partial, Placements, Shard, input_placements, output_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Held, Join, Program, Transfer, Value
-from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import (
     BACKWARD,
@@ -41,7 +40,7 @@ from meshwright.lower.fuse import fuse, separate
 from meshwright.lower.gradients import Gradients
 from meshwright.lower.local import Emitter
 from meshwright.lower.operator import CPU, emit_operator
-from meshwright.lower.partition import LoweredStage, partition
+from meshwright.lower.partition import EmittedStage, LoweredStage, partition
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.prefetch import join_returned
 from meshwright.lower.propagate import propagate
@@ -81,10 +80,20 @@ def lower_stage(
         PlanError: the graph cannot be cut before the stages' first operators, or an operator would have to communicate
             with other micro-batches.
     """
+    emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
+    values = {name: value.to(device) for name, value in (constants or {}).items()}
+    return partition(emitted, planned.recomputation(stage), values, compiler, kernels, note)
+
+
+def emit_stage(
+    planned: PlannedGraph, stage: int, groups: Mapping[str, AxisGroup], *, device: torch.device = CPU,
+    rules: Mapping[Target, OperatorRule] | None = None,
+) -> EmittedStage:  # fmt: skip
+    """Emit the calls of a stage. Of the operators that the plan computes again, only mixtures of experts matter here
+    (``PlannedGraph.mixtures_again``). Arguments and errors are those of ``lower_stage``."""
     microbatches = planned.plan.microbatches
     every = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
-    lowering = _StageLowering(planned, stage, every, device, rules)
-    return lowering.program_of(constants or {}, compiler, kernels, note)
+    return _StageLowering(planned, stage, every, device, rules).emitted()
 
 
 class _StageLowering:
@@ -109,10 +118,7 @@ class _StageLowering:
         self.wanted: dict[tuple[str, int], Placements] = {}
         self.nodes, self.scalars, self.buffers = (dict[str, fx.Node]() for _ in range(3))
 
-    def program_of(
-        self, constants: Mapping[str, Tensor], compiler: Compiler | None, kernels: Kernels,
-        note: Callable[[str], None] | None,
-    ) -> LoweredStage:  # fmt: skip
+    def emitted(self) -> EmittedStage:
         emission, graph = self.emission, self.emission.graph
         self._inputs()
         self._receive()
@@ -126,16 +132,12 @@ class _StageLowering:
         if self.last:
             self._scalars()
         graph.output(self._results())
-        stage = self.plan.stages[self.stage]
         joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
-        again = Recomputation(stage.recompute, self.planned.modules)
-        fuse(graph, again)
+        fuse(graph, self.planned.recomputation(self.stage))
         propagate(graph)
         # A schedule without other stages or micro-batches runs all phases once, one after the other.
-        alone = self.divided.num_stages == 1 and not emission.microbatched
-        program = self._program(self._named_results(joined), alone and not stage.recompute and not stage.released)
-        values = {name: value.to(self.device) for name, value in constants.items()}
-        return partition(graph, program, values, again, compiler, kernels, note)
+        alone = self.divided.num_stages == 1 and not emission.microbatched and not emission.released
+        return EmittedStage(graph, self._program(self._named_results(joined), alone))
 
     # --- values that exist before the step ---------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
+
 from meshwright.ir.graph import Graph, Operator
-from meshwright.ir.layout import TIME
+from meshwright.ir.layout import TIME, Recompute
 from meshwright.ir.placement import (
     Flat,
     Partial,
@@ -16,8 +18,8 @@ from meshwright.ir.placement import (
     is_linear,
     output_placements,
 )
-from meshwright.ir.plan import Stage, Strategy, starred
-from meshwright.ir.stages import Cut
+from meshwright.ir.plan import Plan, Stage, Strategy, starred
+from meshwright.ir.stages import Cut, cut
 
 _ATTENTION = "meshwright.attention."
 Consumers = dict[str, list[tuple[Operator, int]]]
@@ -145,6 +147,21 @@ def in_parts(
 
 def _trained(graph: Graph) -> set[str]:
     return {entry.parameter for entry in graph.gradients if entry.gradient is not None}
+
+
+def recomputing(plan: Plan, graph: Graph, kind: Recompute) -> Plan:
+    """The plan with another kind of recomputation in all stages."""
+    divided = cut(graph, plan.firsts)
+    stages = tuple(
+        msgspec.structs.replace(stage, recompute=recomputed(stage_operators(graph, divided, index), divided, kind))
+        for index, stage in enumerate(plan.stages)
+    )
+    return msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, recompute=kind), stages=stages)
+
+
+def stage_operators(graph: Graph, divided: Cut, stage: int) -> list[Operator]:
+    """The operators of a stage, and those that run in every stage."""
+    return [operator for operator in graph.operators if divided.stage_of.get(operator.name, stage) == stage]
 
 
 def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[str, ...]:

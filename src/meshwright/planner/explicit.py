@@ -30,7 +30,15 @@ from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
 from meshwright.planner.checks import batch_problems, check_microbatches, check_precision
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
-from meshwright.planner.derive import grouped, in_parts, parameter_storage, pass_partials, recomputed, zero_storage
+from meshwright.planner.derive import (
+    grouped,
+    in_parts,
+    parameter_storage,
+    pass_partials,
+    recomputed,
+    stage_operators,
+    zero_storage,
+)
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
@@ -328,7 +336,7 @@ class _Planner:
         return {name: self.layout.zero if self.layout.zero >= 0 else chosen.get(name, 0) for name in held}
 
     def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
-        operators = [op for op in self.graph.operators if divided.stage_of.get(op.name, index) == index]
+        operators = stage_operators(self.graph, divided, index)
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
         reduced, released = in_parts(self.graph, self._zero(held), held, base)

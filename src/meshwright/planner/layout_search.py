@@ -212,7 +212,7 @@ class Search:
         taken = akin = 0
         while self._heap and taken < PLAYED and not self._decided:
             _, _, _, entry = heapq.heappop(self._heap)
-            self.prices.expect(self._next_to_price(entry))
+            self.prices.expect(self._next_to_price())
             if isinstance(entry, Layout):
                 self.clock.check()
                 self._weigh_or_price(entry)
@@ -226,9 +226,9 @@ class Search:
                     self._push_every([shape for shape in every if has_one_more(shape, entry.layout)])
         self.weighed = self.count
 
-    def _next_to_price(self, entry: Entry) -> Iterator[Layout]:
-        """The layouts that other processes may price now. The search itself prices the first layout of ``entry``."""
-        yield from [layout for layout in self._priced_for(entry) if not self.prices.knows(layout)][1:]
+    def _next_to_price(self) -> Iterator[Layout]:
+        """The layouts that other processes may price now, while the search itself prices those of the entry that it
+        took from the heap."""
         yield from itertools.chain.from_iterable(self._priced_for(e[-1]) for e in heapq.nsmallest(AHEAD, self._heap))
 
     def _priced_for(self, entry: Entry) -> list[Layout]:

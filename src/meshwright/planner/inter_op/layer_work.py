@@ -23,12 +23,14 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
+from meshwright.planner.derive import recomputing
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
-from meshwright.planner.inter_op.price_workers import PriceWorkers, num_workers
+from meshwright.planner.inter_op.price_workers import Group, PriceWorkers, num_workers
 
 WORKERS_AFTER_S = 1.0
 """Seconds of pricing after which other processes help. Most searches take less."""
@@ -127,6 +129,20 @@ class LayerPrices:
             raise found
         return found
 
+    def each(self, layouts: Sequence[Layout]) -> list[LayerWorks]:
+        """The works of layouts that differ in recomputation only. Those that are not priced yet share their plan and
+        most of their lowering.
+
+        Raises: the errors of ``of``.
+        """
+        missing = {key: single for single, key in map(self._single, layouts) if not self._knows(single, key)}
+        if self._workers is not None:
+            missing = {key: missing[key] for key in self._workers.claim(list(missing))}
+        group = [(key, single) for key, single in missing.items() if key not in self._ahead]
+        if len(group) > 1:
+            self._price_ahead(group)
+        return [self.of(layout) for layout in layouts]
+
     def expect(self, layouts: Iterable[Layout]) -> None:
         """Tell which layouts will probably be asked for, the next ones first, so that other processes price them."""
         if self._workers is None:
@@ -134,7 +150,7 @@ class LayerPrices:
             if not number:
                 return
             self._workers = PriceWorkers(
-                lambda single: msgspec.msgpack.encode(self._worked_out(single)), number, self._ask
+                lambda singles: list(map(msgspec.msgpack.encode, self._worked_out(singles))), number, self._ask
             )
         wanted: dict[tuple[bytes, int], tuple[bytes, Layout]] = {}
         for layout in layouts:
@@ -143,7 +159,12 @@ class LayerPrices:
                 parts = single.dp * single.microbatches
                 shared = (self._kin(single, key), parts) if _shares_price(single) else (key, 0)
                 wanted.setdefault(shared, (key, single))
-        self._workers.want([(key, single) for key, single in wanted.values() if key not in self._ahead])
+        groups: dict[bytes, Group] = {}
+        for key, single in wanted.values():
+            if key not in self._ahead:
+                plain = msgspec.json.encode(msgspec.structs.replace(single, recompute="none"))
+                groups.setdefault(plain, []).append((key, single))
+        self._workers.want(list(groups.values()))
 
     def close(self) -> None:
         """End the processes that price layouts."""
@@ -227,19 +248,32 @@ class LayerPrices:
         if key in self._ahead:
             return self._ahead.pop(key)
         if self._workers is not None:
-            while (other := self._workers.meanwhile(key)) is not None:
-                with suppress(LayoutError, PlanError):  # raised again when this layout is asked for
-                    self._ahead[other[0]] = self._worked_out(other[1])
+            while (group := self._workers.meanwhile(key)) is not None:
+                self._price_ahead(group)
             if found := self._workers.take(key):
                 return msgspec.msgpack.decode(found, type=LayerWorks)
         start = time.perf_counter()
-        works = self._worked_out(single)
+        (works,) = self._worked_out([single])
         self._spent_s += time.perf_counter() - start
         return works
 
-    def _worked_out(self, single: Layout) -> LayerWorks:
-        plan = plan_layout(self.chain.graph, single, world_size=single.num_ranks, cluster=self.cluster, ask=self._ask)
-        programs = self.lower(plan)
+    def _price_ahead(self, group: Group) -> None:
+        """Price layouts that differ in recomputation only, before they are asked for."""
+        start = time.perf_counter()
+        with suppress(LayoutError, PlanError):  # raised again when the layout is asked for
+            works = self._worked_out([single for _, single in group])
+            self._ahead |= zip((key for key, _ in group), works, strict=True)
+        self._spent_s += time.perf_counter() - start
+
+    def _worked_out(self, singles: Sequence[Layout]) -> list[LayerWorks]:
+        """The works of layouts that differ in recomputation only."""
+        first, *others = singles
+        plan = plan_layout(self.chain.graph, first, world_size=first.num_ranks, cluster=self.cluster, ask=self._ask)
+        plans = [plan, *(recomputing(plan, self.chain.graph, other.recompute) for other in others)]
+        programs = self.lower.variants(plans)
+        return [self._works_of(each, lowered) for each, lowered in zip(plans, programs, strict=True)]
+
+    def _works_of(self, plan: Plan, programs: Sequence[Program]) -> LayerWorks:
         work = step_work(
             programs, plan, self.cluster, optimizer=self.optimizer, clips=self.clips, num_ranks=self.num_ranks
         )

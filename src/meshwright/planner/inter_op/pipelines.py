@@ -134,9 +134,11 @@ class Pipelines:
             ScheduleError: the schedule is not defined for the number of micro-batches.
         """
         self._check(layout)
-        return self._best(
-            layout, {kind: self.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in kinds}
-        )
+        return self._best(layout, self._of_kinds(layout, kinds))
+
+    def _of_kinds(self, layout: Layout, kinds: Sequence[Recompute]) -> dict[Recompute, LayerWorks]:
+        works = self.prices.each([msgspec.structs.replace(layout, recompute=kind) for kind in kinds])
+        return dict(zip(kinds, works, strict=True))
 
     def ideal(self, layout: Layout) -> Option:
         """The option of ``layout`` as if ZeRO only saved memory: it divides what ranks hold, and takes no time. No real
@@ -148,8 +150,8 @@ class Pipelines:
         plain = msgspec.structs.replace(layout, zero=0, zero_ranks=0)
 
         def best(kinds: Sequence[Recompute]) -> Option:
-            variants = {kind: self.prices.of(msgspec.structs.replace(plain, recompute=kind)) for kind in kinds}
-            return self._best(layout, {kind: self.divided(works, layout) for kind, works in variants.items()})
+            variants = self._of_kinds(plain, kinds).items()
+            return self._best(layout, {kind: self.divided(works, layout) for kind, works in variants})
 
         option = best(self.kinds[:1])  # nothing is faster than the least recomputation
         return option if option.peak_bytes <= self.limit_bytes else best(self.kinds)

@@ -20,7 +20,9 @@ MOST_WORKERS = 8
 LONGEST_S = 60.0
 """Longest time that a worker may take for a layout. A worker that takes longer is given up."""
 
-Price = Callable[[Layout], bytes]
+Group = list[tuple[bytes, Layout]]
+"""Layouts that are priced together, because they differ in recomputation only, each with its key."""
+Price = Callable[[Sequence[Layout]], list[bytes]]
 Solved = dict[tuple[object, ...], Chosen]
 """Solutions of the integer program, by everything that they depend on (``Ask.known``)."""
 
@@ -35,9 +37,9 @@ def num_workers() -> int:
 class PriceWorkers:
     """Forks of this process, which price layouts.
 
-    A fork shares the memory of the model, so that a request is only a layout. The answer is the result of ``price``,
-    a text of bytes. A worker answers with no bytes if ``price`` raises an error. The caller then calls ``price`` itself
-    and gets the same error, so that results never depend on workers.
+    A fork shares the memory of the model, so that a request is only a group of layouts. The answer is the result of
+    ``price``, a text of bytes for each. A worker answers with no texts if ``price`` raises an error. The caller then
+    calls ``price`` itself and gets the same error, so that results never depend on workers.
 
     ``price`` plans with ``ask``. Each request and each answer tells the other process the solutions of integer programs
     that it was not told yet, so that few programs are solved in several processes.
@@ -46,8 +48,8 @@ class PriceWorkers:
     def __init__(self, price: Price, number: int, ask: Ask) -> None:
         self._plans_with = ask
         self._changed = Condition()
-        self._wanted: dict[bytes, Layout] = {}
-        self._begun: dict[bytes, Future[bytes]] = {}
+        self._wanted: dict[bytes, Group] = {}  # each group under the keys of all its layouts
+        self._begun: dict[bytes, Future[dict[bytes, bytes]]] = {}
         self._open = True
         context, others = multiprocessing.get_context("fork"), []
         self._processes = []
@@ -61,34 +63,48 @@ class PriceWorkers:
         for connection in others:  # no threads run while processes are forked
             Thread(target=self._ask, args=(connection,), daemon=True).start()
 
-    def want(self, layouts: Sequence[tuple[bytes, Layout]]) -> None:
+    def want(self, groups: Sequence[Group]) -> None:
         """Ask for the prices of these layouts, in this order. They replace layouts that were wanted before and that no
         worker has begun with."""
         with self._changed:
-            self._wanted = {key: layout for key, layout in layouts if key not in self._begun}
+            rest = [[(key, layout) for key, layout in group if key not in self._begun] for group in groups]
+            self._wanted = {key: group for group in rest for key, _ in group}
             self._changed.notify_all()
+
+    def claim(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The keys of those layouts that no worker has begun with. No worker will begin with them."""
+        with self._changed:
+            for key in keys:
+                self._drop(key)
+            return [key for key in keys if key not in self._begun]
 
     @property
     def waiting(self) -> bool:
         """Whether there are layouts that no worker has begun with."""
         return bool(self._wanted)
 
-    def meanwhile(self, key: bytes) -> tuple[bytes, Layout] | None:
-        """The next wanted layout, which then the caller has to price; None if no worker is still busy with the layout
-        of ``key``, or if no other layout is wanted."""
+    def meanwhile(self, key: bytes) -> Group | None:
+        """The next wanted layouts, which then the caller has to price; None if no worker is still busy with the layout
+        of ``key``, or if no other layouts are wanted."""
         with self._changed:
             begun = self._begun.get(key)
             if begun is None or begun.done() or not self._wanted:
                 return None
-            other = next(iter(self._wanted))
-            return other, self._wanted.pop(other)
+            return self._drop(next(iter(self._wanted)))
 
     def take(self, key: bytes) -> bytes:
         """The answer of a worker that has begun with a layout. No bytes if no worker has begun, or it has failed."""
         with self._changed:
-            self._wanted.pop(key, None)
+            self._drop(key)
             begun = self._begun.pop(key, None)
-        return begun.result() if begun is not None else b""
+        return begun.result().get(key, b"") if begun is not None else b""
+
+    def _drop(self, key: bytes) -> Group:
+        """Take the group of a key from the wanted groups."""
+        group = self._wanted.get(key, [])
+        for member, _ in group:
+            del self._wanted[member]
+        return group
 
     def close(self) -> None:
         """End all workers."""
@@ -108,16 +124,15 @@ class PriceWorkers:
                 if not self._open:
                     worker.close()
                     return
-                key = next(iter(self._wanted))
-                layout = self._wanted.pop(key)
-                answer = self._begun[key] = Future()
-            found, lost = b"", True
+                group, answer = self._drop(next(iter(self._wanted))), Future[dict[bytes, bytes]]()
+                self._begun |= dict.fromkeys((key for key, _ in group), answer)
+            found, lost = list[bytes](), True
             with suppress(OSError, EOFError):
-                worker.send((layout, _news(self._plans_with, told)))
+                worker.send(([layout for _, layout in group], _news(self._plans_with, told)))
                 if worker.poll(LONGEST_S):
                     (found, news), lost = worker.recv(), False
                     _learn(news, self._plans_with, told)
-            answer.set_result(found)
+            answer.set_result(dict(zip((key for key, _ in group), found, strict=False)))
             if lost:
                 return
 
@@ -142,16 +157,16 @@ def _serve(price: Price, requests: Connection, others: Sequence[Connection], ask
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which then ends its workers
     gc.freeze()
     gc.enable()
-    layout: Layout
+    layouts: list[Layout]
     told = set(ask.known)
     while True:
         try:
-            layout, news = requests.recv()
+            layouts, news = requests.recv()
         except (EOFError, OSError):
             return
         _learn(news, ask, told)
         try:
-            found = price(layout)
+            found = price(layouts)
         except Exception:  # noqa: BLE001 - the caller meets the same error
-            found = b""
+            found = []
         requests.send((found, _news(ask, told)))
