@@ -9,6 +9,9 @@ _set_args: Any = fx.Node.args.fset  # type: ignore[attr-defined]
 _set_kwargs: Any = fx.Node.kwargs.fset  # type: ignore[attr-defined]
 """Setters that skip the bookkeeping of a normal assignment, which looks the node up twice in the graph's tables."""
 
+_STEMS: dict[Any, str] = {}
+"""Maps the target of a node to the first part of its name."""
+
 
 class FxGraph(fx.Graph):
     """An ``fx.Graph`` that sets the arguments of a node after making it. ``create_node`` itself would first search the
@@ -24,6 +27,12 @@ class FxGraph(fx.Graph):
         if kwargs:
             _set_kwargs(node, kwargs)
         return node
+
+    def _target_to_str(self, target: Any) -> str:
+        """The first part of the name of a node that calls ``target``, found once for each target."""
+        if target not in _STEMS:
+            _STEMS[target] = super()._target_to_str(target)
+        return _STEMS[target]
 
     def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
         """Remove the nodes that nobody reads and that change nothing; return whether there were any. Whether a function

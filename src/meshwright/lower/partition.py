@@ -50,7 +50,8 @@ class PhaseFunction:
 
     @cached_property
     def function(self) -> BoxedFunction:
-        """The compiled function of the phase's graph; compiled at first use."""
+        """The compiled function of the phase's graph; checked and compiled at first use."""
+        self.graph.lint()
         return self._compile(self.graph)
 
     @cached_property
@@ -222,7 +223,6 @@ class _Partition:
         reuse_memory(new)
         if self.note is not None and phase == PROLOGUE:
             self._note(new, self.note)
-        new.lint()
         return new
 
     @staticmethod

@@ -17,11 +17,12 @@ class PlannedGraph:
     graph: Graph
     plan: Plan
 
-    def recomputing(self, plan: Plan) -> "PlannedGraph":
-        """The same graph with a plan that differs in recomputation only, and the same facts about the graph."""
-        other = PlannedGraph(self.graph, plan)
-        facts = (name for name, each in vars(PlannedGraph).items() if isinstance(each, cached_property))
-        other.__dict__.update({name: getattr(self, name) for name in facts})
+    def following(self, plan: Plan) -> "PlannedGraph":
+        """The same graph with another plan. Facts that do not depend on the plan, and the cut if it is the same, are
+        not computed again."""
+        other, own = PlannedGraph(self.graph, plan), {"graph", "plan", "strategies"}
+        own |= {"divided"} if plan.firsts != self.plan.firsts else set()
+        other.__dict__.update({name: fact for name, fact in self.__dict__.items() if name not in own})
         return other
 
     @cached_property

@@ -33,6 +33,7 @@ class PlanLowering:
         self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
         self._operators: dict[object, OperatorProgram] = {}
         self._calls: dict[str, tuple[object, ...]] = {}
+        self._planned: PlannedGraph | None = None
         self._last: tuple[Plan, int, tuple[Program, ...]] | None = None
 
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
@@ -54,8 +55,10 @@ class PlanLowering:
 
     @nothing_collected()
     def _programs(self, plans: Sequence[Plan], rank: int) -> list[tuple[Program, ...]]:
-        first = PlannedGraph(self._graph, plans[0])
-        every = [first, *(first.recomputing(plan) for plan in plans[1:])]
+        every = []
+        for plan in plans:
+            self._planned = self._planned.following(plan) if self._planned else PlannedGraph(self._graph, plan)
+            every.append(self._planned)
         programs: list[list[Program]] = [[] for _ in plans]
         for stage in range(len(plans[0].stages)):
             groups = groups_of(plans[0], stage, rank)
