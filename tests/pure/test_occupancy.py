@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.catalog import load_cluster
-from meshwright.cost.closed_form import predict_step
+from meshwright.cost.closed_form import predict_step, predict_steps
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.occupancy import (
     box_of,
@@ -31,8 +31,8 @@ from meshwright.ir.schedule import Action, Schedule
 from meshwright.ir.software import Software, Spread
 from meshwright.schedules.check import check
 from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import build
-from meshwright.schedules.timing import Costs, run
+from meshwright.schedules.pipeline import build, training_schedule
+from meshwright.schedules.timing import Costs, order_of, run
 
 CORE = Device(
     name="core",
@@ -170,6 +170,19 @@ def test_stages_of_equal_work_have_the_bubble_of_the_closed_form() -> None:
         found = predict_step(work, schedule(name, 3, 6), Mesh.of(pp=3), cluster())
         assert found.step_s == pytest.approx((6 + 2) * 3.0)
         assert found.compute_s == 6 * 3.0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_schedules_with_few_and_more_micro_batches_are_predicted_together(name: str) -> None:
+    chunks = 2 if name == "zb-v" else 1
+    work = StepWork((stage(sent_up_bytes=10**6), *(stage() for _ in range(3 * chunks - 1))))
+    schedules = [training_schedule(name, 3, number, chunks) for number in (6, 9)]
+    alone = [predict_step(work, each, Mesh.of(pp=3), cluster()) for each in schedules]
+    assert predict_steps(work, schedules, Mesh.of(pp=3), cluster()) == alone
+    order = order_of(schedules[0])
+    seconds = [1.0 + number for number in range(len(order.distinct))]
+    times = order.times((seconds[kind] for kind in order.kinds), 3)
+    assert order.ends(seconds, 3) == [each[-1][1] for each in times]
 
 
 def test_messages_and_collectives_are_added() -> None:

@@ -64,6 +64,8 @@ def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float
     sizes = [alone(pool, devices) for pool, most in enumerate(pools) for devices in (1, 2, 4) if devices <= most]
     if len(pools) > 1 and draw(st.booleans()):  # a stage on unlike devices
         sizes.append(Submesh((1, 1)))
+    if len(pools) == 1 and draw(st.booleans()):  # stages of equally many devices
+        sizes = [draw(st.sampled_from(sizes))]
     random = np.random.default_rng(draw(st.integers(0, 10**6)))
     seconds = random.random((layers, layers, len(sizes), variants))
     if draw(st.booleans()):  # as real stages: more layers take longer, more devices shorter
