@@ -69,11 +69,9 @@ def test_low_rank_factors_stand_for_matrices_that_gain_by_it() -> None:
     shapes = ((64, 32), (32,), (4, 4), (16, 8, 3, 3))
     assert [codec.factored(shape) for shape in shapes] == [(64, 32), None, None, (16, 72)]
     assert codec.summed_lengths(shapes) == (2 * (64 + 16) + 32 + 16, 2 * (32 + 72))
-    assert codec.state(shapes, "float32") == {
-        "steps": ((1,), "int64"),
-        "residual": ((64 * 32 + 32 + 16 + 16 * 72,), "float32"),
-        "right": ((2 * (32 + 72),), "float32"),
-    }
+    assert codec.state_lengths(shapes) == {"residual": 64 * 32 + 32 + 16 + 16 * 72, "right": 2 * (32 + 72)}
+    assert list(codec_of("topk(1%, momentum=0.9, warmup=5)").state_lengths(shapes)) == ["residual", "momentum", "steps"]
+    assert codec_of("qsgd(4)").state_lengths(shapes) == {}
     assert codec.summed_lengths(((3,),)) == (3,)
 
 

@@ -13,6 +13,7 @@ EPILOG = display.examples(
     "meshwright collectives --ranks 8 --bytes 1MiB",
     "meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8",
     "meshwright collectives --ranks 4 --picture ring",
+    'meshwright collectives --ranks 8 --bytes 64MiB --codec "topk(1%)+qsgd(4)"',
 )
 
 
@@ -21,6 +22,7 @@ def collectives(
     ranks: int = typer.Option(8, help="Neighbouring ranks of the cluster, from the first."),
     size: str = typer.Option("1MiB", "--bytes", help="The whole vector on one rank, in float32."),
     cluster: str = typer.Option("a100-80gb-dgx-hdr200x8", help="A name of `meshwright clusters`, or a .toml file."),
+    codec: str = typer.Option("", help="Messages in coded form: qsgd(4), topk(1%)+qsgd(4), lossless, ..."),
     picture: str = typer.Option("", help="Draw the rounds of this algorithm instead."),
     as_json: bool = display.JSON,
 ) -> None:
@@ -32,12 +34,13 @@ def collectives(
     from meshwright.prediction.collectives import compare
 
     with display.progress("simulating"):
-        comparison = compare(operation, cluster, ranks, num_bytes)
+        comparison = compare(operation, cluster, ranks, num_bytes, codec)
     if as_json:
         display.print_json(comparison)
         return
     terminal = display.console()
-    typer.echo(f"{operation} of {_size(num_bytes)} over {ranks} ranks of {comparison.cluster}, float32\n")
+    form = f"float32, coded as {comparison.codec}" if comparison.codec else "float32"
+    typer.echo(f"{operation} of {_size(num_bytes)} over {ranks} ranks of {comparison.cluster}, {form}\n")
     titles = ("", "rounds", "moved", "busiest", "peak", "fan-in", "alone", "shared links", "bits")
     table = display.table(titles, left=("", "bits"))
     for row in comparison.rows:
@@ -53,6 +56,13 @@ def collectives(
         "\nalone: a rank sends one message at a time, over links of its own; shared links: all of a round at once"
         "\nbits: whether ranks end with the same ones; where they differ, an algorithm is never chosen"
     )
+    if comparison.codec:
+        typer.echo(
+            "moved and times of coded messages: selections as expected if ranks choose independently, lossless at most;"
+            "\nrounds in which sizes are sent count too; times leave out encoding and decoding"
+        )
+    for each in comparison.refused:
+        typer.echo(f"not with this codec: {each.algorithm}: {each.reason}")
     for title, best in (("alone", comparison.best_alone), ("shared links", comparison.best_shared)):
         if best:
             where = [f"{crossover.algorithm} from {_size(crossover.from_bytes)}" for crossover in best[1:]]

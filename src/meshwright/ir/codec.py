@@ -17,7 +17,7 @@ Options stand behind the number: ``qsgd(4, bucket=512, norm=l2, elias=on)``, ``t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import ceil, prod
@@ -40,6 +40,8 @@ INDEX_BYTES = 4
 """Bytes of the index of an element."""
 SCALE_BYTES = 4
 """Bytes of the scale of a bucket."""
+CANDIDATES = ("bf16", "qsgd(8)", "qsgd(4)", "onebit", "topk(1%)", "topk(1%)+qsgd(4)")
+"""The codecs among which the planner chooses, from the smallest error to the largest. A calibration measures them."""
 LEAST_RATE = 2
 """A matrix is written as factors if they have at most 1 / LEAST_RATE of its elements (as PyTorch's PowerSGD hook)."""
 
@@ -105,8 +107,6 @@ class Lossless(msgspec.Struct, frozen=True, tag=True):
 
 
 Part = Cast | Quantize | OneBit | Select | LowRank | Factors | Lossless
-State = dict[str, tuple[tuple[int, ...], str]]
-"""Maps the name of a tensor that a codec keeps between steps to its shape and dtype."""
 
 
 class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
@@ -156,6 +156,17 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return "hops" if self.select is None else "merges"
 
     @cached_property
+    def shares_momentum(self) -> bool:
+        """Whether the momentum is that of the sum, equal on all ranks (1-bit Adam's). A selection's momentum is that of
+        the rank's own gradients (Deep Gradient Compression's)."""
+        return bool(self.momentum) and self.select is None
+
+    @cached_property
+    def needs_whole_sum(self) -> bool:
+        """Whether every rank needs the whole sum, so that a reduce-scatter will not do."""
+        return self.exchange == "sums" or self.shares_momentum
+
+    @cached_property
     def is_fixed(self) -> bool:
         """Whether the number of elements alone says how many bytes a message has."""
         varies = isinstance(self.values, Quantize) and self.values.elias
@@ -178,11 +189,11 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
         Of a selection, it is the expected size of the sum over ``terms`` ranks that choose their elements independently
         and uniformly: N(1 - (1 - k/N)**terms) of N elements (SparCML, Renggli et al. 2019). It is never more than the
-        dense message, to which messages then change. Of a message compressed without loss, it is the most."""
+        message of all elements, to which messages then change. Of a message compressed without loss, it is the most."""
         header = 0 if self.is_fixed else HEADER_BYTES
-        dense = header + length * item_bytes
+        dense = header + self.value_bytes(length, item_bytes)
         if self.exchange != "merges":
-            return header + self.value_bytes(length, item_bytes)
+            return dense
         assert self.select is not None
         kept = self.select.count(length)
         union = kept if terms == 1 else round(length * (1 - (1 - kept / length) ** terms)) if length else 0
@@ -211,19 +222,20 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         left, right = (sum(self.rank * pair[side] for pair in matrices) for side in (0, 1))
         return (left + whole, right) if matrices else (whole,)
 
-    def state(self, shapes: Sequence[Sequence[int]], dtype: str) -> State:
-        """The tensors that a rank keeps between steps for tensors of these shapes: ``residual`` (what messages left
-        out), ``momentum``, and ``right``, the right factors of the step before (PowerSGD's warm start). ``steps``
-        counts the steps; random numbers follow from it."""
+    def state_lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """The numbers that a rank keeps between steps for tensors of these shapes, one segment after the other, each
+        with its length: ``residual`` (what messages left out), ``momentum``, ``right`` (the right factors of the step
+        before, with which PowerSGD starts), and ``steps`` (the number of steps, while a warm-up counts them). Empty if
+        the codec keeps nothing."""
         length = sum(map(prod, shapes))
-        state: State = {"steps": ((1,), "int64")} if self.is_lossy else {}
-        if self.feedback:
-            state["residual"] = ((length,), dtype)
+        lengths = {"residual": length} if self.feedback else {}
         if self.momentum:
-            state["momentum"] = ((length,), dtype)
+            lengths["momentum"] = length
         if self.rank and (matrices := [pair for shape in shapes if (pair := self.factored(shape))]):
-            state["right"] = ((sum(self.rank * columns for _, columns in matrices),), dtype)
-        return state
+            lengths["right"] = sum(self.rank * columns for _, columns in matrices)
+        if self.warmup:
+            lengths["steps"] = 1
+        return lengths
 
     def __str__(self) -> str:
         texts = [_words(part) for part in self.parts]
@@ -232,6 +244,20 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         texts[0] += [f"momentum={self.momentum:g}"] * bool(self.momentum)
         texts[0] += [f"warmup={self.warmup}"] * bool(self.warmup)
         return "+".join(f"{name}({', '.join(inside)})" if inside else name for name, *inside in texts)
+
+
+def flat_shapes(shapes: Iterable[Sequence[int]]) -> list[int]:
+    """Shapes as one list: of each, the number of dims and the dims."""
+    return [number for shape in shapes for number in (len(shape), *shape)]
+
+
+def shapes_of(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """The inverse of ``flat_shapes``."""
+    shapes, at = [], 0
+    while at < len(numbers):
+        shapes.append(tuple(numbers[at + 1 : at + 1 + numbers[at]]))
+        at += 1 + numbers[at]
+    return shapes
 
 
 _PART = re.compile(r"\s*([a-z0-9]+)\s*(?:\(([^()]*)\))?\s*")

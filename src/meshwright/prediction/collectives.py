@@ -7,12 +7,16 @@ import msgspec
 
 from meshwright.catalog import load_cluster
 from meshwright.cost.alpha_beta import gamma_s_per_byte
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import Codec, codec_of
 from meshwright.schedules.collectives.check import check
+from meshwright.schedules.collectives.choice import CHOSEN
+from meshwright.schedules.collectives.coded import coded
+from meshwright.schedules.collectives.coded_bytes import chunk_of, in_bytes
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, INSIDE, equal_boxes, written
-from meshwright.schedules.collectives.operations import ALGORITHMS, build
-from meshwright.schedules.collectives.steps import Count, count
+from meshwright.schedules.collectives.operations import ALGORITHMS, FOR_SELECTIONS, build
+from meshwright.schedules.collectives.steps import Count, Steps, count
 from meshwright.simulate.collectives import alone_s, links_of, shared_s
 
 SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
@@ -41,6 +45,13 @@ class Best(msgspec.Struct, frozen=True):
     algorithm: str
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """An algorithm that the codec may not ride, and why."""
+
+    algorithm: str
+    reason: str
+
+
 class AllReduceTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A comparison: its rows, fastest first, and the fastest algorithms by size, alone and on shared links."""
 
@@ -51,36 +62,50 @@ class AllReduceTimes(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[AllReduceTime, ...]
     best_alone: tuple[Best, ...]
     best_shared: tuple[Best, ...]
+    codec: str = ""
+    refused: tuple[Refused, ...] = ()
 
 
-def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int) -> AllReduceTimes:
+def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int, codec: str = "") -> AllReduceTimes:
     """Compare all algorithms of an operation over ``num_ranks`` neighbouring ranks of a cluster, in float32.
+
+    ``codec``: messages are in this coded form; times leave out encoding and decoding.
 
     Raises:
         ScheduleError, ClusterError, LayoutError: no such operation; the cluster has too few devices, or unlike units;
             more than 64 ranks.
+        PlanError: there is no such codec, or it has no collective of its own.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise LayoutError(f"{num_ranks} ranks", where="--ranks", remedy=f"compare 1 to {MAX_RANKS}")
     resized = load_cluster(cluster) if isinstance(cluster, str) else cluster
     resized = resized.resized(num_ranks)
+    form = _coded(operation, codec_of(codec)) if codec else None
     names = [*ALGORITHMS.get(operation, ("",)), *_along_levels(operation, resized)]
+    if form is not None and form.exchange == "merges" and operation == "all_reduce":
+        names += FOR_SELECTIONS
     link, gamma, sharing = links_of(resized), gamma_s_per_byte(resized.device), num_ranks <= MAX_SHARING
 
     rows: list[AllReduceTime] = []
+    refused: list[Refused] = []
     times_alone: dict[str, list[float]] = {}
     times_shared: dict[str, list[float]] = {}
     for name in names:
         steps = build(operation, name, num_ranks, -(-num_bytes // ITEM_BYTES))
         same = check(steps)
-        alone = alone_s(steps, link, gamma, ITEM_BYTES)
-        shared = shared_s(steps, resized, ITEM_BYTES) if sharing else None
-        rows.append(AllReduceTime(name, _in_bytes(count(steps)), alone, shared, same))
+        try:
+            sent = _messages(steps, form)
+        except ScheduleError as error:
+            refused.append(Refused(name, error.problem))
+            continue
+        alone = alone_s(sent, link, gamma)
+        shared = shared_s(sent, resized) if sharing else None
+        rows.append(AllReduceTime(name, count(sent), alone, shared, same))
         if same and num_ranks > 1 and operation != "barrier":
-            sized = [build(operation, name, num_ranks, size // ITEM_BYTES) for size in SIZES]
-            times_alone[name] = [alone_s(step_list, link, gamma, ITEM_BYTES) for step_list in sized]
+            sized = [_messages(build(operation, name, num_ranks, size // ITEM_BYTES), form) for size in SIZES]
+            times_alone[name] = [alone_s(step_list, link, gamma) for step_list in sized]
             if sharing:
-                times_shared[name] = [shared_s(step_list, resized, ITEM_BYTES) for step_list in sized]
+                times_shared[name] = [shared_s(step_list, resized) for step_list in sized]
     return AllReduceTimes(
         operation=operation,
         cluster=resized.name,
@@ -89,6 +114,8 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
         rows=tuple(sorted(rows, key=lambda row: row.alone_s if row.shared_s is None else row.shared_s)),
         best_alone=_crossovers(times_alone),
         best_shared=_crossovers(times_shared),
+        codec=str(form) if form is not None else "",
+        refused=tuple(refused),
     )
 
 
@@ -101,9 +128,28 @@ def _along_levels(operation: str, cluster: Cluster) -> list[str]:
     return [written(inside, across, boxes) for inside in INSIDE for across in ACROSS_BY_OPERATION.get(operation, ())]
 
 
-def _in_bytes(counts: Count) -> Count:
-    parts = {key: getattr(counts, key) * ITEM_BYTES for key in ("moved", "busiest", "peak", "added")}
-    return msgspec.structs.replace(counts, **parts)
+def _coded(operation: str, codec: Codec) -> Codec:
+    """The codec, if it has collectives of its own for the operation."""
+    if operation not in CHOSEN or codec.exchange not in ("hops", "merges"):
+        remedies = {"sums": "its coded vectors ride every algorithm: give their size as --bytes", "factors": ""}
+        raise PlanError(
+            f"codec {codec} changes no message of {operation}",
+            where="--codec",
+            remedy=remedies.get(codec.exchange)
+            or f"compare {', '.join(CHOSEN)} with a codec such as qsgd(4) or topk(1%)",
+        )
+    return codec
+
+
+def _messages(steps: Steps, codec: Codec | None) -> Steps:
+    """The steps, with the lengths of their messages in bytes."""
+    if codec is not None:
+        return in_bytes(coded(steps, codec), codec, ITEM_BYTES, chunk_of(codec, ITEM_BYTES))
+    rounds = tuple(
+        tuple(msgspec.structs.replace(move, length=move.length * ITEM_BYTES) for move in moves)
+        for moves in steps.rounds
+    )
+    return msgspec.structs.replace(steps, rounds=rounds)
 
 
 def _crossovers(seconds: Mapping[str, list[float]]) -> tuple[Best, ...]:

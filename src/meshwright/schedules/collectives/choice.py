@@ -3,6 +3,7 @@
 native                                                        torch.distributed's own: gloo, or NCCL between GPUs
 mpi                                                           MPI's own, if MPI started the ranks
 exchange                                                      two ranks swap their vectors, in one round
+dense-gather, balanced                                        for codecs that select elements (``FOR_SELECTIONS``)
 star+ring@2x4                                                 along the levels of a cluster (``hierarchy.py``)
 all_reduce butterfly, 262144 rabenseifner; all_gather star    from 0 and from 262,144 bytes on; the rest native
 """

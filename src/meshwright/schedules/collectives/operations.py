@@ -15,7 +15,7 @@ from meshwright.schedules.collectives.hierarchy import (
 )
 from meshwright.schedules.collectives.steps import Move, RequiredSum, Rounds, Span, Steps, cut, made
 
-ALL_REDUCE: Mapping[str, Whole] = {
+ALL_REDUCE: dict[str, Whole] = {
     "star": group.up_and_down(group.reduce_star),
     "naive": group.all_reduce_naive,
     "partitioned": group.in_halves(group.scatter_partitioned, group.gather_partitioned),
@@ -28,6 +28,17 @@ ALL_REDUCE: Mapping[str, Whole] = {
     "rabenseifner": group.all_reduce_rabenseifner,
 }
 """All-reduces in place, by name. ``shares`` runs one star for each rank's share of the vector, all at once."""
+
+DENSE_GATHER, BALANCED = "dense-gather", "balanced"
+FOR_SELECTIONS: dict[str, Whole] = {
+    DENSE_GATHER: group.in_halves(group.scatter_partitioned, group.gather_ring),
+    BALANCED: group.in_halves(group.scatter_partitioned, group.gather_partitioned),
+}
+"""All-reduces that differ from others only if a codec selects elements (topk, threshold).
+
+``dense-gather``: each rank adds up the chosen elements of its part, and sends all elements of the sum (SparCML's DSAR,
+Renggli et al. 2019). ``balanced``: parts hold about equally many chosen elements, and each rank sends the largest
+elements of its sum, about as many in all as one rank has chosen (Ok-Topk, Li and Hoefler 2022)."""
 
 HALVES: Mapping[str, tuple[Half, Half]] = {
     "star": (group.scatter_star, group.gather_star),
@@ -88,7 +99,7 @@ def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = Fa
     elif algorithm in IN_TURN:
         return _in_turn(algorithm, num_ranks, length)
     else:
-        rounds = ALL_REDUCE[algorithm]([num_ranks, *ranks] if served else ranks, whole)
+        rounds = (ALL_REDUCE | FOR_SELECTIONS)[algorithm]([num_ranks, *ranks] if served else ranks, whole)
     before, after = ((whole,),) * num_ranks, ((_sum_of(num_ranks, whole),),) * num_ranks
     return made("all_reduce", algorithm, length, rounds, before + ((),) * served, after + ((),) * served)
 
@@ -243,7 +254,7 @@ def is_there(operation: str, algorithm: str) -> bool:
     """Whether an operation has an algorithm of this name, for some number of ranks."""
     parsed = read(algorithm)
     if parsed is None:
-        return algorithm in ALGORITHMS.get(operation, ())
+        return algorithm in ALGORITHMS.get(operation, ()) or (operation == "all_reduce" and algorithm in FOR_SELECTIONS)
     return parsed.across in ACROSS_BY_OPERATION.get(operation, ()) and (parsed.pieces == 1 or operation == "all_reduce")
 
 
