@@ -24,7 +24,7 @@ from meshwright.ir.plan_check import check_fits
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.models.losses import IGNORED
-from meshwright.optim import LAMB, LARC, LARS
+from meshwright.optim import LAMB, LARC, LARS, OneBitAdam, ZeroOneAdam
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.runtime.trainer import Trainer
 
@@ -245,6 +245,8 @@ MORE_OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LARS": lambda parameters: LARS(parameters, lr=10.0, weight_decay=0.01),
     "LARC": lambda parameters: LARC(parameters, lr=0.1, weight_decay=0.01, nesterov=True),
     "LAMB": lambda parameters: LAMB(parameters, lr=1e-2, weight_decay=0.01),
+    "1-bit Adam": lambda parameters: OneBitAdam(parameters, lr=1e-3, freeze_step=2, weight_decay=0.01),
+    "0/1 Adam": lambda parameters: ZeroOneAdam(parameters, lr=1e-3, num_updates=1, weight_decay=0.01),
 }
 """Compared on one model, not in every combination."""
 CLIPPING: Mapping[str, float | None] = {"whole": None, "clipped": MAX_GRAD_NORM}

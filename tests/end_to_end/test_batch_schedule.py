@@ -13,7 +13,7 @@ import torch
 from meshwright import build, config
 from meshwright.cli import run as cli
 from meshwright.errors import DataError
-from meshwright.optim import LAMB, LARC, LARS
+from meshwright.optim import LAMB, LARC, LARS, OneBitAdam, ZeroOneAdam
 from meshwright.runtime.data import TensorLoader
 
 RUN = """
@@ -89,8 +89,9 @@ def test_a_batch_that_cannot_be_is_refused_before_the_first_step(
     assert not list(Path("runs/bad").glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lars", LARS), ("larc", LARC), ("lamb", LAMB)])
-def test_the_optimizers_have_the_same_defaults_in_a_run_as_in_python(name: str, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [LARS, LARC, LAMB, OneBitAdam, ZeroOneAdam])
+def test_the_optimizers_have_the_same_defaults_in_a_run_as_in_python(kind: Any) -> None:
+    name = kind.__name__.lower()
     raw = {"model": {"name": "mlp"}, "data": {"kind": "random"}, "optimizer": {"name": name}}
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     made = build.optimizer(config.make(raw, where="run"))([("w", parameter)])

@@ -242,6 +242,7 @@ _UNKNOWN = msgspec.structs.replace(ADAMW, divides=False)
 _COSTS: tuple[tuple[tuple[type[torch.optim.Optimizer], ...], OptimizerCost], ...] = (
     ((torch.optim.AdamW,), ADAMW),
     ((torch.optim.Adam,), cost.ADAM),
+    ((optim.OneBitAdam, optim.ZeroOneAdam), ADAMW),
     ((optim.LAMB,), cost.LAMB),
     ((optim.LARS, optim.LARC), cost.LARS),
     ((torch.optim.RMSprop, torch.optim.Adagrad), cost.MOMENTUM),

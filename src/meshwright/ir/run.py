@@ -201,7 +201,33 @@ class LAMB(_LayerWise, frozen=True, kw_only=True, tag="lamb"):
     """Added to the denominator."""
 
 
-Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB
+class _FrozenVariance(_Optimizer, frozen=True, kw_only=True):
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Rate = 1e-8
+    """Added to the denominator."""
+
+
+class OneBitAdam(_FrozenVariance, frozen=True, kw_only=True, tag="onebitadam"):
+    """``meshwright.optim.OneBitAdam`` (Tang et al. 2021): Adam without bias correction, whose variance stays as it is
+    after ``freeze_step`` steps. Beside it, ``layout.codec`` is ``onebit(momentum=0.9, warmup=1000)``, with the first of
+    ``betas`` and with ``freeze_step``."""
+
+    freeze_step: Positive = 1000
+    """The number of steps that update the variance: 15 to 25 % of all steps."""
+
+
+class ZeroOneAdam(_FrozenVariance, frozen=True, kw_only=True, tag="zerooneadam"):
+    """``meshwright.optim.ZeroOneAdam`` (Lu et al. 2023): like OneBitAdam, but the variance is updated more and more
+    rarely."""
+
+    freeze_step: Positive = 100_000
+    """The number of steps after which the variance is not updated any more."""
+    num_updates: Positive = 16
+    """The number of updates of the variance until their distance doubles."""
+
+
+Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB | OneBitAdam | ZeroOneAdam
 
 
 class LearningRate(Section, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
-"""Optimizers for large batches."""
+"""Optimizers for large batches, and for gradients that cross in few bits."""
 
+from meshwright.optim.frozen_variance import OneBitAdam, ZeroOneAdam
 from meshwright.optim.large_batch import LAMB, LARC, LARS
 from meshwright.optim.whole import NeedsShardSums, ShardSum
 
-__all__ = ["LAMB", "LARC", "LARS", "NeedsShardSums", "ShardSum"]
+__all__ = ["LAMB", "LARC", "LARS", "NeedsShardSums", "OneBitAdam", "ShardSum", "ZeroOneAdam"]
