@@ -13,12 +13,14 @@ from meshwright.api.planned_runs import cluster_of
 from meshwright.api.plans import cost_of
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import from_every_rank, from_rank_0
+from meshwright.comm.groups import codings_of, from_every_rank, from_rank_0
+from meshwright.cost.coded import foretold as foretold_codings
 from meshwright.cost.occupancy import box_of, num_peers
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout
-from meshwright.ir.ledger import Ledger
+from meshwright.ir.ledger import CodecUse, Ledger
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run, TextData
@@ -202,13 +204,31 @@ def _ledger(
     cluster = cluster_of(run, device, plan.mesh.world_size)
     peers = num_peers(plan.mesh.sizes, box_of(cluster))
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
-    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers)
+    codecs = _codecs(trainer, cluster)
+    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers, codecs)
     try:
         for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(content, directory / name)
     except OSError as error:
         log.warning("the ledger is not kept: %s", error)
     return ledger
+
+
+def _codecs(trainer: Trainer, cluster: Cluster) -> tuple[CodecUse, ...]:
+    """What the codecs of this rank's buckets did, beside what was predicted."""
+    plan, predicted = trainer.plan, foretold_codings(trainer.plan, cluster)
+    labeled = [(bucket, bucket.reduction) for bucket in plan.buckets] + [(each, each.label) for each in plan.gathers]
+    codings = {(coding.axis, label): coding for bucket, label in labeled for coding in bucket.codings}
+    uses = []
+    for (axis, label), measured in codings_of(trainer.groups).items():
+        if (coding := codings.get((axis, label))) is not None:
+            sent_bytes, coding_s = predicted.get((axis, label), (0, 0.0))
+            uses.append(CodecUse(
+                label=label, axis=axis, codec=coding.codec, algorithm=coding.algorithm, num_bytes=measured.num_bytes,
+                predicted_bytes=sent_bytes, sent_bytes=measured.sent_bytes, predicted_coding_s=coding_s,
+                coding_s=measured.coding_s, residual_share=measured.residual_share,
+            ))  # fmt: skip
+    return tuple(uses)
 
 
 def _note_run(run: Run, trainer: Trainer, directory: Path, checkpoint: Path | None) -> None:

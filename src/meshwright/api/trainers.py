@@ -18,6 +18,7 @@ from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
@@ -205,6 +206,16 @@ def _check_comparable(trainer: Trainer) -> None:
             f"batch_statistics={statistics!r} is another computation than that of one process, which is compared",
             where=norm.name,
             remedy="verify with batch_statistics='global'",
+        )
+    plan = trainer.plan
+    texts = [coding.codec for bucket in (*plan.buckets, *plan.gathers) for coding in bucket.codings]
+    texts += [plan.border_codec] * bool(plan.border_codec)
+    lossy = next((text for text in texts if codec_of(text).is_lossy), "")
+    if lossy:
+        raise LayoutError(
+            f"codec {lossy!r} changes gradients, so that results differ from those of one process",
+            where="verify",
+            remedy="verify without codecs, or with codec='lossless' or 'topk(100%)'",
         )
 
 

@@ -4,6 +4,7 @@ A kernel that starts a collective returns at once. The kernel of ``wait`` waits 
 """
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -14,16 +15,21 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
 from meshwright.comm import halo
+from meshwright.comm.coding import Coding
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
-from meshwright.comm.member import GroupState, culprit, member, naming
+from meshwright.comm.member import GroupState, MeasuredCoding, culprit, member, naming
 from meshwright.comm.record import blocking, current, place
 from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.native import Native
+from meshwright.compress.coder import draw_of
 from meshwright.errors import LostRankError
+from meshwright.ir.codec import shapes_of
 from meshwright.ir.placement import flat_shape
+from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.choice import MPI, NATIVE
+from meshwright.schedules.collectives.operations import ALGORITHMS
 
 _WORK = "_meshwright_work"
 """The attribute of a tensor that holds its ``_Flight`` while a collective on the tensor is under way."""
@@ -49,6 +55,21 @@ class _Ranks(NamedTuple):
         name, ours = self.mine.algorithm(text, operation, num_bytes), self.mine.collectives
         by = carrier(self.group, name) if ours is None or name in (NATIVE, MPI) else ours
         return by, (name, self.mine.told(label, place()))
+
+    def coded_carrier(
+        self, text: str, operation: str, num_bytes: int, label: str
+    ) -> tuple[Collectives | Native | Mpi, Collectives, tuple[str, str]]:
+        """Find the algorithm of a coded collective. Returns the object that adds up coded vectors, the object that
+        carries coded elements, and a pair as ``carrier``."""
+        if text in ALGORITHMS.get(operation, ()) or hierarchy.read(text) is not None:
+            ours = collectives(self.group)
+            return ours, ours, (text, self.mine.told(label, place()))
+        by, how = self.carrier(text, operation, num_bytes, label)
+        return by, collectives(self.group), how
+
+    def coded(self, label: str) -> MeasuredCoding:
+        """The measurements of the coded collective with this label."""
+        return self.mine.coded.setdefault(label, MeasuredCoding())
 
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
         """Attach ``work`` to ``value``, so that ``wait`` finds it. ``num_bytes`` is the size of the collective's whole
@@ -78,11 +99,25 @@ def _ranks(name: str) -> _Ranks:
     return _Ranks(name, group, member(group), begun)
 
 
-def all_reduce_start(value: Tensor, op: str, group: str, algorithm: str, label: str = "") -> Tensor:
+def all_reduce_start(
+    value: Tensor,
+    op: str,
+    group: str,
+    algorithm: str,
+    label: str = "",
+    codec: str = "",
+    state: Tensor | None = None,
+    draw: int = 0,
+    shapes: Sequence[int] = (),
+) -> Tensor:
     """Start to reduce ``value`` over ``group``: in place, or in a copy if ``value`` is not contiguous."""
     if not value.is_contiguous():
         value = value.contiguous()
     ranks = _ranks(group)
+    if codec:
+        coding = Coding(codec, state, _draw(draw, label), shapes_of(shapes), ranks.group.size(), ranks.coded(label))
+        by, ours, how = ranks.coded_carrier(algorithm, "all_reduce", value.nbytes, label)
+        return ranks.in_flight(value, coding.all_reduce(value, ours, by, *how), "all_reduce", label)
     by, how = ranks.carrier(algorithm, "all_reduce", value.nbytes, label)
     return ranks.in_flight(value, by.all_reduce(value, op, *how), "all_reduce", label)
 
@@ -123,7 +158,14 @@ def all_to_all_start(value: Tensor, group: str, algorithm: str, label: str = "")
 
 
 def gather_parts_start(
-    parts: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
+    parts: list[Tensor],
+    group: str,
+    size: int,
+    algorithm: str,
+    label: str = "",
+    again: bool = False,
+    codec: str = "",
+    draw: int = 0,
 ) -> Tensor:
     """Start to gather the Flat parts of many tensors. The result holds the tensors in order, each followed by
     padding."""
@@ -132,6 +174,18 @@ def gather_parts_start(
     counts = [part.numel() for part in flat]
     result = _empty(flat[0], size * sum(counts), ranks, again)
     places = [rows.view(size, -1) for rows in result.split([size * count for count in counts])]
+    if codec:
+        _, ours, how = ranks.coded_carrier(algorithm, "all_gather", result.nbytes, label)
+        joined = torch.cat(flat)
+        rows = joined.new_empty(size, joined.numel())
+
+        def spread_all() -> None:
+            for where, row in zip(places, rows.split(counts, 1), strict=True):
+                where.copy_(row)
+
+        coding = Coding(codec, None, _draw(draw, label), (), size, ranks.coded(label))
+        work = coding.all_gather(joined, rows, ours, *how)
+        return ranks.in_flight(result, UnderWay(spread_all, joined, works=(work,)), "all_gather", label)
     by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
     together, alone = _together(counts, flat[0].element_size(), how[0])
     joined = torch.cat([flat[index] for index in together]) if together else flat[0].new_empty(0)
@@ -147,7 +201,15 @@ def gather_parts_start(
 
 
 def reduce_to_parts_start(
-    values: list[Tensor], group: str, size: int, algorithm: str, label: str = "", again: bool = False
+    values: list[Tensor],
+    group: str,
+    size: int,
+    algorithm: str,
+    label: str = "",
+    again: bool = False,
+    codec: str = "",
+    state: Tensor | None = None,
+    draw: int = 0,
 ) -> Tensor:
     """Start to sum many tensors over the group. The result holds this rank's Flat part of each sum, one after the
     other."""
@@ -156,6 +218,12 @@ def reduce_to_parts_start(
     counts = [row.shape[1] for row in rows]
     result = _empty(values[0], sum(counts), ranks, again)
     places, num_bytes = result.split(counts), sum(row.nbytes for row in rows)
+    if codec:
+        _, ours, how = ranks.coded_carrier(algorithm, "reduce_scatter", num_bytes, label)
+        flat_shapes = [(row.numel(),) for row in rows]
+        coding = Coding(codec, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
+        work = coding.reduce_scatter(torch.cat(rows, 1), result, ours, *how)
+        return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     by, how = ranks.carrier(algorithm, "reduce_scatter", num_bytes, label)
     together, alone = _together(counts, values[0].element_size(), how[0])
     joined = torch.cat([rows[index] for index in together], 1) if together else rows[0].new_empty(size, 0)
@@ -169,6 +237,11 @@ def reduce_to_parts_start(
     works += [by.reduce_scatter(rows[index], places[index], "sum", *how) for index in alone]
     work = UnderWay(spread if alone else None, joined, works=works)
     return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
+
+
+def _draw(draw: int, label: str) -> int:
+    """What decides the random numbers of a collective, from the step's number and the collective's label."""
+    return draw_of(draw, zlib.crc32(label.encode()))
 
 
 def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[list[int], list[int]]:

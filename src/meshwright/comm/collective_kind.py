@@ -53,7 +53,23 @@ LaneStep = tuple[int, Any, int, int, int]
 """The fields of a :class:`~meshwright.comm.compiled.CompiledStep`, with the lane in place of the peer's number."""
 
 
-class Kind:
+class Named:
+    """The description of collectives of one kind. ``code`` is a number for messages' tags."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.code = zlib.crc32(text.encode())
+        self.said: dict[str, bytes] = {}
+
+    def say(self, label: str) -> bytes:
+        """The description of a collective of this kind with this label; ``said`` caches it."""
+        if len(self.said) >= LABELS:
+            self.said.clear()
+        self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
+        return words
+
+
+class Kind(Named):
     """The state that collectives of one kind share: the steps of this rank, and their description in errors.
 
     ``first`` holds the steps that may run before all others. ``whole`` tells whether every step covers the whole
@@ -75,7 +91,9 @@ class Kind:
     ) -> None:
         ahead = AHEAD if expects else SLOTS - 1
         program = compiled(rank, programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
-        self.steps: tuple[LaneStep, ...] = tuple((step.kind, lanes.get(step.peer), *step[2:]) for step in program.steps)
+        self.steps: tuple[LaneStep, ...] = tuple(
+            (step.kind, lanes.get(step.peer), *step[2:5]) for step in program.steps
+        )
         self.first = tuple(self.steps[index] for index in program.ahead)
         early = set(program.ahead)
         self.rest = tuple(step for index, step in enumerate(self.steps) if index not in early)
@@ -84,12 +102,10 @@ class Kind:
         self.tensors = _Means(dtype, REDUCE[op], Tensor.copy_)
         short = in_arrays and dtype in ARRAY_TYPES and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
         self.arrays = _arrays(dtype, op) if short else None
-        self.whole = all(step[2:] == (0, steps.space, 0) for step in program.steps)
+        self.whole = all(step[2:5] == (0, steps.space, 0) for step in program.steps)
         text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
-        self._text = text + (f", root {root}" if root else "")
+        super().__init__(text + (f", root {root}" if root else ""))
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
-        self.code = zlib.crc32(self._text.encode())
-        self.said: dict[str, bytes] = {}
 
     def array(self, memory: Tensor) -> np.ndarray[Any, Any]:
         """The memory of a tensor as a numpy array, valid while the tensor lives. Arrays are cached by address, because
@@ -103,13 +119,6 @@ class Kind:
             whole: Any = (ctypes.c_char * memory.nbytes).from_address(address)
             array = self._arrays[address] = np.frombuffer(whole, self.arrays.dtype)
         return array
-
-    def say(self, label: str) -> bytes:
-        """The description of a collective of this kind with this label; ``said`` caches it."""
-        if len(self.said) >= LABELS:
-            self.said.clear()
-        self.said[label] = words = (self._text + (f" ({label})" if label else "")).encode()
-        return words
 
 
 class _Means(NamedTuple):

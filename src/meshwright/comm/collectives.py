@@ -3,16 +3,21 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.collective_kind import Kind, LaneStep
-from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT
+from meshwright.comm import coded
+from meshwright.comm.collective_kind import Kind
+from meshwright.comm.collective_run import DenseRun, Run, Written
+from meshwright.comm.exchange import CodedRun, Exchange
 from meshwright.comm.transport.base import Lane, Work
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
+from meshwright.compress.stream import Stream
 from meshwright.errors import MeshwrightError, RankError
+from meshwright.ir.codec import Codec
 from meshwright.schedules.collectives import operations
 
 HEAR_S = 1.0
@@ -40,8 +45,9 @@ class Collectives:
         for lane in lanes.values():
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
-        self._open: deque[_Run] = deque()
+        self._open: deque[Run] = deque()
         self._kinds: dict[_Key, Kind] = {}
+        self._coded_kinds: dict[coded.Key, coded.CodedKind] = {}
         self._number, self._said = 0, b""
         self._failed: MeshwrightError | None = None
 
@@ -66,7 +72,7 @@ class Collectives:
         if all(begin <= first and last <= end for first, last in kind.writes):
             # The steps write only this rank's part. It is summed directly in ``into``: the rest needs no copy.
             part.copy_(flat[begin:end])
-            return self._start("reduce_scatter", algorithm, length, _Written(flat, part, begin), op, label)
+            return self._start("reduce_scatter", algorithm, length, Written(flat, part, begin), op, label)
         memory = flat.clone()
         reduced = memory[begin:end]
         return self._start("reduce_scatter", algorithm, length, memory, op, label, lambda: part.copy_(reduced))
@@ -112,7 +118,100 @@ class Collectives:
         """Wait until all ranks have reached the barrier."""
         self._start("barrier", algorithm, 0, torch.empty(0, dtype=torch.uint8), "sum", label).wait()
 
+    # --- coded operations (decision 0047) ----------------------------------------------------------------------------
+
+    def coded_all_reduce(
+        self,
+        value: Tensor,
+        residual: Tensor | None,
+        codec: Codec,
+        draw: int,
+        algorithm: str = "ring",
+        label: str = "",
+        chosen: Stream | None = None,
+    ) -> CodedRun:
+        """Sum a contiguous tensor in place, in coded form. All ranks end with the same bits.
+
+        ``residual`` has the shape of ``value``. It is added to the value, and then receives the errors of this rank's
+        encodings, so that all values plus all residuals are as before; None: errors are lost. ``draw`` decides the
+        random numbers, with the rank. With one rank nothing happens.
+
+        ``chosen``: what this rank has chosen of the value and residual already, for codecs that select; the residual
+        holds the rest, and the value is only written. Else ranks choose before their first coded message: along levels,
+        from the sum of a box.
+
+        Raises:
+            ScheduleError: the codec may not ride the algorithm.
+            PlanError: the residual has another length or dtype.
+        """
+        flat = value.view(-1)
+        return self._start_coded("all_reduce", algorithm, flat, residual, codec, draw, label, chosen=chosen)
+
+    def coded_reduce_scatter(
+        self,
+        value: Tensor,
+        into: Tensor,
+        residual: Tensor | None,
+        codec: Codec,
+        draw: int,
+        algorithm: str = "star",
+        label: str = "",
+        chosen: Stream | None = None,
+    ) -> CodedRun:
+        """Sum a contiguous tensor ``[size, ...]`` in coded form, and write this rank's row to ``into``; ``value`` is
+        unchanged. The row is not coded at the end. ``residual`` has the shape of ``value``, as in
+        ``coded_all_reduce``, and ``chosen`` is as there."""
+        memory, part = value.view(-1).clone(), into.view(-1)
+        row = memory[self.rank * part.numel() : (self.rank + 1) * part.numel()]
+        finish = partial(part.copy_, row)
+        return self._start_coded("reduce_scatter", algorithm, memory, residual, codec, draw, label, finish, chosen)
+
+    def coded_all_gather(
+        self,
+        value: Tensor,
+        into: Tensor,
+        residual: Tensor | None,
+        codec: Codec,
+        draw: int,
+        algorithm: str = "star",
+        label: str = "",
+    ) -> CodedRun:
+        """Collect every rank's ``value``, coded and decoded, in ``into``, a contiguous tensor ``[size, ...]``.
+
+        ``value`` is unchanged. ``residual`` has the shape of ``value``, as in ``coded_all_reduce``."""
+        into[self.rank].copy_(value)
+        flat = into.view(-1)
+        return self._start_coded("all_gather", algorithm, flat, residual, codec, draw, label)
+
     # --- running -----------------------------------------------------------------------------------------------------
+
+    def _start_coded(
+        self,
+        operation: str,
+        algorithm: str,
+        memory: Tensor,
+        residual: Tensor | None,
+        codec: Codec,
+        draw: int,
+        label: str,
+        finish: Callable[[], object] | None = None,
+        chosen: Stream | None = None,
+    ) -> CodedRun:
+        if self._failed is not None:
+            raise self._failed
+        own = slice(0, memory.numel())
+        if operation == "all_gather":
+            part = memory.numel() // self.num_ranks
+            own = slice(self.rank * part, (self.rank + 1) * part)
+        exchange = Exchange(memory, residual, draw, own, finish, chosen)
+        key = (operation, algorithm, memory.numel(), memory.dtype, codec, chosen is not None)
+        kind = self._coded_kinds.get(key)
+        if kind is None:
+            kind = self._coded_kinds[key] = coded.kind_of(self.rank, self.num_ranks, self._lanes, *key)
+        self._number = number = self._number + 1
+        run = kind.run(exchange, number, label, self._finish)
+        self._begin(run)
+        return run
 
     def _kind(self, key: _Key) -> Kind:
         """The state that all collectives with this key share; the first call makes it."""
@@ -130,7 +229,7 @@ class Collectives:
         operation: str,
         algorithm: str,
         length: int,
-        memory: "Tensor | _Written",
+        memory: Tensor | Written,
         op: str,
         label: str,
         finish: Callable[[], object] | None = None,
@@ -142,7 +241,11 @@ class Collectives:
         key = (operation, algorithm, length, memory.dtype, op, root, counts)
         kind = self._kinds.get(key) or self._kind(key)
         self._number = number = self._number + 1
-        run = _Run(self, kind, memory, number, label, finish)
+        return self._begin(DenseRun(self._finish, kind, memory, number, label, finish))
+
+    def _begin(self, run: Run) -> Work:
+        """Report the collective, and send its first messages unless earlier collectives have messages to send."""
+        kind, label, number = run.kind, run.label, run.number
         words = kind.said.get(label) or kind.say(label)
         if words is not self._said:
             self._said = words
@@ -156,7 +259,7 @@ class Collectives:
         self._open.append(run)
         return run
 
-    def _finish(self, run: "_Run") -> None:
+    def _finish(self, run: Run) -> None:
         while not run.done:
             first = self._open[0]
             try:
@@ -167,7 +270,7 @@ class Collectives:
                 lane.finished(first.number)
             self._open.popleft()
 
-    def _fail(self, error: MeshwrightError, run: "_Run") -> NoReturn:
+    def _fail(self, error: MeshwrightError, run: Run) -> NoReturn:
         """Raise an error, now and for every later collective: it is unknown which messages are still under way."""
         self._failed = self._report(error, run)
         raise self._failed from error
@@ -180,7 +283,7 @@ class Collectives:
         for trouble in sorted(troubles, key=lambda trouble: trouble.problem != ENDED):
             raise trouble.error()
 
-    def _report(self, error: MeshwrightError, run: "_Run") -> MeshwrightError:
+    def _report(self, error: MeshwrightError, run: Run) -> MeshwrightError:
         """Tell the other ranks of the failure. Returns the error, extended by the current collective of every rank."""
         words = run.kind.say(run.label) + f", and has given up: {error.where}: {error.problem}".encode()
         for lane in self._each:
@@ -198,103 +301,3 @@ class Collectives:
             if all(lines) or time.monotonic() >= deadline:
                 return [line for line in lines if line]
             time.sleep(HEAR_S / 50)
-
-
-class _Run:
-    """A collective that has been started."""
-
-    __slots__ = ("_early", "_finish", "_kept", "_means", "_memory", "_owner", "done", "kind", "label", "number", "tag")
-
-    def __init__(
-        self,
-        owner: Collectives,
-        kind: Kind,
-        memory: "Tensor | _Written",
-        number: int,
-        label: str,
-        finish: Callable[[], object] | None,
-    ) -> None:
-        self._owner, self.kind, self.number = owner, kind, number
-        self._means, self._kept = kind.tensors, memory  # kept: an array over the memory does not keep it alive
-        self._memory: Any = memory
-        if kind.arrays is not None and isinstance(memory, Tensor) and memory.is_cpu and memory.is_contiguous():
-            self._means, self._memory = kind.arrays, kind.array(memory)
-        self.label, self._finish = label, finish
-        self.tag = (number << 32) | kind.code
-        self._early = 0
-        self.done = False
-
-    @property
-    def has_sent(self) -> bool:
-        """Whether all messages of this collective are sent, so that the next collective may send messages."""
-        return self.done or (self._early == len(self.kind.first) and not self.kind.rest_puts)
-
-    def text(self) -> str:
-        return f"#{self.number} {self.kind.say(self.label).decode()}"
-
-    def begin(self) -> None:
-        """Send the first messages, as far as the lanes have room."""
-        kind, tag, memory = self.kind, self.tag, self._memory
-        for step in kind.first:
-            what, lane, begin, end, _ = step
-            if what != PUT:
-                self._do((step,))
-            elif not lane.put_at_once(memory if kind.whole else memory[begin:end], tag):
-                return
-            self._early += 1
-
-    def wait(self) -> None:
-        if not self.done:
-            self._owner._finish(self)
-
-    def go_on(self) -> None:
-        """Run all remaining steps."""
-        kind, left = self.kind, self.kind.rest
-        if self._early < kind.num_first:
-            early = set(kind.ahead[: self._early])
-            left = tuple(step for index, step in enumerate(kind.steps) if index not in early)
-        self._do(left)
-        for lane in kind.lanes:
-            lane.settle()
-        if self._finish is not None:
-            self._finish()
-        self.done = True
-        self._memory = self._kept = self._finish = None  # type: ignore[assignment]
-
-    def _do(self, steps: tuple[LaneStep, ...]) -> None:
-        memory, tag, whole = self._memory, self.tag, self.kind.whole
-        dtype, reduce, keep = self._means  # whole: making a view takes longer than sending a short message
-        for what, lane, begin, end, into in steps:
-            if what == ADD:
-                target = memory if whole else self._into(begin, end)
-                reduce(target, lane.take(end - begin, dtype, tag))
-                lane.release()
-            elif what == PUT:
-                lane.put(memory if whole else memory[begin:end], tag)
-            elif what == KEEP:
-                target = memory if whole else self._into(begin, end)
-                keep(target, lane.take(end - begin, dtype, tag))
-                lane.release()
-            elif what == EXPECT:
-                lane.expect(end - begin, memory.like if isinstance(memory, _Written) else memory)
-            else:
-                keep(memory[into : into + end - begin], memory[begin:end])
-
-    def _into(self, begin: int, end: int) -> Any:
-        memory = self._memory
-        return memory.into(begin, end) if isinstance(memory, _Written) else memory[begin:end]
-
-
-class _Written:
-    """Working memory that is read from one tensor and written to another. The written tensor holds only the elements
-    from ``begin`` on."""
-
-    def __init__(self, read: Tensor, written: Tensor, begin: int) -> None:
-        self._read, self._written, self._begin = read, written, begin
-        self.dtype, self.like = read.dtype, written
-
-    def __getitem__(self, part: slice) -> Tensor:
-        return self._read[part]
-
-    def into(self, begin: int, end: int) -> Tensor:
-        return self._written[begin - self._begin : end - self._begin]

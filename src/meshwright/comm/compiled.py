@@ -10,27 +10,38 @@ the rank that is furthest behind can always continue. The message that it waits 
 puts into holds at most ``LAG`` messages that have not been taken. A lane therefore needs room for ``LAG`` + 1 messages.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
+from meshwright.schedules.collectives.coded import CodedSteps, chunks
 from meshwright.schedules.collectives.steps import Program
 
 LAG = 2
 """The number of messages by which takes follow puts: a rank puts message n + ``LAG`` before it takes message n."""
 
-PUT, EXPECT, ADD, KEEP, COPY = range(5)
+PUT, EXPECT, ADD, KEEP, COPY, ENCODE, FORWARD, DECODE_ADD, DECODE = range(9)
 
 
 class CompiledStep(NamedTuple):
     """One action on the elements from ``begin`` to ``end``. PUT sends the elements to ``peer``. EXPECT announces that
     this rank will take a message of this length from ``peer``. ADD takes a message and reduces it into the elements.
-    KEEP takes a message and overwrites the elements with it. COPY copies the elements to position ``into``."""
+    KEEP takes a message and overwrites the elements with it. COPY copies the elements to position ``into``.
+
+    In coded collectives, ENCODE and FORWARD put the elements in coded form: ENCODE encodes them, FORWARD puts the bytes
+    of an earlier ENCODE or DECODE. DECODE_ADD and DECODE take such a message and add up, or keep, the decoded elements.
+    ``code`` is the encoding (``schedules/collectives/coded.py``); with ``begin`` it identifies these bytes."""
 
     kind: int
     peer: int
     begin: int
     end: int
     into: int = 0
+    code: int = -1
+
+
+PUTS = (PUT, ENCODE, FORWARD)
+"""The kinds of steps that put a message."""
 
 
 class Compiled(NamedTuple):
@@ -70,16 +81,61 @@ def compiled(rank: int, program: Program, num_per_message: int, most_ahead: int,
             parts = side.setdefault(peer, [])
             for begin in range(first, first + max(move.length, 1), num_per_message):
                 parts.append(CompiledStep(kind, peer, begin, min(begin + num_per_message, first + move.length)))
-        this = _in_turn(list(puts.values()), list(takes.values()), expects)
+        this = in_turn(list(puts.values()), list(takes.values()), expects=expects)
         _check(this)
         if not index and not copies:
-            ahead = _first_of_each(this, most_ahead)
+            ahead = first_of_each(this, most_ahead)
         steps += copies + this
+    return Compiled(tuple(steps), tuple(ahead), _puts_later(steps, ahead), tuple(writes))
+
+
+def compiled_coded(
+    rank: int, coded: CodedSteps, num_per_message: int, chunk: int, most_ahead: int, *, expects: bool
+) -> Compiled:
+    """Turn a rank's part of a coded collective into steps, as ``compiled`` does. Each coded message is one chunk of an
+    atom, at most ``chunk`` elements; other messages have at most ``num_per_message`` elements.
+
+    Raises:
+        ScheduleError: a round would overwrite elements before it has sent them.
+    """
+    steps: list[CompiledStep] = []
+    ahead: list[int] = []
+    for moves in coded.rounds:
+        sides: tuple[dict[int, list[CompiledStep]], ...] = ({}, {})
+        for move in (move for move in moves if rank in (move.source, move.target)):
+            puts = move.source == rank
+            peer = move.target if puts else move.source
+            parts = sides[not puts].setdefault(peer, [])
+            if move.parts[0].code is None:
+                span = (coded.atoms[move.parts[0].atom][0], coded.atoms[move.parts[-1].atom][1])
+                kind = PUT if puts else ADD if move.adds else KEEP
+                parts += [CompiledStep(kind, peer, *piece) for piece in chunks(span, num_per_message)]
+                continue
+            kind = ENCODE if puts else DECODE_ADD if move.adds else DECODE
+            for part in move.parts:
+                assert part.code is not None, "a message is coded as a whole"
+                pieces = chunks(coded.atoms[part.atom], chunk)
+                parts += [CompiledStep(kind, peer, *piece, 0, part.code) for piece in pieces]
+        this = in_turn(list(sides[0].values()), list(sides[1].values()), expects=expects)
+        _check(this)
+        if not steps:
+            ahead = first_of_each(this, most_ahead)
+        steps += this
+    known: set[tuple[int, int]] = set()
+    for index, step in enumerate(steps):
+        if step.kind == ENCODE and (step.code, step.begin) in known:
+            steps[index] = step._replace(kind=FORWARD)
+        elif step.kind in (ENCODE, DECODE):
+            known.add((step.code, step.begin))
+    return Compiled(tuple(steps), tuple(ahead), _puts_later(steps, ahead), ())
+
+
+def _puts_later(steps: Sequence[CompiledStep], ahead: Sequence[int]) -> bool:
     rest = set(range(len(steps))) - set(ahead)
-    return Compiled(tuple(steps), tuple(ahead), any(steps[index].kind == PUT for index in rest), tuple(writes))
+    return any(steps[index].kind in PUTS for index in rest)
 
 
-def _in_turn(puts: list[list[CompiledStep]], takes: list[list[CompiledStep]], expects: bool) -> list[CompiledStep]:
+def in_turn(puts: list[list[CompiledStep]], takes: list[list[CompiledStep]], *, expects: bool) -> list[CompiledStep]:
     """The steps of a round in the order in which they run. All lanes advance by equal fractions of their messages.
     Takes follow puts by ``LAG`` messages. The EXPECT step of take n is as early as put n."""
     keyed: list[tuple[float, int, CompiledStep]] = []
@@ -92,14 +148,15 @@ def _in_turn(puts: list[list[CompiledStep]], takes: list[list[CompiledStep]], ex
     return [step for _, _, step in sorted(keyed, key=lambda each: each[:2])]
 
 
-def _first_of_each(steps: list[CompiledStep], most: int) -> list[int]:
+def first_of_each(steps: list[CompiledStep], most: int) -> list[int]:
     """The indices of the first PUT and EXPECT steps, until a peer would have more than ``most`` steps of one kind."""
-    counts: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[bool, int], int] = {}
     indices = []
     for number, step in enumerate(steps):
-        if step.kind in (PUT, EXPECT):
-            counts[step.kind, step.peer] = counts.get((step.kind, step.peer), 0) + 1
-            if counts[step.kind, step.peer] > most:
+        if step.kind in (EXPECT, *PUTS):
+            key = (step.kind == EXPECT, step.peer)
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] > most:
                 break
             indices.append(number)
     return indices
@@ -108,9 +165,9 @@ def _first_of_each(steps: list[CompiledStep], most: int) -> list[int]:
 def _check(steps: list[CompiledStep]) -> None:
     written: list[CompiledStep] = []
     for step in steps:
-        if step.kind in (ADD, KEEP):
+        if step.kind in (ADD, KEEP, DECODE_ADD, DECODE):
             written.append(step)
-        elif step.kind == PUT and any(step.begin < other.end and other.begin < step.end for other in written):
+        elif step.kind in (PUT, ENCODE) and any(step.begin < other.end and other.begin < step.end for other in written):
             raise ScheduleError(
                 f"elements {step.begin} to {step.end} are overwritten before they are sent",
                 where="steps of a collective",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
-from meshwright.comm.member import attend, member, naming
+from meshwright.comm.member import MeasuredCoding, attend, member, naming
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
@@ -142,6 +142,16 @@ def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: 
     if operation == "all_gather":
         return runs.all_gather(part, rows, algorithm, "measured again")
     return runs.reduce_scatter(rows, part, "sum", algorithm, "measured again")
+
+
+def codings_of(groups: Mapping[str, AxisGroup]) -> dict[tuple[str, str], MeasuredCoding]:
+    """What coded collectives did, by axis and label."""
+    return {
+        (axis, label): measured
+        for axis, axis_group in groups.items()
+        if not axis_group.firsts
+        for label, measured in member(process_group(axis_group.name)).coded.items()
+    }
 
 
 def told_of(axis: str, group: AxisGroup, world_size: int) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,14 +24,26 @@ TOLD = 4096
 """Upper limit on the descriptions of collectives that a ``GroupState`` caches."""
 
 
+@dataclass
+class MeasuredCoding:
+    """What the coded collective of a label did: how often it ran, and the bytes of the vector, the bytes sent and the
+    seconds of coding of the last time. ``residual_share``: the norm of the residual over that of what was exchanged."""
+
+    count: int = 0
+    num_bytes: int = 0
+    sent_bytes: int = 0
+    coding_s: float = 0.0
+    residual_share: float = 0.0
+
+
 class GroupState:
     """The state that this rank keeps for one process group; torch.distributed's own table of groups cannot hold it.
 
     ``axis`` is a text such as ``axis dp`` that names the group's mesh axis; it is empty if the group has no axis.
     ``watch`` measures the group's collectives if their algorithm may change. ``begun`` is the number of collectives
     begun so far. ``blocks`` is memory that results of collectives reuse. ``progress`` holds this rank's streams, which
-    all groups share. For the world only, ``has_links`` tells whether any watched group spans several boxes, and
-    ``attendance`` (set by ``attend``) tells which ranks are gone.
+    all groups share. ``coded`` has the last coded collective of every label. For the world only, ``has_links`` tells
+    whether any watched group spans several boxes, and ``attendance`` (set by ``attend``) tells which ranks are gone.
     """
 
     def __init__(self, progress: RankStreams) -> None:
@@ -41,6 +54,7 @@ class GroupState:
         self.by_mpi: Mpi | None = None
         self.blocks = Blocks()
         self.channels: dict[int, Channel] = {}
+        self.coded: dict[str, MeasuredCoding] = {}
         self._told: dict[tuple[str, object], str] = {}
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:

@@ -127,6 +127,61 @@ def steps_s(
     return total
 
 
+class Carried(NamedTuple):
+    """What a message carries of a byte of elements: ``bytes``, and the seconds to encode and to decode the byte."""
+
+    bytes: float
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+def coded_steps_s(
+    operation: str,
+    algorithm: str,
+    hops: Sequence[Hop],
+    num_bytes: float,
+    gamma_s_per_byte: float,
+    carried: Callable[[int, bool], Carried],
+) -> float | None:
+    """Seconds of a collective whose messages are coded, as ``steps_s`` counts them.
+
+    ``carried`` says what a byte becomes in the sum of so many ranks' elements, in a message that is added up (True) or
+    kept. Along levels (``star+ring@2x4``), only messages across the outermost hop are coded. A sum is encoded once, and
+    forwarded as it is. None if the algorithm has no closed form.
+    """
+    num_ranks = hops[-1].ranks
+    rounds = rounds_of(operation, algorithm, num_ranks)
+    if rounds is None:
+        return None
+    leveled = read(algorithm)
+    inside = hops[-2].ranks if leveled and len(hops) > 1 else 1
+    accumulates = (leveled.across if leveled else algorithm) == "ring"
+    total, terms = 0.0, inside
+    for this_round in rounds:
+        is_coded = leveled is None or max(this_round.distances) >= inside
+        sent, gamma = this_round.share * num_bytes, gamma_s_per_byte if this_round.adds else 0.0
+        if is_coded:
+            # A message of a ring carries the sum of as many ranks as it has passed; on average, of half of them.
+            passed = (this_round.times - 1) * inside // 2 if accumulates else 0
+            mean = terms + passed if this_round.adds else num_ranks
+            each = carried(max(1, mean), this_round.adds)
+            bytes_sent, gamma = sent * each.bytes, each.decode_s
+            if this_round.adds:
+                gamma += each.encode_s
+            elif terms:  # the complete sum is encoded once; what has been received is sent on as it came
+                total, terms = total + sent * each.encode_s, 0
+            terms = min(num_ranks, 2 * terms) if this_round.adds and len(this_round.distances) == 1 else terms
+        else:
+            bytes_sent = sent
+        ports = [0.0] * len(hops)
+        for distance in this_round.distances:
+            reached = next(at for at, hop in enumerate(hops) if hop.ranks > distance)
+            for at in range(0 if this_round.everyone else reached, reached + 1):
+                ports[at] += hops[at].alpha_s + bytes_sent * hops[at].beta_s_per_byte + sent * gamma
+        total += this_round.times * max(ports)
+    return total
+
+
 def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
     """The fan-outs of the levels, innermost first, if all boxes of a level are equal and hold neighbouring ranks; (0,)
     otherwise, and if the vector is cut into pieces."""

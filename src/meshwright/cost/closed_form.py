@@ -6,7 +6,7 @@ from functools import cache
 import msgspec
 
 from meshwright.cost.collective import Network
-from meshwright.cost.fabric import Fabric, axis_group
+from meshwright.cost.fabric import Fabric, axis_group, piece_s
 from meshwright.cost.work import Communicate, Compute, Piece, StepWork, Wait
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
@@ -28,8 +28,9 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
-    """Predict a step of ``work`` under ``schedule``, which includes sends. Communication is assumed not to overlap
-    compute. A transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
+    """Predict a step of ``work`` under ``schedule``, which includes sends, with the time of the software that no
+    micro-batch explains (``Software.step_s``). Communication is assumed not to overlap compute. A transfer is assumed
+    to share links only with equal transfers of other groups, as in ``Network``."""
     (predicted,) = predict_steps(work, [schedule], mesh, cluster)
     return predicted
 
@@ -70,7 +71,9 @@ def predict_steps(work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, clu
             busy.append((compute, max(0.0, spent[rank] + outside_s - compute)))
         step_s = max(end + outside_s for end, (outside_s, _) in zip(ends, outside, strict=True))
         compute_s, communication_s = max(busy)
-        result.append(Predicted(step_s=step_s, compute_s=compute_s, communication_s=communication_s))
+        result.append(
+            Predicted(step_s=step_s + cluster.software.step_s, compute_s=compute_s, communication_s=communication_s)
+        )
     return result
 
 
@@ -90,4 +93,4 @@ def _computing_s(pieces: Iterable[Piece]) -> float:
 
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
     """Seconds of a collective along one axis of the mesh, while all groups of the axis run theirs."""
-    return network.collective_s(piece.collective, piece.bytes, axis_group(mesh, piece.axis, piece.members))
+    return piece_s(piece, network, axis_group(mesh, piece.axis, piece.members))

@@ -2,12 +2,12 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 import msgspec
 
-from meshwright.cost.alpha_beta import Hop, gamma_s_per_byte, steps_s
+from meshwright.cost.alpha_beta import Carried, Hop, coded_steps_s, gamma_s_per_byte, steps_s
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.program import CollectiveKind
 from meshwright.ir.resharding import Link
@@ -42,6 +42,7 @@ class Network:
     """
 
     def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.start_s = START_S if cluster.device.kind != "cpu" else 0.0
         self._levels, self._gamma = cluster.levels, gamma_s_per_byte(cluster.device)
         self._factor = cluster.software.communication
@@ -90,12 +91,32 @@ class Network:
                 return self.start_s + ring + passed
 
     def _steps_s(self, operation: str, num_bytes: float, group: Group, algorithm: str) -> float | None:
-        hops = [
+        seconds = steps_s(operation, algorithm, self._hops(group), num_bytes, self._gamma)
+        return None if seconds is None else self.start_s + seconds
+
+    def coded_steps_s(
+        self, operation: CollectiveKind, algorithm: str, num_bytes: float, group: Group,
+        carried: Callable[[int, bool], Carried], rounds: int = 1,
+    ) -> float:  # fmt: skip
+        """Seconds of a collective whose messages are coded (``alpha_beta.coded_steps_s``). If the algorithm has no
+        closed form for the group, the collective is modelled as a ring that carries complete sums."""
+        if group.size < 2:
+            return 0.0
+        seconds = coded_steps_s(operation, algorithm, self._hops(group), num_bytes, self._gamma, carried)
+        if seconds is None:
+            ring, _, beta = self._path(group)
+            passed = (group.size - 1) / group.size * num_bytes
+            seconds = 0.0
+            for adds in (True, False) if operation == "all_reduce" else (operation == "reduce_scatter",):
+                each = carried(group.size, adds)
+                seconds += rounds * ring + passed * (beta * each.bytes + each.encode_s * adds + each.decode_s)
+        return self._factor * (self.start_s + seconds)
+
+    def _hops(self, group: Group) -> list[Hop]:
+        return [
             Hop(inside, level.alpha_s, level.shared_beta_s_per_byte(unit) / level.ring_fraction(2))
             for level, _, inside, unit in self._members(group)
         ]
-        seconds = steps_s(operation, algorithm, hops, num_bytes, self._gamma)
-        return None if seconds is None else self.start_s + seconds
 
     def _pairwise_s(self, num_bytes: float, group: Group) -> float:
         """Seconds of an all-to-all: each rank sends a part to every other rank, over the level that joins the two."""
@@ -161,8 +182,15 @@ class Network:
         members = self._members(group) if self._measured else []
         if not members or any(inside % before for _, before, inside, _ in members):  # unequal parts of the group
             return {}
-        fan_outs = tuple(inside // before for _, before, inside, _ in members)
-        return self._measured.get((operation, members[-1][0].name, fan_outs), {})
+        return self._measured.get((operation, members[-1][0].name, self.fan_outs(group)), {})
+
+    def fan_outs(self, group: Group) -> tuple[int, ...]:
+        """The number of units of a group that each level joins, innermost first; empty if parts of the group are
+        unequal."""
+        members = self._members(group)
+        if any(inside % before for _, before, inside, _ in members):
+            return ()
+        return tuple(inside // before for _, before, inside, _ in members)
 
     def _members(self, group: Group) -> list[tuple[Level, int, int, int]]:
         """Return for each level that the group crosses: the level, the group's members within one unit below the level,

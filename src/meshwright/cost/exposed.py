@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.cost.collective import Network
-from meshwright.cost.fabric import axis_group
+from meshwright.cost.fabric import axis_group, piece_s
 from meshwright.cost.host import waits_s
-from meshwright.cost.program import NodeCosts
+from meshwright.cost.program import NodeCosts, communicated
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Collective, Node, Program
@@ -67,7 +67,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
         return (
             (
                 collective.axis,
-                network.collective_s(collective.kind, collective.bytes, axis_group(plan.mesh, collective.axis)),
+                piece_s(communicated("", collective, True), network, axis_group(plan.mesh, collective.axis)),
             ),
         )
 

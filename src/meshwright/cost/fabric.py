@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 
+from meshwright.cost.coded import coded_s
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import Communicate, Compute, Piece, Wait
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.part import part_of, stage_cluster
-from meshwright.ir.program import CollectiveKind
 
 
 class Fabric:
@@ -34,7 +34,7 @@ class Fabric:
         self._alike = cluster.homogeneous and not mesh.stages
         self._network = Network(cluster)
         self._networks: dict[int, Network] = {}
-        self._known: dict[tuple[int, CollectiveKind, str, int, tuple[int, ...]], float] = {}
+        self._known: dict[tuple[object, ...], float] = {}
         self._sent: dict[tuple[int, int, int], float] = {}
 
     def size(self, axis: str, stage: int = 0) -> int:
@@ -46,14 +46,14 @@ class Fabric:
     def collective_s(self, piece: Communicate, stage: int) -> float:
         """Seconds of a collective along an axis, if all groups of pipeline rank ``stage`` run it at the same time."""
         place = 0 if self._alike or piece.axis == "pp" else stage
-        key = (place, piece.collective, piece.axis, piece.bytes, piece.members)
+        key = (place, piece.collective, piece.axis, piece.bytes, piece.members, piece.coding)
         if key not in self._known:
             if piece.axis == "pp" and not self._alike:
                 network, group = self._between(piece.members or tuple(range(self.mesh.num_stages)))
             else:
                 network = self._network_of(stage)
                 group = axis_group(self._mesh_of(piece.axis, stage), piece.axis, piece.members)
-            self._known[key] = network.collective_s(piece.collective, piece.bytes, group)
+            self._known[key] = piece_s(piece, network, group)
         return self._known[key]
 
     def pieces_s(self, pieces: Iterable[Piece], stage: int) -> float:
@@ -115,3 +115,10 @@ def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
     ranks = mesh.group_ranks(axis, 0)
     ranks = tuple(ranks[coordinate] for coordinate in members) or ranks
     return Group(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+
+
+def piece_s(piece: Communicate, network: Network, group: Group) -> float:
+    """Seconds of a collective of a group, in coded form if the piece says so."""
+    if piece.coding is None:
+        return network.collective_s(piece.collective, piece.bytes, group)
+    return coded_s(network, piece.collective, piece.bytes, group, piece.coding)

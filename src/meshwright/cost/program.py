@@ -9,17 +9,19 @@ import msgspec
 
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.closed_form import collective_s
+from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.optimizer import SGD, OptimizerCost
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
+from meshwright.cost.work import CodedElements, Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.mesh import Mesh, members
 from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer, Value
+from meshwright.ir.program import Accumulator, CodecState, Collective, Node, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 from meshwright.schedules.reshard import Box, transfer
@@ -48,6 +50,8 @@ class HeldBytes(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_bytes: int
     buffers_bytes: int
     inputs_bytes: int
+    codecs_bytes: int = 0
+    """Residuals, momenta and factors of codecs."""
 
     @property
     def persistent_bytes(self) -> int:
@@ -137,6 +141,7 @@ class _Stage:
         self.pipeline = plan.pipeline
         cluster = stage_cluster(cluster, plan.mesh, self.pipeline.rank_of(program.stage))
         self.costs, self.network = NodeCosts(plan.mesh, cluster, threads, num_ranks), Network(cluster)
+        self.codecs = CodecCosts(cluster)
         self.blocking = cluster.device.kind == "cpu"
         self.optimizer, self.clips = optimizer, clips
         self.trained = {name for other in programs for name in other.gradients}
@@ -151,10 +156,11 @@ class _Stage:
     def work(self) -> StageWork:
         program = self.program
         before = self._before()
-        pieces = {kind.value: launched(self._pieces(self._nodes(phase), phase)) for kind, phase in PHASE_OF.items()}
+        pieces = {kind.value: self._pieces(self._nodes(phase), phase) for kind, phase in PHASE_OF.items()}
+        self._add_coding(pieces)
         saved, workspace = self._memory()
         return StageWork(
-            pieces=pieces,
+            pieces={kind: launched(action) for kind, action in pieces.items()},
             before=before,
             after=self._after(),
             sent_up_bytes=self._sent_bytes(ActionKind.SEND_F, ActionKind.RECV_F, program.stage + 1),
@@ -169,7 +175,7 @@ class _Stage:
         different submeshes, the bytes that ranks of ``near`` then exchange to complete their parts count, too."""
         crossing = self.program.crossing(sends)
         if not self.plan.uneven:
-            return _num_bytes(crossing)
+            return sum(map(_crossing_bytes, crossing))
         received = (
             {arrival.tensor: arrival.value for arrival in self.programs[near].crossing(receives)} if crossing else {}
         )
@@ -189,8 +195,29 @@ class _Stage:
                 ),
                 default=0,
             )
-            total += (max(elements.values(), default=0) + gathered) * ITEM_BYTES[sent.value.dtype]
+            item_bytes = ITEM_BYTES[sent.value.dtype]
+            most = max(elements.values(), default=0)
+            total += codec_of(sent.codec).message_bytes(most, item_bytes) if sent.codec else most * item_bytes
+            total += gathered * item_bytes
         return total
+
+    def _add_coding(self, pieces: dict[str, list[Piece]]) -> None:
+        """Add the seconds to encode what leaves the stage, and to decode what arrives."""
+        if not self.plan.border_codec:
+            return
+        encode, decode = self.codecs.seconds_per_byte(codec_of(self.plan.border_codec))
+        for kinds, sends, receives in (
+            ((ActionKind.F,), ActionKind.SEND_F, ActionKind.RECV_F),
+            ((ActionKind.B, ActionKind.I), ActionKind.SEND_B, ActionKind.RECV_B),
+        ):
+            seconds = sum(
+                per_byte * transfer.value.num_bytes
+                for kind, per_byte in ((sends, encode), (receives, decode))
+                for transfer in self.program.crossing(kind)
+                if transfer.codec
+            )
+            for kind in (kind for kind in kinds if kind.value in pieces and seconds):
+                pieces[kind.value].append(Compute("coding", seconds))
 
     def _nodes(self, phase: str) -> tuple[Node, ...]:
         return self.program.phase(phase).nodes
@@ -242,7 +269,7 @@ class _Stage:
 
     def _communicate(self, what: str, collective: Collective, blocking: bool) -> Communicate:
         """A collective. Over dp, the host is not assumed to go on: layers of layouts that differ in dp share prices."""
-        piece = Communicate(what, collective.kind, collective.axis, collective.bytes, blocking)
+        piece = communicated(what, collective, blocking)
         if not blocking or not self.costs.launch_s or {"dp", "dp_shard"} & set(members(piece.axis)):
             return piece
         mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
@@ -316,6 +343,7 @@ class _Stage:
             gathered_bytes=sum(self.sizes[storage] for storage in whole),
             prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),
             gradients_bytes=_num_bytes(program.accumulators),
+            codecs_bytes=_num_bytes(program.codec_states),
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
             # A rank holds them once, not once per chunk.
@@ -380,6 +408,14 @@ class _Stage:
         return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]
 
 
+def communicated(what: str, collective: Collective, blocking: bool) -> Communicate:
+    """The piece of a collective."""
+    coding = CodedElements(collective.codec, collective.algorithm, collective.item_bytes, collective.summed)
+    return Communicate(
+        what, collective.kind, collective.axis, collective.bytes, blocking, coding=coding if collective.codec else None
+    )
+
+
 def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:
     """The placement of a rank's part of a tensor of shape ``whole`` that crosses between unlike submeshes: only dp
     splits it (``ir.stages.border``)."""
@@ -391,5 +427,13 @@ def _elements(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def _num_bytes(holders: Iterable[Transfer | Accumulator]) -> int:
+def _crossing_bytes(transfer: Transfer) -> int:
+    """The bytes of a tensor when it crosses to another stage."""
+    value = transfer.value
+    if not transfer.codec:
+        return value.num_bytes
+    return codec_of(transfer.codec).message_bytes(prod(value.shape), ITEM_BYTES[value.dtype])
+
+
+def _num_bytes(holders: Iterable[Transfer | Accumulator | CodecState]) -> int:
     return sum(holder.value.num_bytes for holder in holders)

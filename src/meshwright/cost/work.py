@@ -32,11 +32,22 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comp
         )  # fmt: skip
 
 
+class CodedElements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the elements of a collective are coded: the text of the codec, the algorithm, the bytes of an element, and
+    the elements of coded vectors that are added up (``ir.program.Collective.summed``)."""
+
+    codec: str
+    algorithm: str
+    item_bytes: int
+    summed: tuple[int, ...] = ()
+
+
 class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="communicate"):
     """A collective of ``bytes`` (as ``cost.collective.Network`` counts them) along a mesh axis. It starts when every
     rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` waits for it.
     ``members``: the coordinates on ``pp`` that take part, ascending; if empty, the whole axis takes part. ``ahead_s``:
-    the seconds of a blocking collective in which the host goes on launching kernels."""
+    the seconds of a blocking collective in which the host goes on launching kernels. ``coding``: how elements are coded
+    when they cross; None: not at all."""
 
     what: str
     collective: CollectiveKind
@@ -45,6 +56,7 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     blocking: bool = True
     members: tuple[int, ...] = ()
     ahead_s: float = 0.0
+    coding: CodedElements | None = None
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):

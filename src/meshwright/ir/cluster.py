@@ -81,6 +81,14 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     fan_outs: tuple[int, ...] = ()
 
 
+class CodecTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The measured seconds in which a rank encodes, and decodes, a byte of elements with a codec."""
+
+    codec: str
+    encode_s_per_byte: float
+    decode_s_per_byte: float
+
+
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When and where the values of a cluster file were measured.
 
@@ -116,6 +124,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     device: Device
     levels: tuple[Level, ...] = ()
     collectives: tuple[CollectiveTiming, ...] = ()
+    codecs: tuple[CodecTiming, ...] = ()
     calibration: Calibration | None = None
     software: Software = Software()
 

@@ -84,6 +84,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"dp": 2, "tp": 2})``. Stages may have
     different numbers of ranks; the layout needs the sum of them. ``dp`` and ``tp`` of the layout itself do not count
     then; they are refused if no stage has them."""
+    codec: str = ""
+    """The codec of gradients between data-parallel ranks, such as ``qsgd(4)`` or ``topk(1%)`` (``ir/codec.py``). With
+    ``auto``, the planner takes the fastest codec, or none; results then differ. Empty: gradients cross as they are."""
+    parameter_codec: str = ""
+    """The codec of parameters that ZeRO gathers, such as ``qsgd(8)``."""
+    activation_codec: str = ""
+    """The codec of activations and their gradients between pipeline stages, such as ``bf16``. Nothing makes up for its
+    errors, so gradients are biased."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
@@ -311,5 +319,8 @@ def layout_text(layout: Layout) -> str:
         (layout.sequence_parallel, "sequence parallel"),
         (layout.recompute != "none", f"recompute {layout.recompute}"),
         (layout.batch_statistics == "rank", "statistics of each rank"),
+        (layout.codec, f"gradients in {layout.codec}"),
+        (layout.parameter_codec, f"parameters in {layout.parameter_codec}"),
+        (layout.activation_codec, f"activations in {layout.activation_codec}"),
     )
     return ", ".join([axes or "one rank", *(str(word) for shown, word in words if shown)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import Problem, TraceError, refuse
 from meshwright.ir.interval import step_deviation
 from meshwright.ir.layout import layout_text
-from meshwright.ir.ledger import Ledger, RankEntry
+from meshwright.ir.ledger import CodecUse, Ledger, RankEntry
 from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, exposed_share, summarize
 from meshwright.ir.trace import Trace
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # reports import this module, but must not import the catalog
 
 def make_ledger(
     plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0,
-    taken: Mapping[int, tuple[int, int]] | None = None, peers: int = 0,
+    taken: Mapping[int, tuple[int, int]] | None = None, peers: int = 0, codecs: tuple[CodecUse, ...] = (),
 ) -> Ledger:  # fmt: skip
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
     ``host_share`` is the part of the predicted step for which the device waits for its host. ``taken`` has, by rank,
@@ -60,6 +60,7 @@ def make_ledger(
         predicted_by=predicted.source,
         measured_by=measured[0].source,
         num_steps=len(measured),
+        codecs=codecs,
         ranks=tuple(
             RankEntry(
                 rank=times.rank,

@@ -28,18 +28,32 @@ REDUCTION = "gradients of "
 """The labels of reductions of gradients begin with these words."""
 
 
+class Coding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A codec (``ir/codec.py``) of what crosses over an axis, and the algorithm that carries coded elements."""
+
+    axis: str
+    codec: str
+    algorithm: str
+
+
 class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tensors that one collective over ``axis`` (or joined axes) carries together.
 
     The collective either reduces the gradients of ``parameters``, or gathers ``parameters`` that are stored Flat.
     Gradients of Flat parameters are reduce-scattered, other gradients are all-reduced. Reduced gradients are then
-    summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank."""
+    summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank. ``codings`` says for
+    some axes how the elements are coded when they cross."""
 
     axis: str
     parameters: tuple[str, ...]
     num_bytes: int
     algorithm: str = "native"
     across: tuple[str, ...] = ()
+    codings: tuple[Coding, ...] = ()
+
+    def coding(self, axis: str) -> Coding | None:
+        """The coding of what crosses over an axis; None if it crosses as it is."""
+        return next((coding for coding in self.codings if coding.axis == axis), None)
 
     @property
     def label(self) -> str:
@@ -116,10 +130,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     axis, or joined axes, to the link whose times decide which resharding is cheapest. ``interiors`` names operators
     that compute the interior of their output while the halo rows of neighbouring ranks travel. These operators compute
     the borders of the output afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments``
-    are changes to the plan during a run."""
+    are changes to the plan during a run. ``border_codec`` is the codec of
+    floating-point tensors, except scalars, that cross between stages."""
 
-    VERSION: ClassVar[int] = 2
-    version: int = 2
+    VERSION: ClassVar[int] = 3
+    version: int = 3
     model: str
     graph_fingerprint: str
     batch_size: int
@@ -137,7 +152,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     algorithms: dict[str, str] = {}
     links: dict[str, Link] = {}
     interiors: tuple[str, ...] = ()
-    codec: str | None = None
+    border_codec: str = ""
     consistency: str = "sync"
     amendments: tuple[Amendment, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -257,21 +272,27 @@ def starred(name: str) -> str:
 
 def _communicated(plan: Plan) -> list[str]:
     """Lines for ``explain`` about the buckets: one line for each kind of collective and axis."""
-    kinds: dict[tuple[str, str, str], list[Bucket]] = {}
+    kinds: dict[tuple[str, str, str, str], list[Bucket]] = {}
     for bucket in plan.buckets:
         flat = isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
         kind = "reduce-scatter" if flat else "all-reduce"
         over = " and ".join((bucket.axis, *bucket.across))
-        kinds.setdefault((kind, over, "gradients"), []).append(bucket)
+        kinds.setdefault((kind, over, "gradients", _coded(bucket)), []).append(bucket)
     for bucket in plan.gathers:
-        kinds.setdefault(("all-gather", bucket.axis, "parameters"), []).append(bucket)
+        kinds.setdefault(("all-gather", bucket.axis, "parameters", _coded(bucket)), []).append(bucket)
     lines = []
-    for (kind, over, what), buckets in kinds.items():
+    for (kind, over, what, how), buckets in kinds.items():
         count = sum(len(bucket.parameters) for bucket in buckets)
         size = sum(bucket.num_bytes for bucket in buckets) / 2**20
         where = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
-        lines.append(f"  {kind} over {over}: {count} {what}, {size:.2f} MiB in {where}")
+        lines.append(f"  {kind} over {over}: {count} {what}, {size:.2f} MiB in {where}{how}")
+    if plan.border_codec:
+        lines.append(f"  between stages: coded with {plan.border_codec}")
     return lines
+
+
+def _coded(bucket: Bucket) -> str:
+    return "".join(f", over {each.axis} coded with {each.codec} ({each.algorithm})" for each in bucket.codings)
 
 
 def _costs(prediction: Prediction | Alternative) -> str:

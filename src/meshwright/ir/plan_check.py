@@ -1,10 +1,11 @@
 """Checks that a plan fits a graph: stages, strategies, stored parameters, gradients, gathers and buckets."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import prod
 
 from meshwright.errors import PlanError, Problem, refuse
+from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME
 from meshwright.ir.mesh import members
@@ -22,7 +23,7 @@ from meshwright.ir.placement import (
     nested,
     output_placements,
 )
-from meshwright.ir.plan import Plan, Strategy, starred
+from meshwright.ir.plan import Bucket, Plan, Strategy, starred
 from meshwright.ir.rule import Rule
 from meshwright.ir.stages import cut
 
@@ -52,9 +53,8 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     if len(plan.stages) != held:
         problem = f"there are {len(plan.stages)} stages, but the mesh holds {held}"
         yield "stages", problem, "there is one stage for every coordinate of pp, times chunks"
-    for key, value, only in (("codec", plan.codec, None), ("consistency", plan.consistency, "sync")):
-        if value != only:
-            yield key, f"{value!r} cannot be run by this version", f"it must be {only!r}"
+    if plan.consistency != "sync":
+        yield "consistency", f"{plan.consistency!r} cannot be run by this version", "it must be 'sync'"
     yield from _storage_problems(plan, graph)
     yield from _gather_problems(plan, graph)
     names = {operator.name for operator in graph.operators}
@@ -198,6 +198,22 @@ def _gather_problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
                 yield f"stages[{number}].gradients", problem, "take it out, or give it the parameter's storage"
 
 
+def _coding_problems(bucket: Bucket, axes: Sequence[str], place: str) -> Iterator[Problem]:
+    """Problems of a bucket's codings.
+
+    Raises:
+        PlanError: a text names no codec."""
+    for coding in bucket.codings:
+        codec = codec_of(coding.codec)
+        if coding.axis not in axes:
+            yield place, f"a codec over {coding.axis!r}, which it does not cross", f"its axes are {', '.join(axes)}"
+        if codec.exchange == "factors":
+            yield place, "factors are no codec of a bucket", "give the layout codec='factors'"
+        if coding.algorithm == "native" and codec.exchange != "sums":
+            problem = f"{coding.codec} over {coding.axis!r} by torch.distributed's own collectives"
+            yield place, problem, "name an algorithm of Meshwright, such as ring"
+
+
 def _bucket_problems(plan: Plan, graph: Graph, placements: dict[str, Placements]) -> Iterator[Problem]:
     """Problems of gradients in buckets.
 
@@ -208,10 +224,23 @@ def _bucket_problems(plan: Plan, graph: Graph, placements: dict[str, Placements]
     seen: set[str] = set()
     for index, bucket in enumerate(plan.buckets):
         place = f"buckets[{index}]"
+        yield from _coding_problems(bucket, (bucket.axis, *bucket.across), place)
+        if any(isinstance(plan.storage(name).get(bucket.axis), Flat) for name in bucket.parameters):
+            for coding in bucket.codings:
+                if coding.axis == bucket.axis and codec_of(coding.codec).needs_whole_sum:
+                    problem = f"{coding.codec} over {coding.axis!r}: its sums are whole, and ranks keep parts of them"
+                    yield place, problem, "use another codec, or do not store the parameters flat over this axis"
         for parameter in bucket.parameters:
             if len(terms.get(parameter, ())) > 1:
                 problem = f"several stages have terms of the gradient of {parameter!r}"
                 yield place, problem, "take it out of the bucket"
+        split = {
+            tuple(axis for axis, placement in plan.storage(name).items() if isinstance(placement, Shard))
+            for name in bucket.parameters
+        }
+        if bucket.codings and len(split) > 1:
+            problem = "its gradients are coded, but not split over the same axes: equal gradients would become unequal"
+            yield place, problem, "make a bucket for each kind of split"
         flat = {isinstance(plan.storage(name).get(bucket.axis), Flat) for name in bucket.parameters}
         if len(flat) > 1:
             yield place, f"some of its parameters are flat over {bucket.axis!r}, and some are not", "make two of it"

@@ -14,14 +14,16 @@ the program which values pass between phases, stages and micro-batches.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
+from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import ITEM_BYTES, Operator
 from meshwright.ir.kernel import Kernel
-from meshwright.ir.placement import Placements
+from meshwright.ir.placement import Placements, flat_shape
 from meshwright.ir.plan import Plan, Strategy
 from meshwright.ir.schedule import ActionKind
 
@@ -55,7 +57,8 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     ``bytes`` is the size of the tensor on one rank: before an all-reduce, reduce-scatter or all-to-all, and after an
     all-gather. For a halo exchange, it is the largest number of bytes that a rank receives. ``label`` names the tensors
-    that the collective carries."""
+    that the collective carries. ``codec`` is how elements of ``item_bytes`` bytes are coded when they cross. If coded
+    vectors are added up (``Codec.exchange``), ``summed`` has their numbers of elements."""
 
     kind: CollectiveKind
     axis: str
@@ -63,6 +66,9 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     bytes: int
     algorithm: str = ""
     label: str = ""
+    codec: str = ""
+    item_bytes: int = 0
+    summed: tuple[int, ...] = ()
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -120,11 +126,13 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor of the graph that is sent to the next or previous stage in every micro-batch.
 
-    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together."""
+    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together. ``codec`` is how the
+    tensor is coded when it crosses (empty: not at all)."""
 
     tensor: str
     value: Value
     whole: tuple[int, ...]
+    codec: str = ""
 
 
 class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -136,6 +144,34 @@ class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     parameter: str
     value: Value
     offset: int = 0
+
+
+class CodecState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a codec keeps between steps on this rank (``Codec.state_lengths``), for the gradients of ``parameters``.
+
+    The codec codes what crosses over the first of ``axes``. Ranks keep different residuals over all of ``axes``: the
+    gradients are summed over the others later. ``shapes`` are those of the gradients on this rank, in the order of
+    ``parameters``. ``value`` is the memory: a vector that the executor provides. ``rows``: each gradient is cut into so
+    many rows of equal length, and a residual holds the first row of all gradients, then the second, and so on."""
+
+    codec: str
+    axes: tuple[str, ...]
+    parameters: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    value: Value
+    rows: int = 1
+
+    @property
+    def segments(self) -> dict[str, tuple[int, int]]:
+        """Where each of ``Codec.state_lengths`` begins and ends in the memory."""
+        lengths = codec_of(self.codec).state_lengths(coded_shapes(self.shapes, self.rows))
+        ends = list(accumulate(lengths.values()))
+        return dict(zip(lengths, zip([0, *ends], ends, strict=False), strict=True))
+
+
+def coded_shapes(shapes: Sequence[tuple[int, ...]], rows: int) -> list[tuple[int, ...]]:
+    """The shapes of gradients as a codec meets them: flat and padded if they are cut into ``rows``."""
+    return list(shapes) if rows == 1 else [(rows * prod(flat_shape(shape, rows)),) for shape in shapes]
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,7 +199,8 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The program of one stage on one rank.
 
     If ``together`` is true, all phases run as one function. ``transfers`` maps a kind of action to the tensors that the
-    action sends or receives. ``buckets`` are the memories in which several gradients are summed together. ``slices``
+    action sends or receives. ``buckets`` are the memories in which several gradients are summed together.
+    ``codec_states`` are the memories of codecs, which stay from step to step. ``slices``
     maps the name of a micro-batch's value to its slice of a whole value. ``input_placements`` maps each input to the
     placements in which the ranks receive it. ``random_key`` is the name of the value that seeds a micro-batch's random
     numbers.
@@ -185,6 +222,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     transfers: dict[ActionKind, tuple[Transfer, ...]] = {}
     accumulators: tuple[Accumulator, ...] = ()
     buckets: tuple[Value, ...] = ()
+    codec_states: tuple[CodecState, ...] = ()
     joins: tuple[Join, ...] = ()
     scalars: dict[str, str] = {}
     gradients: dict[str, str] = {}

@@ -1,8 +1,9 @@
 """Handles buckets: parameters that one collective gathers together, and gradients that one collective reduces
-together."""
+together. A codec may code what crosses between the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from operator import getitem
 from typing import Any
@@ -10,13 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.ir.codec import codec_of, flat_shapes
 from meshwright.ir.graph import Tensor
-from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.mesh import AxisGroup, members, sizes_of
 from meshwright.ir.placement import Flat, Placements, local_shape, unflattened
 from meshwright.ir.plan import Bucket, Plan
+from meshwright.ir.program import CodecState, Value, coded_shapes
+from meshwright.ir.stages import STEP
 from meshwright.ops import collectives
+from meshwright.schedules.collectives.coded import coded
+from meshwright.schedules.collectives.hierarchy import read
+from meshwright.schedules.collectives.operations import build
 
 aten = torch.ops.aten
+MOST_CHECKED = 16
 Emit = Callable[..., fx.Node]
 
 
@@ -34,8 +42,10 @@ class LoweredValue:
 class Gathers:
     """Gathers parameters that are stored Flat. The first use of a parameter gathers its whole bucket."""
 
-    def __init__(self, plan: Plan, groups: Mapping[str, AxisGroup], tensors: Mapping[str, Tensor], emit: Emit) -> None:
-        self._groups, self._tensors, self._emit = groups, tensors, emit
+    def __init__(
+        self, plan: Plan, groups: Mapping[str, AxisGroup], tensors: Mapping[str, Tensor], emit: Emit, codecs: "Codecs"
+    ) -> None:
+        self._groups, self._tensors, self._emit, self._codecs = groups, tensors, emit, codecs
         self._sizes, self._at = sizes_of(groups)
         self._released = {name for stage in plan.stages for name in stage.released}
         self._found: dict[str, LoweredValue] = {}
@@ -60,9 +70,10 @@ class Gathers:
                 nodes,
                 group.name,
                 group.size,
-                bucket.algorithm,
+                carried_by(bucket, bucket.axis, group),
                 label=bucket.label,
                 again=released,
+                **self._codecs.of_parameters(bucket),
             )
             emitted, offset = [started, self._emit(collectives.WAIT, started)], 0
             for member, node in zip(names, nodes, strict=True):
@@ -83,10 +94,77 @@ def is_cut(plan: Plan, bucket: Bucket) -> bool:
     return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
 
+@lru_cache(maxsize=256)
+def check_rides(codec: str, operation: str, algorithm: str, num_ranks: int) -> None:
+    """Check that coded elements may ride an algorithm. Groups of more than ``MOST_CHECKED`` ranks, whose steps are
+    many, are checked as groups of so many ranks.
+
+    Raises:
+        ScheduleError: the algorithm is unknown, or the ranks would lose errors or end with different bits.
+    """
+    count = num_ranks if read(algorithm) is not None else min(num_ranks, MOST_CHECKED)
+    coded(build(operation, algorithm, count, 4 * count), codec_of(codec))
+
+
+def carried_by(bucket: Bucket, axis: str, group: AxisGroup) -> str:
+    """The algorithm of a bucket's collective over an axis."""
+    coding = bucket.coding(axis)
+    if coding is not None:
+        return coding.algorithm
+    return bucket.algorithm if axis == bucket.axis else group.algorithm
+
+
+class Codecs:
+    """The codecs of a stage's buckets. ``given`` adds a placeholder for a codec's memory (``Emission.given``).
+
+    Attributes:
+        states: the memory that codecs keep from step to step, in the order of their collectives.
+        random_key: the node of the number from which random numbers follow. It is set before the first bucket.
+    """
+
+    def __init__(self, given: Callable[..., fx.Node], sizes: Mapping[str, int]) -> None:
+        self._given, self._sizes = given, sizes
+        self.states: list[CodecState] = []
+        self.random_key: fx.Node | None = None
+
+    def of_parameters(self, bucket: Bucket) -> dict[str, Any]:
+        """The arguments with which a gather of parameters is coded; empty if it is not coded."""
+        coding = bucket.coding(bucket.axis)
+        if coding is not None:
+            check_rides(coding.codec, "all_gather", coding.algorithm, self._sizes[bucket.axis])
+        return {"codec": coding.codec, "draw": self.random_key} if coding else {}
+
+    def of_gradients(
+        self, bucket: Bucket, axis: str, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+        rows: int = 1,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The arguments with which the reduction of gradients over an axis is coded; empty if it is not coded.
+
+        ``shapes`` are those of the gradients on this rank. ``rows``: each gradient is cut into so many rows, padded
+        with zeros, and row r of all gradients is summed on rank r."""
+        coding = bucket.coding(axis)
+        if coding is None:
+            return {}
+        text = coding.codec
+        if codec_of(text).exchange in ("hops", "merges"):
+            check_rides(text, "all_reduce" if rows == 1 else "reduce_scatter", coding.algorithm, self._sizes[axis])
+        result: dict[str, Any] = {"codec": text, "draw": self.random_key}
+        if length := sum(codec_of(text).state_lengths(coded_shapes(shapes, rows)).values()):
+            kept = torch.promote_types(dtype, torch.float32)
+            node = self._given("codec_state", STEP, (length,), kept)
+            value = Value(node.name, (length,), str(kept).removeprefix("torch."), node.name)
+            order = (bucket.axis, *bucket.across)
+            axes = tuple(each for joined in order[order.index(axis) :] for each in members(joined))
+            self.states.append(CodecState(text, axes, tuple(names), tuple(map(tuple, shapes)), value, rows))
+            result["state"] = node
+        return result
+
+
 def start_cut(
-    emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup], *, again: bool = False
-) -> fx.Node:
-    """Start the reduce-scatter of a bucket's gradients.
+    emit: Emit, nodes: Sequence[fx.Node], bucket: Bucket, groups: Mapping[str, AxisGroup], coded: Mapping[str, Any],
+    *, again: bool = False,
+) -> fx.Node:  # fmt: skip
+    """Start the reduce-scatter of a bucket's gradients. ``coded``: the arguments of a codec.
 
     ``again``: the reduce-scatter runs in every micro-batch. Its result is added to a running sum, and the memory of the
     result is reused.
@@ -97,20 +175,33 @@ def start_cut(
         list(nodes),
         group.name,
         group.size,
-        bucket.algorithm,
+        carried_by(bucket, bucket.axis, group),
         label=bucket.reduction,
         again=again,
+        **coded,
     )
 
 
+def start_sum(
+    emit: Emit, flat: fx.Node, bucket: Bucket, axis: str, groups: Mapping[str, AxisGroup], coded: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+) -> fx.Node:  # fmt: skip
+    """Start the all-reduce of a vector of gradients of ``shapes`` over an axis."""
+    group = groups[axis]
+    algorithm = carried_by(bucket, axis, group)
+    more = {**coded, "shapes": flat_shapes(shapes)} if coded else {}
+    return emit(collectives.ALL_REDUCE, flat, "sum", group.name, algorithm, label=bucket.reduction, **more)
+
+
 def finish(
-    emit: Emit, started: fx.Node, bucket: Bucket, groups: Mapping[str, AxisGroup], shapes: Sequence[tuple[int, ...]]
-) -> list[fx.Node]:
-    """Wait for a bucket's reduction, all-reduce the result over the other axes, and split it into gradients of
-    ``shapes``."""
+    emit: Emit, started: fx.Node, bucket: Bucket, groups: Mapping[str, AxisGroup], names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]], codecs: Codecs, dtype: torch.dtype,
+) -> list[fx.Node]:  # fmt: skip
+    """Wait for a bucket's reduction, all-reduce the result over the other axes, and split it into the gradients of
+    ``names``, which have ``shapes``."""
     flat = emit(collectives.WAIT, started)
-    for group in (groups[axis] for axis in bucket.across):
-        started = emit(collectives.ALL_REDUCE, flat, "sum", group.name, group.algorithm, label=bucket.reduction)
-        flat = emit(collectives.WAIT, started)
+    for axis in bucket.across:
+        coded = codecs.of_gradients(bucket, axis, names, shapes, dtype)
+        flat = emit(collectives.WAIT, start_sum(emit, flat, bucket, axis, groups, coded, shapes))
     parts = emit(aten.split_with_sizes.default, flat, [prod(shape) for shape in shapes])
     return [emit(aten.view.default, emit(getitem, parts, index), list(shape)) for index, shape in enumerate(shapes)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.rules import Rules
+from meshwright.ir.codec import codec_of, shapes_of
 from meshwright.ir.halo import most_rows
 from meshwright.ir.kernel import AttentionSizes, Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of_target
@@ -175,8 +176,19 @@ def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
         (value,), ranges = call.tensors, tuple(zip(given["lows"], given["highs"], strict=True))
         size = num_bytes(value) // value.shape[given["dim"]] * most_rows(ranges, given["edges"])
     else:
-        size = max(num_bytes(*call.outputs), num_bytes(*call.tensors))
+        state = given.get("state")
+        size = max(num_bytes(*call.outputs), num_bytes(*(tensor for tensor in call.tensors if tensor is not state)))
+    if given.get("codec"):
+        return Collective(kind, axis, axes[axis], size, given["algorithm"], given["label"], *_coded(call, given))
     return Collective(kind, axis, axes[axis], size, given.get("algorithm", ""), given["label"])
+
+
+def _coded(call: Call, given: Mapping[str, Any]) -> tuple[str, int, tuple[int, ...]]:
+    """The codec of a collective, the bytes of an element, and the elements of the coded vectors that are added up."""
+    codec = codec_of(given["codec"])
+    shapes = shapes_of(given.get("shapes", ()))
+    summed = codec.summed_lengths(shapes) if codec.exchange == "sums" else ()
+    return given["codec"], call.tensors[0].element_size(), summed
 
 
 def inside(call: Call, label: str) -> tuple[Collective, ...]:

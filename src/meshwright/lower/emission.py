@@ -22,7 +22,7 @@ from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Partial, Placements, Shard, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import FINISH, PROLOGUE, STEP
-from meshwright.lower.buckets import Gathers, LoweredValue
+from meshwright.lower.buckets import Codecs, Gathers, LoweredValue
 from meshwright.lower.reshard import Resharder, Steps
 from meshwright.ops import collectives
 
@@ -54,7 +54,8 @@ class Emission:
         self.meta: dict[str, Any] = {}
         self.phase = STEP
         self._resharder = Resharder(self.emit, groups, plan.links_of(stage))
-        self._gathers = Gathers(plan, groups, graph.tensors, self.emit)
+        self.codecs = Codecs(self.given, self.sizes)
+        self._gathers = Gathers(plan, groups, graph.tensors, self.emit, self.codecs)
         self._sliced: dict[tuple[fx.Node, int, int], fx.Node] = {}
         self._shared: dict[str, LoweredValue] = {}
 

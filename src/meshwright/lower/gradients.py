@@ -20,7 +20,6 @@ from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.stages import BACKWARD, FINISH, REDUCE, STEP, Cut
 from meshwright.lower import buckets
 from meshwright.lower.emission import Emission
-from meshwright.ops import collectives
 
 aten = torch.ops.aten
 
@@ -108,11 +107,28 @@ class Gradients:
         nodes = [self._to.values[self._terms[name][0]].node for name in names]
         if buckets.is_cut(self._to.plan, bucket):
             self._finish_started()  # one at a time: gradients are freed when they are reduced
-            self._started[index] = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups)
+            self._started[index] = self._start_cut(bucket, names, nodes)
             return
         flat = self._to.emit(aten.cat.default, [self._to.emit(aten.reshape.default, node, [-1]) for node in nodes])
         flat.meta["device"] = self._device
-        self._started[index] = self._all_reduce(flat, bucket)
+        self._started[index] = self._all_reduce(flat, bucket, names, [self._shape_of(name) for name in names])
+
+    def _shape_of(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a gradient on this rank, before it is reduced."""
+        value = self._to.values[self._terms[parameter][0]]
+        return self._shape(parameter, self._to.known(value.placements))
+
+    def _start_cut(
+        self, bucket: Bucket, names: Sequence[str], nodes: Sequence[fx.Node], *, again: bool = False
+    ) -> fx.Node:
+        """Start the reduce-scatter of a bucket's whole gradients."""
+        group, shapes = self._to.groups[bucket.axis], [self._shape_of(name) for name in names]
+        coded = self._to.codecs.of_gradients(bucket, bucket.axis, names, shapes, self._dtype(names), group.size)
+        return buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups, coded, again=again)
+
+    def _dtype(self, names: Sequence[str]) -> torch.dtype:
+        """The dtype of the gradients of a bucket."""
+        return self._to.dtype(self._terms[names[0]][0])
 
     def _finish_started(self) -> None:
         for index, started in self._started.items():
@@ -175,8 +191,9 @@ class Gradients:
         """Reduce-scatter a bucket in every micro-batch, and accumulate the parts."""
         with self._to.during(BACKWARD):
             nodes = [self._term(self._terms[total.parameter][0]) for total in totals]
-            started = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups, again=True)
-            parts = buckets.finish(self._to.emit, started, bucket, self._to.groups, [total.shape for total in totals])
+            names, shapes = [total.parameter for total in totals], [total.shape for total in totals]
+            started = self._start_cut(bucket, names, nodes, again=True)
+            parts = self._finished(started, bucket, names, shapes)
             for total, part in zip(totals, parts, strict=True):
                 self._add(total, part)
                 self._keep(total)
@@ -190,38 +207,47 @@ class Gradients:
 
     def _reduce_to_parts(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
         """Accumulate whole gradients, and reduce-scatter them once a step."""
+        names = [total.parameter for total in totals]
         for total in totals:
             self._keep(total)
         with self._to.during(REDUCE):
             nodes = [total.node for total in totals]
-            started = buckets.start_cut(self._to.emit, nodes, bucket, self._to.groups)
-        names = [total.parameter for total in totals]
+            started = self._start_cut(bucket, names, nodes)
         with self._to.during(FINISH):
             self._finish_bucket(started, bucket, names, [self._shape(name, self._stored(name)) for name in names])
 
     def _reduce_bucket(self, bucket: Bucket, totals: Sequence[_Total]) -> None:
         """Accumulate a bucket's gradients in one piece of memory, and all-reduce it once a step."""
-        count, dtype, offset = sum(prod(total.shape) for total in totals), totals[0].node.meta["dtype"], 0
+        names, shapes = [total.parameter for total in totals], [total.shape for total in totals]
+        count, dtype, offset = sum(map(prod, shapes)), totals[0].node.meta["dtype"], 0
         flat = self._to.given("bucket", STEP, (count,), dtype)
         self.buckets.append(self._to.memory(flat))
         for total in totals:
             self._keep(total, flat.name, offset)
             offset += prod(total.shape)
         with self._to.during(REDUCE):
-            started = self._all_reduce(flat, bucket)
-        names = [total.parameter for total in totals]
+            started = self._all_reduce(flat, bucket, names, shapes)
         with self._to.during(FINISH):
-            self._finish_bucket(started, bucket, names, [total.shape for total in totals])
+            self._finish_bucket(started, bucket, names, shapes)
 
     # --- both --------------------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, flat: fx.Node, bucket: Bucket) -> fx.Node:
-        group, label = self._to.groups[bucket.axis], bucket.reduction
-        return self._to.emit(collectives.ALL_REDUCE, flat, "sum", group.name, bucket.algorithm, label=label)
+    def _all_reduce(
+        self, flat: fx.Node, bucket: Bucket, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> fx.Node:
+        coded = self._to.codecs.of_gradients(bucket, bucket.axis, names, shapes, self._dtype(names))
+        return buckets.start_sum(self._to.emit, flat, bucket, bucket.axis, self._to.groups, coded, shapes)
+
+    def _finished(
+        self, started: fx.Node, bucket: Bucket, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> list[fx.Node]:
+        dtype = self._dtype(names)
+        return buckets.finish(
+            self._to.emit, started, bucket, self._to.groups, names, shapes, self._to.codecs, dtype
+        )  # fmt: skip
 
     def _finish_bucket(
         self, started: fx.Node, bucket: Bucket, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> None:
-        parts = buckets.finish(self._to.emit, started, bucket, self._to.groups, shapes)
-        self.results |= zip(names, parts, strict=True)
+        self.results |= zip(names, self._finished(started, bucket, names, shapes), strict=True)
         self.apart.update(names)

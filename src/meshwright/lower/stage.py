@@ -157,6 +157,7 @@ class _StageLowering:
                 self._put(name, emission.graph.create_node("get_attr", name.removeprefix("constant.")), {})
         random_key = emission.graph.placeholder("random_key")
         self.emitter = Emitter(graph, emission.groups, emission.emit, random_key)
+        emission.codecs.random_key = random_key
 
     def _put(self, name: str, node: fx.Node, placements: Placements) -> None:
         node.meta["phase"] = self.emission.phase
@@ -221,7 +222,8 @@ class _StageLowering:
         over_time: Placements = {axis: placement for axis, placement in placements.items() if axis == TIME}
         whole = self.emission.local_shape(shape, over_time)
         local = self.emission.local_shape(shape, placements)
-        return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole)
+        codec = self.plan.border_codec if shape and self.emission.dtype(name).is_floating_point else ""
+        return Transfer(name, Value(node.name, local, self.ir.tensors[name].dtype, node.name), whole, codec)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
@@ -379,6 +381,7 @@ class _StageLowering:
             slices=self.emission.slices,
             accumulators=tuple(self.gradients.accumulators),
             buckets=tuple(self.gradients.buckets),
+            codec_states=tuple(self.emission.codecs.states),
             joins=tuple(self.joins),
             buffer_updates=self.buffer_updates,
             transfers=self.transfers,

@@ -17,6 +17,10 @@ tensors lie one after the other, each with its padding. The parts of the sums th
 
 ``again`` says that the result is freed soon and that similar results follow. On a CPU they reuse the same memory.
 
+``codec`` is the text of a codec (``ir/codec.py``) for what crosses. ``state`` is what the codec keeps between steps
+(``Codec.state_lengths``), in one vector that the collective updates. ``draw`` decides the codec's random numbers.
+``shapes`` has the number of dims and the dims of each tensor in the vector.
+
 Halos (``ir.halo``): part ``index`` of a dim owns the rows from ``edges[index]`` up to ``edges[index + 1]`` and reads
 the rows from ``lows[index]`` up to ``highs[index]``. ``halo_exchange`` returns the rows that the part reads but does
 not own, the rows before the part first. Rows that no part owns have the value ``fill``. ``halo_reduce`` is its adjoint:
@@ -70,10 +74,10 @@ def _halo(
 
 _HALO = "int dim, int[] lows, int[] highs, int[] edges"
 _PARTS = "str group, int size, str algorithm, str label='', bool again=False"
+_CODEC = "str codec='', Tensor(b!)? state=None, SymInt draw=0"
 _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
-    "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='') -> Tensor(a!)": (
-        lambda value, *_: value
-    ),
+    "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='', "
+    f"{_CODEC}, int[] shapes=[]) -> Tensor(a!)": lambda value, *_: value,
     "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor": (
         lambda value, group, size, *_: value.new_empty(size, *value.shape)
     ),
@@ -83,10 +87,10 @@ _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
     "all_to_all_start(Tensor value, str group, str algorithm, str label='') -> Tensor": (
         lambda value, *_: value.new_empty(value.shape)
     ),
-    f"gather_parts_start(Tensor[] parts, {_PARTS}) -> Tensor": (
+    f"gather_parts_start(Tensor[] parts, {_PARTS}, str codec='', SymInt draw=0) -> Tensor": (
         lambda parts, group, size, *_: parts[0].new_empty(size * sum(part.numel() for part in parts))
     ),
-    f"reduce_to_parts_start(Tensor[] values, {_PARTS}) -> Tensor": (
+    f"reduce_to_parts_start(Tensor[] values, {_PARTS}, {_CODEC}) -> Tensor": (
         lambda values, group, size, *_: values[0].new_empty(_parts_size(values, size))
     ),
     "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)": None,

@@ -13,11 +13,13 @@ from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import CANDIDATES
 from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Note, Plan
-from meshwright.ir.program import Lower
+from meshwright.ir.program import CollectiveKind, Lower
 from meshwright.planner.algorithms import in_a_box
 from meshwright.planner.buckets import BUCKET_BYTES, BucketMember, filled
+from meshwright.planner.codecs import AUTO, GAIN, BucketCodecs, candidates
 from meshwright.schedules.collectives.choice import NATIVE, chosen
 from meshwright.schedules.pipeline import schedule_of
 
@@ -53,15 +55,27 @@ def fit_buckets(
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
-    """Give ``plan`` the bucket sizes of ``LADDER_BYTES`` for which computing waits least for communication.
+    """Give ``plan`` the codec of its layout, or with ``auto`` the best codec or none, and the bucket sizes of
+    ``LADDER_BYTES`` for which computing waits least for communication.
 
     ``reduced`` are the members of the gradient buckets, and ``gathered`` those of the parameter buckets. Notes in the
     plan say how much longer computing would wait with other sizes. The peak memory of a rank stays within
     ``memory_bytes``. If even buckets of ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
     """
-    scale = _Scale(lower, plan, cluster, reduced, gathered)
-    if not scale.differ:
-        return plan
+    layout, actions = plan.layout, list[tuple[Actions, ...]]()
+    scales = [
+        _Scale(lower, plan, cluster, reduced, gathered, BucketCodecs(text, layout.parameter_codec, plan.mesh, cluster))
+        for text in candidates(layout, plan.buckets, plan.mesh, cluster)
+    ]
+    if len(scales) == 1 and not scales[0].differ:
+        return _noted(scales[0].codecs.of(plan))
+    for scale in scales:  # the codec changes no compute of the step: one lowering serves all
+        scale.actions = actions = actions or scale.lowered()
+    least = [min(choice.exposed_s for choice in scale.weighed()) for scale in scales]
+    step_s = scales[0].computed_s + least[0]
+    scale, waits_s = min(
+        zip(scales, least, strict=True), key=lambda pair: pair[1] + GAIN * step_s * bool(pair[0].codecs.text)
+    )
     choices = ranked(scale.weighed(), scale.computed_s)
     usual_bytes = 0.0
     while scale.holds_more(choices[0]):
@@ -77,7 +91,23 @@ def fit_buckets(
             if choice.reduced_bytes < largest.reduced_bytes or choice.gathered_bytes < largest.gathered_bytes
         ]
     fitted = scale.plan_of(choices[0])
-    return msgspec.structs.replace(fitted, notes=(*fitted.notes, *scale.notes(choices[0])))
+    notes = [*fitted.notes, *scale.notes(choices[0])]
+    if len(scales) > 1:
+        others = sorted((seconds, each.codecs.text or "no codec") for each, seconds in zip(scales, least, strict=True))
+        words = ", ".join(
+            f"{text} {seconds * 1e3:.3g} ms" for seconds, text in others if text != (scale.codecs.text or "no codec")
+        )
+        reason = f"computing waits {waits_s * 1e3:.3g} ms; with {words}"
+        notes.append(Note(module="gradients", split=scale.codecs.text or "no codec", reason=reason))
+    return _noted(msgspec.structs.replace(fitted, notes=tuple(notes)))
+
+
+def _noted(plan: Plan) -> Plan:
+    """The plan with a note if ``auto`` had nothing to choose from."""
+    if plan.layout.codec != AUTO or any(note.split in ("no codec", *CANDIDATES) for note in plan.notes):
+        return plan
+    reason = "ranks share memory: encoding would take as long as sending"
+    return msgspec.structs.replace(plan, notes=(*plan.notes, Note(module="gradients", split="no codec", reason=reason)))
 
 
 def ranked(choices: Sequence[BucketSizes], computed_s: float) -> list[BucketSizes]:
@@ -107,9 +137,17 @@ class _Scale:
         cluster: Cluster,
         reduced: Sequence[BucketMember],
         gathered: Sequence[BucketMember],
+        codecs: BucketCodecs,
     ) -> None:
         self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
-        self.reduced, self.gathered = _distinct(reduced, plan.algorithms), _distinct(gathered, plan.algorithms)
+        self.codecs = codecs
+        self.reduced = {
+            size: tuple(codecs.reduced(bucket, self._is_cut(bucket)) for bucket in buckets)
+            for size, buckets in _distinct(reduced, plan.algorithms).items()
+        }
+        self.gathered = {
+            size: tuple(map(codecs.gathered, buckets)) for size, buckets in _distinct(gathered, plan.algorithms).items()
+        }
         self.reductions = {
             size: [
                 self._transfer(bucket, "reduce_scatter" if self._is_cut(bucket) else "all_reduce") for bucket in buckets
@@ -133,12 +171,15 @@ class _Scale:
     def weighed(self) -> list[BucketSizes]:
         """The ``BucketSizes`` of every pair of a gradient bucket size and a parameter bucket size. Of several sizes
         that give equal buckets, only one is included."""
-        self.actions = [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
         return [
             BucketSizes(size, other, self._exposed_s(gathers, reductions))
             for size, reductions in self.reductions.items()
             for other, gathers in self.gathers.items()
         ]
+
+    def lowered(self) -> list[tuple[Actions, ...]]:
+        """The actions of all stages, with one parameter in each bucket."""
+        return [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
 
     @property
     def computed_s(self) -> float:
@@ -177,23 +218,29 @@ class _Scale:
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
             return False
+        if bucket.coding(bucket.axis) is not None:  # this rank encodes and decodes
+            return False
         name = chosen(bucket.algorithm, operation, bucket.num_bytes)
         if operation == "all_reduce":
             return name == NATIVE or (name == "butterfly" and self.plan.mesh.size(bucket.axis) == 2)
         return name in (NATIVE, "star")
 
-    def _seconds(self, collective: str, axis: str, num_bytes: float, algorithm: str = NATIVE) -> float:
+    def _seconds(self, bucket: Bucket, collective: CollectiveKind, axis: str, num_bytes: float) -> float:
+        coding = bucket.coding(axis)
+        if coding is not None:
+            return self.codecs.seconds(coding, collective, num_bytes)
+        algorithm = bucket.algorithm if axis == bucket.axis else NATIVE
         name, group = chosen(algorithm, collective, int(num_bytes)), axis_group(self.plan.mesh, axis)
-        return self.network.collective_s(collective, num_bytes, group, name)  # type: ignore[arg-type]
+        return self.network.collective_s(collective, num_bytes, group, name)
 
-    def _transfer(self, bucket: Bucket, operation: str) -> BucketTransfer:
+    def _transfer(self, bucket: Bucket, operation: CollectiveKind) -> BucketTransfer:
         cut = operation == "reduce_scatter"
         left = bucket.num_bytes // self.plan.mesh.size(bucket.axis) if cut else bucket.num_bytes
         return BucketTransfer(
             bucket.axis,
             bucket.parameters,
-            self._seconds(operation, bucket.axis, bucket.num_bytes, bucket.algorithm),
-            after_s=sum(self._seconds("all_reduce", axis, left) for axis in bucket.across),
+            self._seconds(bucket, operation, bucket.axis, bucket.num_bytes),
+            after_s=sum(self._seconds(bucket, "all_reduce", axis, left) for axis in bucket.across),
             alone=cut,
             hides=self._hides(operation, bucket),
         )

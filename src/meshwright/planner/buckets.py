@@ -21,7 +21,7 @@ class BucketMember(NamedTuple):
 
     ``key`` has the stages, the axis, the other axes over which the gradient is summed, whether the parameter is stored
     Flat, its ZeRO stage, and the dtype. If several modules share a gathered parameter, the names of these modules
-    follow the dtype.
+    follow the dtype. If gradients are coded, the axes that split the gradient follow it.
     ``num_bytes`` is the size on one rank before ZeRO shards the parameter or gradient.
     """
 
@@ -102,6 +102,8 @@ def reduced_members(
     storage: dict[str, dict[str, Placement]],
     mover: Mover,
     zero: Mapping[str, int],
+    *,
+    coded: bool = False,
 ) -> tuple[BucketMember, ...]:
     """The gradients that only need a sum over ranks, in the order in which backward makes them.
 
@@ -109,6 +111,9 @@ def reduced_members(
     reduce-scatter leaves each rank only a part of the gradient. Sums over the other axes follow one after the other.
     For all other gradients, a sum over several axes runs over one joined axis if ``mover`` finds that cheaper, else
     over one axis after the other.
+
+    ``coded``: gradients share a bucket only if the same axes split them. Otherwise, ranks that hold the same gradient
+    would code it together with different others, and would end with different values.
     """
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}
@@ -132,7 +137,8 @@ def reduced_members(
             continue
         tensor = graph.tensors[gradient]
         num_bytes = part_bytes(tensor, rest, mover.sizes)
-        key = (tuple(stages), axis, tuple(across), bool(flat), zero.get(entry.parameter, 0), tensor.dtype)
+        alike = tensor.dtype + (f" {' '.join(sorted(rest))}" if coded else "")
+        key = (tuple(stages), axis, tuple(across), bool(flat), zero.get(entry.parameter, 0), alike)
         members.append(BucketMember(key, entry.parameter, num_bytes))
     return tuple(members)
 

@@ -5,8 +5,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from meshwright.errors import PlanError, refuse
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Recompute
+from meshwright.ir.own_samples import owned, owned_problems
 from meshwright.ir.placement import (
     Flat,
     Partial,
@@ -92,6 +94,18 @@ def _linear_group(
     into = sum(graph.tensors[name].num_elements for name, term in zip(operator.inputs, partial, strict=True) if term)
     out = sum(graph.tensors[name].num_elements for name in operator.outputs)
     return group if out <= into else 0
+
+
+def take_own_samples(graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
+    """Let batch norms take the statistics of each rank's own samples.
+
+    Raises:
+        PlanError: an operator cannot do this.
+    """
+    for operator in graph.operators:
+        strategies[operator.name] = owned(operator, strategies[operator.name])
+    for operator in graph.operators:
+        refuse(PlanError, owned_problems(graph, operator, strategies, sizes), "layout")
 
 
 def parameter_storage(

@@ -14,31 +14,23 @@ from meshwright.catalog import load_cluster
 from meshwright.cost.collective import Network
 from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
-from meshwright.errors import LayoutError, PlanError, refuse
+from meshwright.errors import LayoutError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
-from meshwright.ir.own_samples import owned, owned_problems
 from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
+from meshwright.planner import derive
 from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
 from meshwright.planner.checks import batch_problems, check_microbatches, check_precision
+from meshwright.planner.codecs import BucketCodecs, codec_problems, follow_codings, gather_factors
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
-from meshwright.planner.derive import (
-    grouped,
-    in_parts,
-    parameter_storage,
-    pass_partials,
-    recomputed,
-    stage_operators,
-    zero_storage,
-)
 from meshwright.planner.factors import Factors, dividing_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
@@ -167,6 +159,7 @@ class _Planner:
     def plan(self) -> Plan:
         base, layout, graph = self.base, self.layout, self.graph
         refuse(LayoutError, batch_problems(graph, layout, runs_forward=base is not None and not graph.gradients))
+        refuse(LayoutError, codec_problems(layout))
         if layout.pp > 1 and (graph.gradients or base is None):  # an evaluation runs forwards only
             build(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
         firsts = follow_cut(graph, base.firsts) if base is not None else ()
@@ -178,17 +171,15 @@ class _Planner:
             self._choose()
         self._follow_rules()
         if layout.batch_statistics == "rank":
-            for operator in graph.operators:
-                self.strategies[operator.name] = owned(operator, self.strategies[operator.name])
-            for operator in graph.operators:
-                refuse(PlanError, owned_problems(graph, operator, self.strategies, self.sizes), "layout")
+            derive.take_own_samples(graph, self.strategies, self.sizes)
         if base is None:
+            gather_factors(graph, layout, self.strategies, self.sizes)
             firsts = _cut_of(graph, layout, self.cluster, self.ask)
         divided = cut(graph, firsts)
         settled = self.axes if self.solved is not None else ()
         asked = layout.sequence_parallel and "tp" in self.sizes
         otherwise = sequences_between(self.factors, "tp", required=base is None) if asked else None
-        placements = pass_partials(graph, divided, self.strategies, self.sizes, settled, otherwise)
+        placements = derive.pass_partials(graph, divided, self.strategies, self.sizes, settled, otherwise)
         if TIME in self.sizes:
             check_microbatches(graph, self.strategies, self.sizes, layout)
         storage = self._storage()
@@ -201,7 +192,8 @@ class _Planner:
             links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
             buckets, gathers, inside, notes = (), (), self._interiors(), self._explained()
         zero = self._zero(graph.parameters)
-        reduced = reduced_members(graph, divided, placements, storage, Mover(self.axes, links), zero)
+        mover, coded = Mover(self.axes, links), bool(layout.codec)
+        reduced = reduced_members(graph, divided, placements, storage, mover, zero, coded=coded)
         gathered = gathered_members(graph, divided, storage, self.sizes, zero)
         plan = Plan(
             model=graph.model,
@@ -221,16 +213,20 @@ class _Planner:
             algorithms=algorithms,
             links=links,
             interiors=inside,
+            border_codec=layout.activation_codec,
             notes=notes,
         )
-        if base is not None or self.cluster is None or self.lower is None or not self.ask.fits_buckets:
-            return plan
-        room = self.ask.room_bytes or self._room_bytes(self.cluster)
+        if base is not None:
+            return follow_codings(plan, base)
+        if self.cluster is None or self.lower is None or not self.ask.fits_buckets:
+            return BucketCodecs(layout.codec, layout.parameter_codec, self.mesh, self.cluster).of(plan)
+        room = self._room_bytes(self.cluster)
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def _room_bytes(self, cluster: Cluster) -> float:
         """The bytes that the live tensors of a rank may take."""
-        return room_of(cluster, range(self.mesh.world_size), num_peers(self.mesh.sizes, box_of(cluster)))
+        peers = num_peers(self.mesh.sizes, box_of(cluster))
+        return self.ask.room_bytes or room_of(cluster, range(self.mesh.world_size), peers)
 
     def _choose(self) -> None:
         """Apply the pins, and let the integer program choose the other strategies. For layouts with sequence
@@ -272,7 +268,7 @@ class _Planner:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
-            memory = self.ask.room_bytes or self._room_bytes(self.cluster)
+            memory = self._room_bytes(self.cluster)
         layout = self.ask.alike(self.layout) if self.ask.alike is not None else self.layout
         mesh = layout.mesh()
         pinned = tuple((name, *sorted(strategy.items())) for name, strategy in pins.items())
@@ -326,9 +322,11 @@ class _Planner:
         if self.solved is not None:
             storage = self.solved.storage
         else:
-            storage = parameter_storage(self.graph, self.strategies, self.sizes) | {name: {} for name in self.ask.whole}
+            storage = derive.parameter_storage(self.graph, self.strategies, self.sizes) | {
+                name: {} for name in self.ask.whole
+            }
         axis = self.layout.zero_axis if self.layout.zero > 0 else ""
-        return zero_storage(self.graph, storage, axis, self.layout.zero, self.ask.whole) if axis else storage
+        return derive.zero_storage(self.graph, storage, axis, self.layout.zero, self.ask.whole) if axis else storage
 
     def _zero(self, held: Iterable[str]) -> dict[str, int]:
         """The ZeRO stage of each parameter in ``held``."""
@@ -336,19 +334,19 @@ class _Planner:
         return {name: self.layout.zero if self.layout.zero >= 0 else chosen.get(name, 0) for name in held}
 
     def _stage(self, divided: Cut, index: int, first: str, storage: dict[str, dict[str, Placement]]) -> Stage:
-        operators = stage_operators(self.graph, divided, index)
+        operators = derive.stage_operators(self.graph, divided, index)
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
-        reduced, released = in_parts(self.graph, self._zero(held), held, base)
+        reduced, released = derive.in_parts(self.graph, self._zero(held), held, base)
         return Stage(
-            strategies=grouped({op.name: self.strategies[op.name] for op in operators}),
+            strategies=derive.grouped({op.name: self.strategies[op.name] for op in operators}),
             storage=held,
             gradients={name: held[name] for name in reduced},
             released=released,
             first=first,
             recompute=base.recompute
             if base is not None
-            else recomputed(operators, divided, self._recomputation(index)),
+            else derive.recomputed(operators, divided, self._recomputation(index)),
         )
 
     def _recomputation(self, stage: int) -> str:

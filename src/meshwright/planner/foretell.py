@@ -59,14 +59,13 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deviation(self) -> float:
         """The standard deviation of the logarithm of the step's time."""
-        return step_deviation(self.spread, exposed_share(summarize(self.trace())), self.host_share)
+        one_of_each = self.played.trace(self.played.classes.first)  # ranks of a class have equal times
+        return step_deviation(self.spread, exposed_share(summarize(one_of_each)), self.host_share)
 
     @property
     def prediction(self) -> Prediction:
         """The predicted step time, with its interval, and the peak memory."""
-        one_of_each = self.played.trace(self.played.classes.first)  # ranks of a class have equal times
-        deviation = step_deviation(self.spread, exposed_share(summarize(one_of_each)))
-        between = interval(self.played.step_s, deviation)
+        between = interval(self.played.step_s, self.deviation)
         return Prediction(step_s=self.played.step_s, peak_memory_bytes=self.peak.peak_bytes, interval_s=between)
 
 

@@ -68,7 +68,7 @@ def _differences(old: Plan, new: Plan) -> Iterator[Difference]:
         ("buckets of gathers", _buckets(old.gathers), _buckets(new.gathers)),
         ("algorithms", _words(old.algorithms), _words(new.algorithms)),
         ("interiors first", _listed(old.interiors), _listed(new.interiors)),
-        ("codec", f"{old.codec}", f"{new.codec}"),
+        ("codecs", _codecs(old), _codecs(new)),
         ("consistency", old.consistency, new.consistency),
         ("amendments", f"{len(old.amendments)}", f"{len(new.amendments)}"),
     ]
@@ -135,6 +135,12 @@ def _placed(placement: Placement) -> str:
 def _listed(names: Iterable[str]) -> str:
     """The starred names, each once."""
     return ", ".join(dict.fromkeys(map(starred, names))) or "nothing"
+
+
+def _codecs(plan: Plan) -> str:
+    """The codecs of the plan's buckets, each once, with their axes and algorithms."""
+    codings = (coding for bucket in (*plan.buckets, *plan.gathers) for coding in bucket.codings)
+    return _listed(f"{coding.codec} over {coding.axis} ({coding.algorithm})" for coding in codings)
 
 
 def _words(values: Mapping[str, str]) -> str:

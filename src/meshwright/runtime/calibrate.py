@@ -22,9 +22,14 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.comm.groups import from_every_rank, meet
-from meshwright.ir.cluster import Cluster
+from meshwright.compress.coder import coder_of
+from meshwright.compress.stream import Stream, recode
+from meshwright.compress.vector import decode, encoded
+from meshwright.ir.cluster import Cluster, CodecTiming
+from meshwright.ir.codec import CANDIDATES, Codec, codec_of
 from meshwright.ir.kind import COMPUTE
 from meshwright.runtime import launch
 from meshwright.runtime.between import Sizes, between, boxes_of_world
@@ -67,6 +72,8 @@ class Effort(msgspec.Struct, frozen=True):
     between: Sizes = Sizes()
 
 
+CODEC_ELEMENTS = 2**20
+"""Elements of the vector with which codecs are measured."""
 Advance = Callable[[str], None]
 Call = Callable[[], object]
 
@@ -106,11 +113,40 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
         timings = between(effort.between, places, advance) if ranks > 1 else []
     if rank != 0:
         return None
+    advance("codecs")
+    codecs = codec_timings(effort.laps)
     inside, across = places.each, places.num_boxes
-    return made_cluster(
+    cluster = made_cluster(
         alone.measured(), threaded.measured() if cores > 1 else None, at_once, timings, ranks=inside,
         cores=cores if across == 1 else inside, boxes=across,
     )  # fmt: skip
+    return msgspec.structs.replace(cluster, codecs=codecs)
+
+
+def codec_timings(laps: int) -> tuple[CodecTiming, ...]:
+    """The seconds of one core to encode, and to decode, a byte with each of the codecs that the planner may choose."""
+    values = torch.randn(CODEC_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    into, timings = torch.empty_like(values), []
+    for text in CANDIDATES:
+        codec = codec_of(text)
+        calls = _selection(values, into, codec) if codec.select else _chunks(values, into, codec)
+        for call in calls:  # the first call allocates
+            call()
+        taken = [[timed(call, time.thread_time)[0] for call in calls] for _ in range(laps)]
+        medians = [statistics.median(side) / values.nbytes for side in zip(*taken, strict=True)]
+        timings.append(CodecTiming(codec=text, encode_s_per_byte=medians[0], decode_s_per_byte=medians[1]))
+    return tuple(timings)
+
+
+def _selection(values: Tensor, into: Tensor, codec: Codec) -> tuple[Call, Call]:
+    stream = Stream.select(values, codec)
+    return lambda: recode(Stream.select(values, codec), codec, 0), lambda: stream.add_to(into)
+
+
+def _chunks(values: Tensor, into: Tensor, codec: Codec) -> tuple[Call, Call]:
+    coder = coder_of(codec, values.dtype)
+    message = encoded(coder, values, 0)
+    return lambda: encoded(coder, values, 0), lambda: decode(coder, message, into)
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:

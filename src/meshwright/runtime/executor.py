@@ -6,9 +6,10 @@ dict per stage and micro-batch.
 """
 
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,14 @@ from torch import Tensor
 
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, be_at, current
 from meshwright.comm.transport.base import Channel, UnderWay, Work
+from meshwright.compress.coder import Coder, coder_of, draw_of
+from meshwright.compress.vector import coded_bytes, decode, encoded
+from meshwright.ir.codec import codec_of
+from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.stages import FINISH, FORWARD, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.partition import LoweredStage, PhaseFunction
+from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.phase_clock import Clock
 from meshwright.runtime.running_stage import RunningStage, Values, empty
 from meshwright.schedules.timing import PARTNER
@@ -82,12 +88,14 @@ class Executor:
         channels: Mapping[int, Channel],
         device: torch.device,
         clock: Clock | None = None,
+        codecs: CodecMemory | None = None,
     ) -> None:
         self.schedule, self.device, self._clock = schedule, device, clock or Clock()
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
         phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
-        self.stages = {stage: RunningStage(lowered, phases, device) for stage, lowered in stages.items()}
+        codecs = codecs or CodecMemory(device)
+        self.stages = {stage: RunningStage(lowered, phases, device, codecs) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         # Of stages and micro-batches between I and W: whether the gradients of their inputs have left the stage.
@@ -175,6 +183,7 @@ class Executor:
         step.update({held.value: buffers[held.name] for held in program.buffers})
         step.update({held.value: inputs[held.name] for held in program.inputs if held.value})
         step.update(stage.totals)
+        step.update(stage.codec_states)
         self._call(stage, PROLOGUE)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
             memory.zero_()
@@ -277,7 +286,10 @@ class Executor:
         live = self._live.get((action.stage, _microbatch(action)), {})
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             for peer, place in route.messages:
-                self._leaving.append(self._channels[peer].send(live[transfer.value.name][place].contiguous()))
+                part = live[transfer.value.name][place].contiguous()
+                if transfer.codec:
+                    part = encoded(coder_at(transfer.codec, part.dtype), part, self._draw(action, transfer))
+                self._leaving.append(self._channels[peer].send(part))
         self._let_go(stage, action, action.kind)
 
     def _hand_over(self, stage: RunningStage, action: Action, kind: ActionKind) -> None:
@@ -311,7 +323,7 @@ class Executor:
         coming = []
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             whole = empty(transfer.value, self.device)
-            arrivals = [self._post(peer, whole, place, action) for peer, place in route.messages]
+            arrivals = [self._post(peer, whole, place, action, transfer.codec) for peer, place in route.messages]
             coming.append((transfer.value.name, whole, route, arrivals))
         self._coming[action.stage, _microbatch(action), action.kind] = coming
 
@@ -337,10 +349,24 @@ class Executor:
             self._begun = arrived
         return live
 
-    def _post(self, peer: int, whole: Tensor, place: Place, action: Action) -> Work:
+    def _draw(self, action: Action, transfer: Transfer) -> int:
+        """What decides the random numbers of a codec."""
+        return draw_of(self._keys(_microbatch(action)), zlib.crc32(f"{action.kind} {transfer.tensor}".encode()))
+
+    def _post(self, peer: int, whole: Tensor, place: Place, action: Action, codec: str = "") -> Work:
         box = whole[place]
         got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
         label = f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
+        if codec:
+            coder = coder_at(codec, box.dtype)
+            message = torch.empty(coded_bytes(coder, box.numel()), dtype=torch.uint8, device=box.device)
+
+            def finish() -> None:
+                decode(coder, message, got)
+                if got is not box:
+                    box.copy_(got)
+
+            return UnderWay(finish, message, works=(self._channels[peer].receive(message, label),))
         work = self._channels[peer].receive(got, label)
         return work if got is box else UnderWay(partial(box.copy_, got), works=(work,))
 
@@ -357,6 +383,12 @@ class _At(NamedTuple):
 
     def __str__(self) -> str:
         return f"stage {self.stage}" + (f", micro-batch {self.microbatch}" if self.microbatch is not None else "")
+
+
+@lru_cache(maxsize=64)
+def coder_at(codec: str, dtype: torch.dtype) -> Coder:
+    """The coder of what crosses a border between stages."""
+    return coder_of(codec_of(codec), dtype)
 
 
 def _microbatch(action: Action) -> int:

@@ -19,9 +19,10 @@ from meshwright.ir.amendment import Amendment, amended, base_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
-from meshwright.runtime import checkpoint, manifest, optimizer_state, shards
+from meshwright.runtime import checkpoint, codec_memory, manifest, optimizer_state, shards
 from meshwright.runtime.agree import check_same, everywhere, same_path, told
 from meshwright.runtime.checkpoint import Extra, Stateful, plain
+from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.guards import CallersTensors
 from meshwright.runtime.loss_check import LossCheck
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest
@@ -56,6 +57,7 @@ class Resumable:
     losses: LossCheck
     _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
+    _codecs: CodecMemory
     _callers: CallersTensors
 
     def save(
@@ -103,6 +105,8 @@ class Resumable:
         check_same(where, "the loader's position", repr(state["loader"]))
         if "pp" in self.groups and state["optimizer"] is not None:
             state["optimizer"] = optimizer_state.joined(from_every_rank(state["optimizer"]))
+        if "pp" in self.groups:
+            state["codecs"] = codec_memory.joined(from_every_rank(state["codecs"]))
         packed, share = checkpoint.packed(state), Share(parts)
         num_bytes = share.num_bytes + len(packed) + OTHER_BYTES
         try:
@@ -135,7 +139,10 @@ class Resumable:
         if self._optimizer is not None:
             kept, more = optimizer_state.extract(self.parameters, self._optimizer)
             parts.update(more)
+        codecs, more = self._codecs.extract(self.parameters)
+        parts.update(more)
         return parts, {
+            "codecs": codecs,
             "step": self.step_number,
             "seed": self.seed,
             "optimizer": plain("the optimizer", kept),
@@ -178,13 +185,16 @@ class Resumable:
         everywhere(where, lambda: checkpoint.check_state(where, self.parameters, taker, state, loader, extra))
         if loader is not None:
             everywhere(where, lambda: loader.load_state_dict(state["loader"]))
-        parts = checkpoint.model_parts(self.parameters)
+        codecs = state.get("codecs", codec_memory.NOTHING_SAVED)
+        room = self._codecs.make_room(self.parameters, codecs)
+        parts = checkpoint.model_parts(self.parameters) | room.parts
         if taker is None:
             shards.read(directory, parts)
         else:
             states, more = optimizer_state.make_room(self.parameters, taker, state["optimizer"])
             shards.read(directory, parts | more)
             optimizer_state.take(self.parameters, taker, state["optimizer"], states)
+        self._codecs.take(room, codecs)
         self.losses.forget()
         self.step_number, self.seed, self.metrics = state["step"], state["seed"], {}
         self._take_amendments(saved_manifest, where)

@@ -10,6 +10,7 @@ from meshwright.ir.program import Accumulator, Value
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import FINISH, FORWARD, LATE, REDUCE
 from meshwright.lower.partition import LoweredStage
+from meshwright.runtime.codec_memory import CodecMemory
 
 Values = dict[str, Any]
 
@@ -17,7 +18,7 @@ Values = dict[str, Any]
 class RunningStage:
     """A stage's program with the values of the current step."""
 
-    def __init__(self, lowered: LoweredStage, phases: Iterable[str], device: torch.device) -> None:
+    def __init__(self, lowered: LoweredStage, phases: Iterable[str], device: torch.device, codecs: CodecMemory) -> None:
         self.program, self.phases = lowered.program, lowered.functions
         program = self.program
         self.functions = {name: self.phases[name].function for name in phases}
@@ -29,6 +30,7 @@ class RunningStage:
         self.totals = {
             accumulator.value.name: self._memory(accumulator, device) for accumulator in program.accumulators
         }
+        self.codec_states = {state.value.name: codecs.of(state) for state in program.codec_states}
         late = {name for phase in LATE for name in self.phases[phase].inputs}
         ready = (
             *self.phases[FORWARD].outputs,

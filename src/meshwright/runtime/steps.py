@@ -18,6 +18,7 @@ from meshwright.ir.stages import batch_border
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
+from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.executor import Executor, Place, Route, StepResult
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.phase_clock import Clock
@@ -51,6 +52,7 @@ class Step:
         rank: int,
         device: torch.device,
         compiler: Compiler | None = None,
+        codecs: CodecMemory | None = None,
     ) -> None:
         graph = captured.graph
         scalars = {"loss": graph.loss, **graph.metrics}
@@ -90,7 +92,7 @@ class Step:
         peers = {peer for owner in sharing for peer in self._linked(owner)}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
         schedule = schedule_of(plan, backward=bool(graph.gradients))
-        self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock)
+        self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock, codecs)
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys

@@ -29,6 +29,7 @@ from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.ops.library import mix
+from meshwright.runtime.codec_memory import CodecMemory, check_clipping
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
@@ -92,7 +93,9 @@ class Trainer(Resumable):
         self.recorder: SpanRecorder | None = SpanRecorder(axes, memory_reader(device))
         # lowering may fail, so it comes before any change of the caller's model
         self._compiler = Compiler(device) if compile else None
-        lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler)
+        self._codecs = CodecMemory(device)
+        check_clipping(plan, max_grad_norm)
+        lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
         self._offloader = Offloader(device) if plan.offload == "optimizer" else None
@@ -329,7 +332,7 @@ class Trainer(Resumable):
             precision=self.graph.precision,
         )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
-        step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler)
+        step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler, self._codecs)
         self._lowered.insert(0, (key, Guard(self._model, training, captured.reads), step))
         del self._lowered[SHAPES_KEPT:]
         self._compared &= {key for key, _, _ in self._lowered}
@@ -344,8 +347,9 @@ class Trainer(Resumable):
         gradients = [value for value in result.gradients.values() if value is not None]
         if not self.loss_scale.dynamic:
             refuse_unless_finite(loss, step, UNCHANGED)
-        finite = self.loss_scale.unscale(gradients, self.groups, loss)
+        finite, before = self.loss_scale.unscale(gradients, self.groups, loss), self.loss_scale.value
         self.loss_scale.note(finite, step, tells=self.rank == 0)
+        self._codecs.rescale(self.loss_scale.value / before)
         result.scalars["skipped"] = torch.tensor(0 if finite else 1)
         if self.loss_scale.dynamic:
             result.scalars["loss_scale"] = torch.tensor(self.loss_scale.value)

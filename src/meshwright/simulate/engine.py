@@ -340,7 +340,10 @@ class _Engine:
         if self._links is None:
             self._meet(key, meeting.start_s + (meeting.seconds if self._overlap else 0.0))
         else:
-            flows = self._links.collective(meeting.piece.collective, meeting.piece.bytes, key[1])
+            piece = meeting.piece
+            flows = self._links.collective(
+                piece.collective, piece.bytes, key[1], meeting.seconds if piece.coding else None
+            )
             self._links.start(partial(self._meet, key), meeting.start_s, flows)
 
     def _meet(self, key: _MeetingKey, end_s: float) -> None:

@@ -147,9 +147,15 @@ class Links:
                 return (Flow(level.alpha_s, float(num_bytes), uses, 1 / _beta(level)),)
         raise AssertionError("a rank sends to itself")
 
-    def collective(self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> tuple[Flow, ...]:
-        """The flows of a collective between ``ranks``, which must be equally spaced."""
+    def collective(
+        self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int], alone_s: float | None = None
+    ) -> tuple[Flow, ...]:
+        """The flows of a collective between ``ranks``, which must be equally spaced. ``alone_s``: its seconds without
+        other traffic, if its elements are coded. It is then a plain collective of as many bytes as take this time."""
         size, (latency_s, slower) = len(ranks), self._measured(collective, num_bytes, ranks)
+        if alone_s is not None:
+            whole_s = self._network.collective_s(collective, num_bytes, Group(size, ranks[1] - ranks[0]))
+            slower *= max(0.0, alone_s - latency_s) / (whole_s - latency_s) if whole_s > latency_s else 1.0
         num_bytes *= slower
         if collective == "all_to_all":
             return self._pairwise(num_bytes, ranks, latency_s)

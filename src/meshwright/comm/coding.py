@@ -1,0 +1,265 @@
+"""How a bucket crosses between ranks in coded form, by the algebra of its codec (decision 0047).
+
+A codec's vector is in float32 at least: residuals of 16-bit gradients would lose what they are kept for.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collectives import Collectives
+from meshwright.comm.exchange import CodedRun
+from meshwright.comm.member import MeasuredCoding
+from meshwright.comm.transport.base import UnderWay, Work
+from meshwright.comm.transport.mpi import Mpi
+from meshwright.comm.transport.native import Native
+from meshwright.compress import low_rank
+from meshwright.compress.coder import draw_of
+from meshwright.compress.select import random_indices, share_of
+from meshwright.compress.stream import Stream, select_with_feedback
+from meshwright.ir.codec import Codec, Select, codec_of
+
+_SALT = 0x5EED
+NORM_EVERY = 64
+"""Of so many collectives with one label, one measures the norm of its residual."""
+
+
+Sums: TypeAlias = Collectives | Native | Mpi
+"""What adds up coded vectors: any object that runs dense all-reduces."""
+
+
+class Coding:
+    """The coding of one collective.
+
+    Args:
+        text: the codec.
+        state: the memory of the codec (``Codec.state_lengths``); None if it keeps nothing.
+        draw: decides the random numbers; equal on all ranks of the group.
+        shapes: the shapes of the gradients in the vector.
+        num_ranks: the number of ranks of the group.
+        measured: what this collective has done, for the ledger.
+    """
+
+    def __init__(
+        self, text: str, state: Tensor | None, draw: int, shapes: Sequence[tuple[int, ...]], num_ranks: int,
+        measured: MeasuredCoding,
+    ) -> None:  # fmt: skip
+        self._codec, self._draw, self._shapes, self._num_ranks = codec_of(text), draw, shapes, num_ranks
+        self._measured, self._choosing_s = measured, 0.0
+        self._kept: dict[str, Tensor] = {}
+        if state is not None:
+            lengths = self._codec.state_lengths(shapes)
+            self._kept = dict(zip(lengths, state.split([*lengths.values()]), strict=True))
+
+    def all_reduce(self, value: Tensor, ours: Collectives, sums: Sums, algorithm: str, label: str) -> Work:
+        """Sum a contiguous tensor over the group, in place. ``algorithm`` carries coded elements; ``sums`` adds up
+        coded vectors."""
+        vector, write = self._vector(value)
+        if self._codec.exchange == "sums":
+            return self._sum(vector, write, sums, algorithm, label)
+        chosen = self._begin(vector)
+        if self._is_dense_yet:
+            work = ours.all_reduce(vector, "sum", algorithm, label)
+        else:
+            codec = self._codec if chosen is not None else self._codec_now()
+            work = ours.coded_all_reduce(vector, self._residual, codec, self._draw, algorithm, label, chosen)
+        return UnderWay(lambda: self._end(vector, write, work), vector, works=(work,))
+
+    def reduce_scatter(self, rows: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
+        """Sum a tensor ``[ranks, elements]`` and write this rank's row to ``into``."""
+        vector, _ = self._vector(rows)
+        part, write = self._vector(into)
+        chosen = self._begin(vector)
+        if self._is_dense_yet:
+            work = ours.reduce_scatter(vector, part, "sum", algorithm, label)
+        else:
+            codec = self._codec if chosen is not None else self._codec_now()
+            work = ours.coded_reduce_scatter(vector, part, self._residual, codec, self._draw, algorithm, label, chosen)
+        return UnderWay(lambda: self._end(vector, write, work), vector, part, works=(work,))
+
+    def all_gather(self, value: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
+        """Collect every rank's ``value``, coded and decoded, in ``into`` (``[ranks, ...]``)."""
+        vector, _ = self._vector(value)
+        rows, write = self._vector(into)
+        work = ours.coded_all_gather(vector, rows, None, self._codec, self._draw, algorithm, label)
+        return UnderWay(lambda: self._end(rows, write, work), vector, rows, works=(work,))
+
+    # --- vectors -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _vector(value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """The elements in float32 at least, and what writes them back."""
+        wide = torch.promote_types(value.dtype, torch.float32)
+        if wide == value.dtype:
+            return value, lambda: None
+        vector = value.to(wide)
+        return vector, lambda: value.copy_(vector)
+
+    @property
+    def _residual(self) -> Tensor | None:
+        return self._kept.get("residual")
+
+    @property
+    def _steps(self) -> int:
+        """The number of finished steps, while a warm-up counts them."""
+        return int(self._kept["steps"]) if "steps" in self._kept else self._codec.warmup
+
+    @property
+    def _is_dense_yet(self) -> bool:
+        """Whether the codec waits for the end of its warm-up. Selections choose more elements instead."""
+        return self._codec.select is None and self._steps < self._codec.warmup
+
+    def _codec_now(self) -> Codec:
+        """The codec of this step: in a warm-up, a selection chooses more."""
+        select = self._codec.select
+        if select is None or self._steps >= self._codec.warmup:
+            return self._codec
+        share = share_of(self._codec, self._steps)
+        parts = tuple(
+            Select(select.rule, share or select.amount) if part is select else part for part in self._codec.parts
+        )
+        return Codec(parts=parts, feedback=self._codec.feedback)
+
+    # --- momentum ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, vector: Tensor) -> Stream | None:
+        """Turn gradients into what is exchanged: with momentum, this rank's term of the momentum. Returns the elements
+        that this rank sends, if it has chosen them already: its own momentum becomes 0 there, and nowhere else."""
+        momentum, beta = self._kept.get("momentum"), self._codec.momentum
+        if momentum is None:
+            return None
+        if self._codec.shares_momentum:  # 1-bit Adam: every rank has the same momentum of the sum
+            if not self._is_dense_yet:
+                vector.mul_(1 - beta).add_(momentum, alpha=beta / self._num_ranks)
+            return None
+        begun = time.perf_counter()
+        chosen = select_with_feedback(vector.view(-1), self._kept, self._codec, self._steps)
+        if not bool(chosen.values.isfinite().all()):
+            _finite(self._kept["residual"])
+            _finite(momentum)
+        self._choosing_s = time.perf_counter() - begun
+        return chosen
+
+    def _note(self, vector: Tensor, work: Work | None) -> None:
+        """Note what the collective has done. Norms take time: they are measured at times only."""
+        measured = self._measured
+        measured.num_bytes = vector.nbytes
+        if isinstance(work, CodedRun):
+            measured.sent_bytes, measured.coding_s = work.sent_bytes, self._choosing_s + work.coding_s
+        if self._residual is not None and measured.count % NORM_EVERY == 0:
+            norm = float(vector.norm()) / self._num_ranks
+            measured.residual_share = float(self._residual.norm()) / norm if norm else 0.0
+        measured.count += 1
+
+    def _end(self, vector: Tensor, write: Callable[[], object], work: Work | None) -> None:
+        self._note(vector, work)
+        momentum, beta = self._kept.get("momentum"), self._codec.momentum
+        if momentum is not None and self._codec.shares_momentum:
+            old = momentum.clone()
+            new = torch.lerp(old, vector, 1 - beta) if self._is_dense_yet else vector
+            # Elements that are not finite arrive in the result, and leave the momentum of later steps as it was.
+            torch.where(new.isfinite(), new, old, out=momentum)
+            if not self._is_dense_yet:
+                # The optimizer makes the new momentum of this gradient, because it holds the old momentum.
+                vector.sub_(old, alpha=beta).div_(1 - beta)
+        self._count_step()
+        write()
+
+    def _count_step(self) -> None:
+        if "steps" in self._kept:
+            self._kept["steps"].add_(1)
+
+    # --- sums --------------------------------------------------------------------------------------------------------
+
+    def _sum(self, vector: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
+        residual = self._residual
+        flat = vector.view(-1)
+        if (momentum := self._kept.get("momentum")) is not None:
+            flat.copy_(momentum.mul_(self._codec.momentum).add_(flat))
+        if residual is not None:
+            flat.add_(residual)
+        if self._codec.select is not None:
+            return self._sum_chosen(flat, write, sums, algorithm, label)
+        return self._sum_factors(flat, write, sums, algorithm, label)
+
+    def _sum_chosen(self, flat: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
+        """Random elements, equal on all ranks."""
+        select = self._codec_now().select
+        assert select is not None
+        chosen = random_indices(flat.numel(), select.count(flat.numel()), draw_of(self._draw, _SALT))
+        # An element that is not finite must arrive, also if it is not chosen.
+        coded = flat[chosen] if bool(flat.isfinite().all()) else flat.new_full(chosen.shape, torch.nan)
+        if self._residual is not None:
+            self._residual.copy_(flat)
+        for kept in (self._kept[name] for name in ("residual", "momentum") if name in self._kept):
+            kept[chosen] = 0
+            _finite(kept)
+
+        def finish() -> None:
+            flat.zero_()
+            flat[chosen] = coded
+            self._count_step()
+            write()
+
+        return UnderWay(finish, flat, coded, works=(sums.all_reduce(coded, "sum", algorithm, label),))
+
+    def _sum_factors(self, flat: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
+        """PowerSGD: P = M Q of all ranks, orthogonal; then Q = Mᵀ P of all ranks. A rank's residual is M - P Pᵀ M, so
+        that the result and all residuals add up to all gradients and all old residuals."""
+        tensors = [
+            part.view(shape) for part, shape in zip(flat.split([*map(prod, self._shapes)]), self._shapes, strict=True)
+        ]
+        pairs = [self._codec.factored(shape) for shape in self._shapes]
+        matrices = [tensor.view(pair) for tensor, pair in zip(tensors, pairs, strict=True) if pair is not None]
+        whole = [tensor.reshape(-1) for tensor, pair in zip(tensors, pairs, strict=True) if pair is None]
+        rank = self._codec.rank
+        rights: list[Tensor] = []
+        if matrices:
+            widths = [rank * matrix.shape[1] for matrix in matrices]
+            rights = [
+                part.view(matrix.shape[1], rank)
+                for part, matrix in zip(self._kept["right"].split(widths), matrices, strict=True)
+            ]
+            for place, right in enumerate(rights):
+                low_rank.renew_right(right, draw_of(self._draw, place))
+        lefts = low_rank.left_factors(matrices, rights)
+        first = torch.cat([*(left.view(-1) for left in lefts), *whole]) if lefts or whole else flat.new_empty(0)
+        started = sums.all_reduce(first, "sum", algorithm, label)
+
+        def finish() -> None:
+            sizes = [*(left.numel() for left in lefts), *(each.numel() for each in whole)]
+            parts = first.split(sizes)
+            summed = [part.view(left.shape) for part, left in zip(parts, lefts, strict=False)]
+            for left in summed:
+                low_rank.orthogonalize(left)
+            terms = low_rank.right_factors(matrices, summed)
+            residual = self._residual
+            if residual is not None:
+                residual.zero_()
+                left_out = residual.split([*map(prod, self._shapes)])
+                places = [place for place, pair in zip(left_out, pairs, strict=True) if pair is not None]
+                for place, matrix, left, term in zip(places, matrices, summed, terms, strict=True):
+                    place.view(matrix.shape).copy_(matrix).addmm_(left, term.T, alpha=-1)
+                _finite(residual)
+            if terms:
+                second = torch.cat([term.reshape(-1) for term in terms])
+                work = sums.all_reduce(second, "sum", algorithm, label)
+                if work is not None:
+                    work.wait()
+                self._kept["right"].copy_(second)
+                for matrix, left, right in zip(matrices, summed, rights, strict=True):
+                    torch.mm(left, right.T, out=matrix)
+            for tensor, part in zip(whole, parts[len(lefts) :], strict=True):
+                tensor.copy_(part)
+            write()
+
+        return UnderWay(finish, flat, first, works=(started,))
+
+
+def _finite(residual: Tensor) -> None:
+    """Leave out of a residual or momentum what is not finite: it has arrived in the result, and would stay for ever."""
+    torch.nan_to_num_(residual, 0.0, 0.0, 0.0)

@@ -1,0 +1,111 @@
+"""What a coded collective works on, and how it is run: the part that all executors of coded collectives share."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collective_run import Run, Wait
+from meshwright.compress.stream import Stream
+from meshwright.errors import PlanError
+from meshwright.schedules.collectives.steps import Span
+
+
+class Exchange:
+    """The tensors of one coded collective.
+
+    ``memory``: the elements, summed in place. ``residual``: the errors of this rank's encodings, for the elements from
+    ``offset`` on; None: errors are lost. ``draw`` decides the random numbers. ``finish`` is called at the end.
+    ``chosen``: the elements that this rank has chosen already; the residual then holds the others.
+
+    Raises:
+        PlanError: the residual has another length or dtype than the elements that this rank contributes.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        residual: Tensor | None,
+        draw: int,
+        own: slice,
+        finish: Callable[[], object] | None = None,
+        chosen: Stream | None = None,
+    ) -> None:
+        self.chosen = chosen
+        self.memory, self.draw, self.finish, self.offset = memory, draw, finish, own.start
+        self.own, self._own = (own.start, own.stop), memory[own]
+        self.residual = None if residual is None else residual.view(-1)
+        if self.residual is not None and _described(self.residual) != _described(self._own):
+            raise PlanError(
+                f"a residual of {_described(self.residual)} for {_described(self._own)}",
+                where="coded collective",
+                remedy="a residual belongs to one bucket of one model; begin with zeros for another",
+            )
+
+    def begin(self) -> None:
+        """Add the residual to the elements; errors are then collected from 0 on."""
+        if self.residual is not None:
+            self._own.add_(self.residual)
+            self.residual.zero_()
+
+    def add_error(self, begin: int, error: Tensor) -> None:
+        """Add the error of elements from ``begin`` on to the residual. What is not finite is left out: it has
+        arrived in the result, and would stay in the residual for ever. ``error`` is overwritten."""
+        residual = self.residual_of((begin, begin + error.numel()))
+        if residual is not None:
+            residual.add_(torch.nan_to_num_(error, 0, 0, 0))
+
+    def add_errors(self, begin: int, errors: Stream) -> None:
+        """Add the errors of a stream, whose elements begin at ``begin``, to the residual, as ``add_error`` does."""
+        residual = self.residual_of((begin, begin + errors.length))
+        if residual is not None:
+            finite = Stream(errors.length, errors.indices, torch.nan_to_num_(errors.values, 0, 0, 0))
+            finite.add_to(residual)
+
+    def residual_of(self, span: Span) -> Tensor | None:
+        """The residual of these elements, if there is one."""
+        return None if self.residual is None else self.residual[span[0] - self.offset : span[1] - self.offset]
+
+
+def _described(tensor: Tensor) -> str:
+    """The length and dtype of a flat tensor in words."""
+    return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class CodedRun(Run):
+    """A coded collective that has been started. ``sent_bytes`` counts the bytes of its messages, and ``coding_s`` the
+    seconds in which this rank chose, encoded and decoded elements."""
+
+    __slots__ = ("_begun", "_exchange", "coding_s", "sent_bytes")
+
+    def __init__(self, kind: Any, exchange: Exchange, number: int, label: str, wait: Wait) -> None:
+        super().__init__(kind, number, label, wait)
+        self._exchange: Exchange | None = exchange
+        self._begun = False
+        self.sent_bytes, self.coding_s = 0, 0.0
+
+    def _is_idle(self, num_steps: int) -> bool:
+        """Whether nothing is sent, so that elements and residual stay as they are: one rank, or no elements."""
+        return not num_steps and (self._exchange is None or self._exchange.chosen is None)
+
+    def _prepared(self) -> Exchange:
+        """The exchange; the first call prepares it."""
+        exchange = self._exchange
+        assert exchange is not None, "a run ends once"
+        if not self._begun:
+            self._begun = True
+            self._prepare(exchange)
+        return exchange
+
+    @abstractmethod
+    def _prepare(self, exchange: Exchange) -> None:
+        """Add the residual to the elements, and allocate memory for the run."""
+
+    def _end(self) -> None:
+        exchange = self._exchange
+        if exchange is not None and exchange.finish is not None:
+            exchange.finish()
+        self.done = True
+        self._exchange = None

@@ -1,0 +1,105 @@
+"""The times of collectives whose elements are coded when they cross (``ir/codec.py``)."""
+
+from meshwright.cost.alpha_beta import Carried
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.work import CodedElements
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import Cast, Codec, LowRank, OneBit, Quantize, Select, codec_of
+from meshwright.ir.placement import Flat
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import CollectiveKind
+from meshwright.schedules.collectives.coded import coded
+from meshwright.schedules.collectives.coded_bytes import chunk_of, sent_bytes
+from meshwright.schedules.collectives.operations import DENSE_GATHER, FOR_SELECTIONS, build
+
+PASSES = {Cast: (1.5, 1.5), Quantize: (4.0, 2.0), OneBit: (4.0, 2.0), Select: (6.0, 1.0), LowRank: (2.0, 2.0)}
+"""How often encoding and decoding read or write all elements: the count of the operators of each kernel. A calibration
+measures the times instead (``Cluster.codecs``)."""
+LOSSLESS_S_PER_BYTE = (1 / 500e6, 1 / 1500e6)
+"""Seconds to compress and to decompress a byte on one core, by zstandard at its level 1 (its authors' benchmark)."""
+LOSSLESS_BYTES = 0.83
+"""Bytes that are left of a byte of float32 gradients: the exponents of Gaussian numbers have 2.54 bits of information
+of 8, so at best 26.5 of 32 bits are left."""
+
+
+ITEM = 4
+"""Bytes of an element: gradients of fewer bytes are coded in float32."""
+MOST_RANKS = 64
+
+
+class CodecCosts:
+    """What codecs cost on a rank of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._bandwidth = cluster.device.memory_bandwidth_bytes_per_s
+        self._measured = {codec_of(row.codec).parts: row for row in cluster.codecs}
+
+    def seconds_per_byte(self, codec: Codec) -> tuple[float, float]:
+        """The seconds to encode, and to decode, a byte of elements."""
+        row = self._measured.get(codec.parts)
+        if row is not None:
+            return row.encode_s_per_byte, row.decode_s_per_byte
+        passes = [PASSES[type(part)] for part in codec.parts if type(part) in PASSES]
+        encode, decode = (sum(each[side] for each in passes) / self._bandwidth for side in (0, 1))
+        if codec.lossless:
+            encode, decode = encode + LOSSLESS_S_PER_BYTE[0], decode + LOSSLESS_S_PER_BYTE[1]
+        return encode, decode
+
+
+def coded_s(
+    network: Network, operation: CollectiveKind, num_bytes: float, group: Group, coding: CodedElements
+) -> float:
+    """Seconds of a collective of a group whose elements are coded, while all groups of its axis run the same."""
+    codec, costs = codec_of(coding.codec), CodecCosts(network.cluster)
+    encode, decode = costs.seconds_per_byte(codec)
+    if codec.exchange == "sums":
+        sums = (network.collective_s("all_reduce", length * coding.item_bytes, group) for length in coding.summed)
+        return sum(sums) + num_bytes * (encode + decode)
+    length = max(1, round(num_bytes / coding.item_bytes))
+
+    def carried(terms: int, adds: bool) -> Carried:
+        if codec.exchange == "merges" and coding.algorithm == DENSE_GATHER and not adds:
+            return Carried(codec.value_bytes(length, coding.item_bytes) / num_bytes, 0.0, decode)
+        coded = codec.message_bytes(length, coding.item_bytes, terms)
+        if codec.lossless:
+            coded = round(coded * LOSSLESS_BYTES)
+        share = min(1.0, coded / num_bytes)
+        if codec.exchange == "merges":  # chosen once, before the first message; then only chosen elements are touched
+            return Carried(share, 0.0, decode * share)
+        return Carried(share, encode, decode)
+
+    chosen_s = num_bytes * encode if codec.exchange == "merges" else 0.0
+    algorithm = "shares" if coding.algorithm in FOR_SELECTIONS else coding.algorithm
+    # Sizes that the receiver does not know are sent in a round of their own.
+    rounds = 1 if codec.is_fixed else 2
+    return chosen_s + network.coded_steps_s(operation, algorithm, num_bytes, group, carried, rounds)
+
+
+def foretold(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], tuple[int, float]]:
+    """The bytes that rank 0 sends in each coded collective of a plan, and its seconds of encoding and decoding, by axis
+    and label. Collectives over more ranks than ``MOST_RANKS``, whose steps are many, are left out."""
+    result: dict[tuple[str, str], tuple[int, float]] = {}
+    costs = CodecCosts(cluster)
+    labeled = [(bucket, bucket.reduction) for bucket in plan.buckets] + [(each, each.label) for each in plan.gathers]
+    for bucket, label in labeled:
+        for coding in bucket.codings:
+            codec, size = codec_of(coding.codec), plan.mesh.size(coding.axis)
+            if codec.exchange not in ("hops", "merges") or not 1 < size <= MOST_RANKS:
+                continue
+            cut = isinstance(plan.storage(bucket.parameters[0]).get(coding.axis), Flat)
+            operation = "all_gather" if label == bucket.label else "reduce_scatter" if cut else "all_reduce"
+            steps = coded(build(operation, coding.algorithm, size, bucket.num_bytes // ITEM), codec)
+            sent = sent_bytes(steps, codec, ITEM, chunk_of(codec, ITEM))[0]
+            encode, decode = costs.seconds_per_byte(codec)
+            spans = [end - begin for begin, end in steps.atoms]
+            encoded = sum(spans[each.atom] for each in steps.encodings if each.rank == 0) * ITEM
+            taken = sum(
+                spans[part.atom] * ITEM
+                for moves in steps.rounds for move in moves if move.target == 0
+                for part in move.parts if part.code is not None
+            )  # fmt: skip
+            if codec.exchange == "merges":
+                share = codec.message_bytes(bucket.num_bytes // ITEM, ITEM) / bucket.num_bytes
+                encoded, taken = bucket.num_bytes, round(taken * min(1.0, share))
+            result[coding.axis, label] = sent, encoded * encode + taken * decode
+    return result

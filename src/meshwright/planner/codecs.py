@@ -1,0 +1,195 @@
+"""Give buckets the codecs that a layout asks for, each with the algorithm that carries it in the least time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import msgspec
+
+from meshwright.cost.coded import coded_s
+from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
+from meshwright.cost.work import CodedElements
+from meshwright.errors import Problem
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import CANDIDATES, codec_of
+from meshwright.ir.graph import ITEM_BYTES, Graph
+from meshwright.ir.layout import DATA_AXES, Layout
+from meshwright.ir.mesh import Mesh, members
+from meshwright.ir.placement import Flat
+from meshwright.ir.plan import Bucket, Coding, Plan, Strategy
+from meshwright.ir.program import CollectiveKind
+from meshwright.planner.algorithms import in_a_box
+from meshwright.schedules.collectives import hierarchy
+from meshwright.schedules.collectives.choice import NATIVE
+from meshwright.schedules.collectives.operations import DENSE_GATHER
+
+AUTO, FACTORS = "auto", "factors"
+_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default")
+"""Operators between the product of a dense layer's gradient and the gradient itself."""
+GAIN = 0.02
+"""A codec is taken if it makes the time for which computing waits shorter by more than this fraction of the step."""
+HALVES = ("star", "ring", "halving")
+ALGORITHMS: dict[CollectiveKind, tuple[str, ...]] = {
+    "all_reduce": ("shares", "ring", "rabenseifner"),
+    "reduce_scatter": HALVES,
+    "all_gather": HALVES,
+}
+"""Algorithms that any codec may ride (decision 0047): no two ranks encode the same sum."""
+ACROSS: dict[CollectiveKind, tuple[str, ...]] = {"all_reduce": ("ring", "rabenseifner"), "reduce_scatter": HALVES}
+
+
+def codec_problems(layout: Layout) -> Iterator[Problem]:
+    """Codecs that cannot do what a layout asks of them, or that have nothing to code.
+
+    Raises:
+        PlanError: a text names no codec.
+    """
+    for field in ("codec", "parameter_codec", "activation_codec"):
+        text = getattr(layout, field)
+        if not text or (text == AUTO and field == "codec"):
+            continue
+        if text == AUTO:
+            yield "layout", f"{field}='auto'", "name a codec: the planner chooses only the codec of gradients"
+            continue
+        codec = codec_of(text)
+        if field != "codec" and (codec.exchange != "hops" or codec.feedback or codec.momentum):
+            problem = f"{field}={text!r}: only sums of gradients can make up for its errors"
+            yield "layout", problem, "use fp16, bf16, qsgd, or onebit(feedback=off)"
+        elif field == "activation_codec" and not codec.is_fixed:
+            problem = f"activation_codec={text!r}: the size of its messages is not known to the next stage"
+            yield "layout", problem, "use fp16, bf16, qsgd, or onebit(feedback=off)"
+    whole = bool(layout.codec) and layout.codec != AUTO and codec_of(layout.codec).needs_whole_sum
+    if whole and layout.zero and not layout.zero_ranks:
+        problem = f"codec={layout.codec!r} with zero={layout.zero}: its sums are whole on every rank"
+        yield "layout", problem, "use another codec, or zero=0, or zero_ranks: groups of ranks then hold copies"
+    if layout.codec == FACTORS and layout.microbatches > 1:
+        # A rank's samples are cut into micro-batches: the rows of one micro-batch are no neighbours in the batch.
+        problem = (
+            f"codec='factors' with {layout.microbatches} micro-batches: a rank gathers the rows of the whole batch"
+        )
+        yield "layout", problem, "use microbatches=1, or another codec"
+    if layout.parameter_codec and layout.zero == 0:
+        yield "layout", "parameter_codec with zero=0: no parameter is gathered", "leave it out, or give zero 1, 2 or 3"
+    if layout.activation_codec and layout.pp == 1:
+        yield "layout", "activation_codec with pp=1: nothing crosses between stages", "leave it out"
+
+
+class BucketCodecs:
+    """Codes the buckets of a plan with one codec.
+
+    ``text`` is the codec of gradients, ``parameter_text`` that of gathered parameters; empty: none."""
+
+    def __init__(
+        self, text: str, parameter_text: str, mesh: Mesh, cluster: Cluster | None, item_bytes: int = 4
+    ) -> None:
+        self.text, self._text = text, "" if text in (AUTO, FACTORS) else text
+        self._parameter_text, self._mesh, self._item_bytes = parameter_text, mesh, item_bytes
+        self._network = Network(cluster) if cluster is not None else None
+
+    def of(self, plan: Plan) -> Plan:
+        """The plan with coded buckets."""
+        cut = [isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat) for bucket in plan.buckets]
+        return msgspec.structs.replace(
+            plan, buckets=tuple(map(self.reduced, plan.buckets, cut)), gathers=tuple(map(self.gathered, plan.gathers))
+        )
+
+    def gathered(self, bucket: Bucket) -> Bucket:
+        """A bucket of parameters, coded."""
+        if not self._parameter_text:
+            return bucket
+        return self._coded(bucket, bucket.axis, self._parameter_text, "all_gather")
+
+    def reduced(self, bucket: Bucket, cut: bool) -> Bucket:
+        """A bucket of gradients, coded. ``cut``: the gradients are reduce-scattered over ``Bucket.axis``."""
+        axis = coded_axis(bucket) if self._text else ""
+        if not axis:
+            return bucket
+        return self._coded(bucket, axis, self._text, "reduce_scatter" if cut and axis == bucket.axis else "all_reduce")
+
+    def _coded(self, bucket: Bucket, axis: str, text: str, operation: CollectiveKind) -> Bucket:
+        coding = Coding(axis, text, self.algorithm(text, axis, operation, bucket.num_bytes))
+        return msgspec.structs.replace(bucket, codings=(*bucket.codings, coding))
+
+    def algorithm(self, text: str, axis: str, operation: CollectiveKind, num_bytes: int) -> str:
+        """The algorithm that carries coded elements in the least time."""
+        if codec_of(text).exchange == "sums":
+            return NATIVE
+        names = [*ALGORITHMS[operation], *self._along_levels(axis, operation)]
+        if codec_of(text).exchange == "merges" and operation == "all_reduce":
+            # In a butterfly, several ranks hold the same sum: they may send it only if that loses nothing.
+            names += [DENSE_GATHER, *["butterfly"] * (codec_of(text).values is None)]
+        size = self._mesh.size(axis)
+        if size & (size - 1):
+            names = [name for name in names if name not in ("rabenseifner", "halving", "butterfly")]
+        if self._network is None:
+            return names[0]
+        return min(names, key=lambda name: self.seconds(Coding(axis, text, name), operation, num_bytes))
+
+    def _along_levels(self, axis: str, operation: CollectiveKind) -> Iterator[str]:
+        fan_outs = self._network.fan_outs(axis_group(self._mesh, axis)) if self._network is not None else ()
+        if len(fan_outs) > 1:
+            boxes = hierarchy.equal_boxes(fan_outs)
+            for across in ACROSS.get(operation, ()):
+                yield hierarchy.written("star", across, boxes)
+
+    def seconds(self, coding: Coding, operation: CollectiveKind, num_bytes: float) -> float:
+        """Seconds of a coded collective."""
+        assert self._network is not None
+        codec = codec_of(coding.codec)
+        summed = codec.summed_lengths([(round(num_bytes / self._item_bytes),)]) if codec.exchange == "sums" else ()
+        elements = CodedElements(coding.codec, coding.algorithm, self._item_bytes, summed)
+        return coded_s(self._network, operation, num_bytes, axis_group(self._mesh, coding.axis), elements)
+
+
+def coded_axis(bucket: Bucket) -> str:
+    """The axis of a bucket over which its elements are coded: the outermost data-parallel axis, whose links are the
+    slowest. Empty if the bucket crosses no such axis."""
+    axes = [axis for axis in (bucket.axis, *bucket.across) if not {*members(axis)}.isdisjoint(DATA_AXES)]
+    return next((axis for axis in axes if "dp" in members(axis)), next(iter(axes), ""))
+
+
+def follow_codings(plan: Plan, base: Plan) -> Plan:
+    """The plan with the codings of the buckets in ``base`` that hold the same parameters."""
+    return msgspec.structs.replace(
+        plan, buckets=_follow(plan.buckets, base.buckets), gathers=_follow(plan.gathers, base.gathers)
+    )
+
+
+def _follow(buckets: Sequence[Bucket], base: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    home = {name: bucket.codings for bucket in base for name in bucket.parameters}
+    return tuple(msgspec.structs.replace(bucket, codings=home.get(bucket.parameters[0], ())) for bucket in buckets)
+
+
+def gather_factors(graph: Graph, layout: Layout, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
+    """With ``codec="factors"``, let ranks gather the operands of dense layers' weight gradients, instead of reducing
+    the gradients, where that moves fewer bytes: (P-1) B (n+m) elements received, against 2 (P-1)/P n m, for B rows on
+    each of P ranks (Xie et al. 2016, Sufficient Factor Broadcasting). The operator then runs with the whole batch on
+    every rank."""
+    axes = [axis for axis in DATA_AXES if axis in sizes and layout.codec == FACTORS]
+    num_ranks = prod(sizes[axis] for axis in axes)
+    producers = graph.producers()
+    for entry in graph.gradients:
+        operator = producers.get(entry.gradient or "")
+        while operator is not None and operator.target in _TURNS:
+            operator = producers.get(operator.inputs[0])
+        if operator is None or operator.target != "aten.mm.default" or num_ranks == 1:
+            continue
+        gradient = prod(graph.tensors[operator.outputs[0]].shape)
+        operands = sum(prod(graph.tensors[name].shape) for name in operator.inputs)  # B P (n + m)
+        if operands < 2 * gradient:
+            for axis in axes:
+                strategies[operator.name].pop(axis, None)
+
+
+def item_bytes_of(dtype: str) -> int:
+    """The bytes of an element as codecs meet it: elements of fewer bits than float32 are coded as float32."""
+    return max(4, ITEM_BYTES[dtype])
+
+
+def candidates(layout: Layout, buckets: Sequence[Bucket], mesh: Mesh, cluster: Cluster) -> tuple[str, ...]:
+    """The codecs of gradients to compare; the empty text is none. Between ranks that share memory, there is only this
+    one: encoding reads all elements, and so takes as long as sending them."""
+    if layout.codec != AUTO:
+        return (layout.codec,)
+    axes = {axis for bucket in buckets if (axis := coded_axis(bucket))}
+    return ("",) if all(in_a_box(mesh, axis, cluster) for axis in axes) else ("", *CANDIDATES)

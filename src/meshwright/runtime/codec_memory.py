@@ -1,0 +1,219 @@
+"""What codecs keep from step to step: residuals, momenta and factors, in memory and in checkpoints.
+
+Each rank has its own residual of a gradient, because messages of each rank leave out something else. So a checkpoint
+holds one tensor for each parameter and each rank of the codec's axis: ``codec.residual.NAME.RANK``. If a run goes on
+with another number of ranks, its ranks add up the residuals: of n ranks, rank r takes those of ranks r, r + n, r + 2n
+and so on. So no part of a gradient is lost. 1-bit Adam's momentum, which all ranks share, is saved once.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.low_rank import start_right
+from meshwright.errors import LayoutError
+from meshwright.ir.codec import codec_of
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Placements, flat_shape
+from meshwright.ir.plan import Plan
+from meshwright.ir.program import CodecState
+from meshwright.runtime.shards import Chunk, StoredPart, part_at
+from meshwright.runtime.state import LocalParameters
+
+_KEPT = ("residual", "momentum")
+"""The segments that have a number for each element of a gradient."""
+
+
+class CodecMemory:
+    """The memory of this rank's codecs. Steps of several batch shapes share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[CodecState, Tensor]] = {}
+
+    def of(self, state: CodecState) -> Tensor:
+        """The memory for a codec; it is made at first use."""
+        key = state.axes, state.parameters
+        if key not in self._known:
+            self._known[key] = state, _fresh(state, self._device)
+        return self._known[key][1]
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is left of gradients by a factor, because the scale of the loss has changed by it."""
+        for state, memory in self._known.values() if factor != 1.0 else ():
+            for segment in _KEPT:
+                if segment in state.segments:
+                    memory[slice(*state.segments[segment])].mul_(factor)
+
+    def extract(self, parameters: LocalParameters) -> tuple[dict[str, Any], dict[str, StoredPart]]:
+        """Return plain data, and this rank's parts of tensors by their names in a checkpoint. The plain data has the
+        number of tensors of each segment (``ranks``), and the number of steps of each warm-up (``steps``)."""
+        ranks: dict[str, int] = {}
+        steps: dict[str, int] = {}
+        parts: dict[str, StoredPart] = {}
+        for piece in self._pieces(parameters):
+            ranks[piece.name] = piece.count
+            parts[f"{piece.name}.{piece.index}"] = piece.part(piece.value())
+        for state, memory in self._known.values():
+            if "steps" in state.segments:
+                steps[_entry("steps", state.parameters[0])] = int(memory[slice(*state.segments["steps"])])
+        return {"ranks": ranks, "steps": steps}, parts
+
+    def make_room(self, parameters: LocalParameters, saved: dict[str, Any]) -> "CodecRoom":
+        """The room into which a checkpoint's tensors are read. ``saved`` is the plain data of ``extract``."""
+        room = CodecRoom()
+        for piece in self._pieces(parameters):
+            count = saved["ranks"].get(piece.name, 0)
+            if piece.adds or count == piece.count:  # factors fit only matrices that are split alike
+                ranks = range(piece.index, count, piece.count)
+                parts = {f"{piece.name}.{rank}": piece.part(piece.value()) for rank in ranks}
+                room.parts |= parts
+                room.pieces.append((piece, [part.value for part in parts.values()]))
+        return room
+
+    def take(self, room: "CodecRoom", saved: dict[str, Any]) -> None:
+        """Take over what was read into the room. What was not saved begins as in a new run."""
+        for state, memory in self._known.values():
+            memory.copy_(_fresh(state, self._device))
+            if "steps" in state.segments:
+                steps = saved["steps"].get(_entry("steps", state.parameters[0]), 0)
+                memory[slice(*state.segments["steps"])].fill_(steps)
+        for piece, values in room.pieces:
+            if values:
+                piece.put(torch.stack(values).sum(0) if len(values) > 1 else values[0])
+
+    def _pieces(self, parameters: LocalParameters) -> Iterator["_Piece"]:
+        for state, memory in self._known.values():
+            for segment, span in state.segments.items():
+                if segment in _KEPT:
+                    yield from _of_gradients(parameters, state, segment, memory[slice(*span)])
+                elif segment == "right":
+                    yield from _of_factors(parameters, state, memory[slice(*span)])
+
+
+def check_clipping(plan: Plan, max_grad_norm: float | None) -> None:
+    """Refuse to clip gradients behind which a codec exchanges momenta: the codec and the optimizer would no longer have
+    the same momentum.
+
+    Raises:
+        LayoutError: a codec of the plan exchanges momenta, and gradients are clipped.
+    """
+    texts = {coding.codec for bucket in plan.buckets for coding in bucket.codings}
+    codecs = (codec for text in texts if (codec := codec_of(text)).shares_momentum)
+    momenta = next(codecs, None)
+    if max_grad_norm is not None and momenta is not None:
+        raise LayoutError(
+            f"codec {momenta} exchanges momenta, and max_grad_norm={max_grad_norm:g} clips gradients",
+            where="trainer",
+            remedy="leave out max_grad_norm, or the codec's momentum",
+        )
+
+
+NOTHING_SAVED: dict[str, Any] = {"ranks": {}, "steps": {}}
+"""The plain data of a run without codecs."""
+
+
+def joined(every: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The plain data of all ranks as one: ranks of a pipeline hold different parameters."""
+    result: dict[str, Any] = {"ranks": {}, "steps": {}}
+    for plain in every:
+        for key, entries in plain.items():
+            result[key] |= entries
+    return result
+
+
+@dataclass
+class _Piece:
+    """The numbers of a segment for one gradient: ``values``, a view of the memory, of which the first elements in
+    row-major order are this rank's part of a tensor, of ``shape``. It is number ``index`` of ``count`` such tensors.
+    ``adds``: runs with fewer ranks add up the tensors."""
+
+    name: str
+    values: Tensor
+    shape: tuple[int, ...]
+    index: int
+    count: int
+    adds: bool
+    whole: tuple[int, ...]
+    placements: Placements
+    groups: dict[str, AxisGroup]
+
+    def value(self) -> Tensor:
+        """A copy of the numbers, in the shape of this rank's part."""
+        return self.values.reshape(-1)[: prod(self.shape)].clone().view(self.shape)
+
+    def put(self, value: Tensor) -> None:
+        """Write the numbers back."""
+        flat = self.values.new_zeros(self.values.numel())
+        flat[: prod(self.shape)] = value.reshape(-1)
+        self.values.copy_(flat.view(self.values.shape))
+
+    def part(self, value: Tensor) -> StoredPart:
+        """``value`` as a part of a tensor in a checkpoint."""
+        if not self.adds:
+            return StoredPart(value, self.shape, [Chunk((0,), (0,), self.shape)])
+        return part_at(value, self.whole, self.placements, self.groups)
+
+
+@dataclass
+class CodecRoom:
+    """Room for a load: the parts that are read, and for each piece the values that are added up."""
+
+    parts: dict[str, StoredPart] = field(default_factory=dict)
+    pieces: list[tuple[_Piece, list[Tensor]]] = field(default_factory=list)
+
+
+def _of_gradients(parameters: LocalParameters, state: CodecState, segment: str, memory: Tensor) -> Iterator[_Piece]:
+    table, at = memory.view(state.rows, -1), 0
+    # A momentum of the sum is the same along the axis that the codec crosses: it is saved once, and not added up.
+    shared = segment == "momentum" and codec_of(state.codec).shares_momentum
+    index, count = _position(state.axes[1:] if shared else state.axes, parameters.groups)
+    for name, shape in zip(state.parameters, state.shapes, strict=True):
+        width = prod(flat_shape(shape, state.rows)) if state.rows > 1 else prod(shape)
+        stored = parameters.placements(name)
+        placements = {axis: placement for axis, placement in stored.items() if axis not in state.axes}
+        yield _Piece(
+            _entry(segment, name), table[:, at : at + width], shape, index, count, True,
+            parameters.global_shape(name), placements, parameters.groups,
+        )  # fmt: skip
+        at += width
+
+
+def _of_factors(parameters: LocalParameters, state: CodecState, memory: Tensor) -> Iterator[_Piece]:
+    codec, at = codec_of(state.codec), 0
+    for name, shape in zip(state.parameters, state.shapes, strict=True):
+        if (pair := codec.factored(shape)) is not None:
+            size = codec.rank * pair[1]
+            index, count = _position(parameters.split_axes(name), parameters.groups)
+            values = memory[at : at + size]
+            yield _Piece(_entry("right", name), values, (size,), index, count, False, (size,), {}, parameters.groups)
+            at += size
+
+
+def _position(axes: tuple[str, ...], groups: dict[str, AxisGroup]) -> tuple[int, int]:
+    """This rank's index along several axes, and the number of ranks along them."""
+    index, count = 0, 1
+    for group in (groups[axis] for axis in axes if axis in groups):
+        index, count = index * group.size + group.index, count * group.size
+    return index, count
+
+
+def _entry(segment: str, parameter: str) -> str:
+    return f"codec.{segment}.{parameter}"
+
+
+def _fresh(state: CodecState, device: torch.device) -> Tensor:
+    """The memory of a codec before the first step: zeros, and right factors that are equal on all ranks and at random,
+    because a product with zeros would stay zero."""
+    memory = torch.zeros(state.value.shape, dtype=getattr(torch, state.value.dtype), device=device)
+    if "right" in state.segments:
+        codec, seed = codec_of(state.codec), zlib.crc32(" ".join(state.parameters).encode())
+        pairs = [pair for shape in state.shapes if (pair := codec.factored(shape)) is not None]
+        rights = start_right(pairs, codec.rank, seed, memory.dtype)
+        memory[slice(*state.segments["right"])] = torch.cat([right.reshape(-1) for right in rights]).to(device)
+    return memory

@@ -1,0 +1,105 @@
+"""The planner's choice of codecs: never slower than none, none where nothing is gained; what the plan says of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.catalog import load_cluster
+from meshwright.errors import PlanError, ScheduleError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import codec_of
+from meshwright.ir.files import decode, encode_json
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import Coding, Plan
+from meshwright.ir.plan_check import check_fits
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.foretell import foretell
+
+
+@cache
+def graph() -> Graph:
+    config = GPTConfig(layers=2, width=128, heads=4, vocabulary=512, sequence_length=64)
+    with torch.device("meta"):
+        model = GPT(config)
+    words = torch.zeros(16, 64, dtype=torch.int64)
+    return mw.capture(model, language_model_loss, {"tokens": words, "targets": words})
+
+
+def boxes(beta: float) -> Cluster:
+    """Boxes of two CPU ranks, joined by a network of this many seconds per byte."""
+    here = load_cluster("cpu-local")
+    inner = msgspec.structs.replace(here.levels[0], name="box", fan_out=2)
+    network = msgspec.structs.replace(inner, name="network", fan_out=2, alpha_s=1e-4, beta_s_per_byte=beta)
+    return msgspec.structs.replace(here, name="boxes", num_devices=4, levels=(inner, network), collectives=())
+
+
+def planned(cluster: Cluster, codec: str, **sizes: Any) -> Plan:
+    return mw.plan(graph(), cluster, layout=mw.Layout(dp=4, codec=codec, **sizes))
+
+
+def codecs_of(plan: Plan) -> set[str]:
+    return {coding.codec for bucket in plan.buckets for coding in bucket.codings}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("gbit", [0.1, 1.0, 10.0, 100.0])
+def test_auto_is_never_predicted_slower_than_no_codec(gbit: float, zero: int) -> None:
+    cluster = boxes(8e-9 / gbit)
+    dense, auto = (planned(cluster, codec, zero=zero) for codec in ("", "auto"))
+    seconds = [foretell(PlanLowering(graph()), plan, cluster).prediction.step_s for plan in (dense, auto)]
+    assert seconds[1] <= seconds[0] * 1.001, (codecs_of(auto), auto.explain())
+    if gbit == 0.1:
+        assert seconds[1] < 0.6 * seconds[0]
+        assert codecs_of(auto)
+
+
+def test_auto_declines_in_shared_memory_and_says_so() -> None:
+    plan = planned(load_cluster("cpu-local"), "auto")
+    assert not codecs_of(plan)
+    assert "no codec" in plan.explain()
+
+
+def test_the_plan_says_what_is_coded_and_is_read_again() -> None:
+    plan = planned(boxes(8e-9), "qsgd(4)")
+    assert "over dp coded with qsgd(4) (star+" in plan.explain(), "plain inside a box, coded between boxes"
+    assert decode(encode_json(plan), Plan, where="plan") == plan
+    check_fits(plan, graph())
+
+
+def test_codings_of_edited_plans_are_checked() -> None:
+    plan = planned(boxes(8e-9), "qsgd(4)")
+    (first, *rest) = plan.buckets
+
+    def with_coding(coding: Coding) -> Plan:
+        return msgspec.structs.replace(plan, buckets=(msgspec.structs.replace(first, codings=(coding,)), *rest))
+
+    for coding, words in (
+        (Coding("tp", "qsgd(4)", "ring"), "'tp', which it does not cross"),
+        (Coding("dp", "qsgd(4)", "native"), "own collectives"),
+        (Coding("dp", "qsgd(5)", "ring"), "5 bits"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            check_fits(with_coding(coding), graph())
+    for coding, words in (
+        (Coding("dp", "qsgd(4)", "butterfly"), "same sum"),
+        (Coding("dp", "qsgd(4)", "nonsense"), "nonsense"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            PlanLowering(graph())(with_coding(coding))
+
+
+@pytest.mark.parametrize("codec", ["qsgd(4)", "topk(1%)", "powersgd(2)", "onebit"])
+def test_memory_counts_what_codecs_keep(codec: str) -> None:
+    cluster = boxes(8e-9)
+    dense, coded = (planned(cluster, text, microbatches=2) for text in ("", codec))
+    peaks = [foretell(PlanLowering(graph()), plan, cluster).prediction.peak_memory_bytes for plan in (dense, coded)]
+    parameters = sum(graph().tensors[name].num_bytes for name in graph().parameters)
+    kept = parameters if codec_of(codec).feedback else 0
+    assert kept <= peaks[1] - peaks[0] <= 1.5 * kept + 2**16
