@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.errors import LayoutError
 from meshwright.ir import files
-from meshwright.worked import planning, sizes, traffic
+from meshwright.worked import exchange, planning, sizes, traffic
 from meshwright.worked.line import Line
 
 __all__ = ["SEARCHED", "Line", "Worked", "recompute", "worked_names"]
@@ -31,6 +31,7 @@ _EXAMPLES: dict[str, tuple[Callable[[], Iterator[Line]], ...]] = {
     "dp-vs-tp": (traffic.data_or_tensor,),
     "allreduce-table": (traffic.all_reduces,),
     "bubbles": (traffic.bubbles,),
+    "sparcml": (exchange.sparcml,),
     "alexnet": (planning.alexnet,),
     "megatron-scaling": (planning.megatron_scaling,),
     "percent-of-peak": (sizes.percent_of_peak, planning.large_runs),
