@@ -177,7 +177,7 @@ def measure(
         [_to_target(run, base, target, max(1, round(evaluate_every * base / case.batch))) for run in case.runs]
         for case in cases
     ]
-    sides = {str(case.batch): _timed_step(case.runs[0], base) for case in cases}
+    sides = {str(case.batch): timed_step(case.runs[0], base) for case in cases}
     seconds = alternate(sides, rounds=repetitions, steps=steps)
     return Counted(
         steps=[tuple(count for count, _ in several) for several in counted],
@@ -188,29 +188,29 @@ def measure(
 
 def _to_target(run: Run, base: int, target: float, every: int) -> tuple[int, float]:
     """Steps until the held-out loss is at most ``target`` (0: never), and the last held-out loss."""
-    trainer, loader, held_out = _prepared(run, base)
+    trainer, loader, held_out = prepared(run, base)
     schedule, batches, loss = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader), 0.0
     with suppress(NonFiniteLossError):  # divergence by too high a learning rate is a result too
         for step in range(1, run.train.steps + 1):
             trainer.step(next(batches), local=True)
             schedule.step()
             if step % every == 0:
-                loss = _mean_loss(trainer, held_out)
+                loss = mean_loss(trainer, held_out)
                 if loss <= target:
                     return step, loss
     return 0, loss
 
 
-def _timed_step(run: Run, base: int) -> Callable[[], object]:
+def timed_step(run: Run, base: int) -> Callable[[], object]:
     """A training step with a learning rate of 0, so that the model stays finite."""
-    trainer, loader, _ = _prepared(run, base)
+    trainer, loader, _ = prepared(run, base)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.0
     batches = cycle(list(islice(loader, NUM_BATCHES)))
     return lambda: trainer.step(next(batches), local=True)
 
 
-def _prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
+def prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     """A trainer with its training and held-out data. The held-out data and their batches are equal for all sizes."""
     source = build.Source(msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, batch_size=base)))
     whole = source.training()
@@ -222,7 +222,8 @@ def _prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     return trainer, loader, held_out
 
 
-def _mean_loss(trainer: Trainer, held_out: Loader) -> float:
+def mean_loss(trainer: Trainer, held_out: Loader) -> float:
+    """The mean loss of all held-out data."""
     total, samples = 0.0, 0
     held_out.rewind()
     for batch in held_out:

@@ -10,7 +10,7 @@ from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.overrides import EXTRA, overridden
 from meshwright.cli.plan import run_of
-from meshwright.ir import files
+from meshwright.ir import files, units
 from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utilization
 
 if TYPE_CHECKING:
@@ -40,6 +40,14 @@ BATCH_SIZE_EPILOG = display.examples(
     note="""\
 The learning rate and schedule.warmup_steps are those of the smallest size; every size makes at most train.steps steps.
 The knee is the critical batch size: beyond it, a larger batch takes many more samples for few steps less.""",
+)
+CODEC_EPILOG = display.examples(
+    'meshwright bench codec --codec "qsgd(4)" --codec "topk(1%)"',
+    'meshwright bench codec RUN.toml --codec "powersgd(4)" --ranks 4 --boxes 2 --gbit 0.1 --steps 100',
+    note="""\
+Losses are those of held-out data: the mean over the seeds, and the range. In equal time, a codec makes as many steps
+as take as long as the dense steps. Emulated boxes need root on Linux. In one box, ranks share memory, and no codec
+pays.""",
 )
 LINT_EPILOG = display.examples(
     "meshwright bench lint RESULT.json",
@@ -142,6 +150,55 @@ def batch_size(
     with display.cursor_kept(), display.progress() as bars:
         result = measure(run, rising, loss, rules=rules.split(","), command=command, progress=bars, **numbers)
     _deliver(result, as_json, output)
+
+
+def codec(
+    context: typer.Context,
+    target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
+    codecs: list[str] = typer.Option([], "--codec", help="A codec, such as qsgd(4); repeat it for several."),
+    ranks: int = typer.Option(2, min=2, help="Ranks that divide the batch."),
+    boxes: int = typer.Option(1, min=1, help="Emulated boxes among which the ranks are divided."),
+    gbit: float = typer.Option(1.0, help="The rate of the links between boxes, in Gbit/s."),
+    steps: int = typer.Option(60, min=1, help="Steps of dense training."),
+    seeds: int = typer.Option(3, min=1, help="How many initial values and data orders to train with."),
+    repetitions: int = typer.Option(7, min=5, help="Measurements of a step of each codec."),
+    as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
+) -> None:
+    """Compare codecs with dense gradients: time and bytes of a step, loss after equal steps and after equal time."""
+    target, arguments = _target(context, target, "")
+    run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
+    from meshwright.bench.codec import codec as measure
+
+    with display.cursor_kept(), display.progress() as bars:
+        rows = measure(
+            run, codecs, ranks=ranks, steps=steps, seeds=seeds, repetitions=repetitions, boxes=boxes, gbit=gbit,
+            progress=bars,
+        )  # fmt: skip
+    if as_json:
+        display.print_json(rows)
+        return
+    titles = (
+        "codec",
+        "a step",
+        "of dense",
+        "sent",
+        f"loss, {steps} steps",
+        "range",
+        "loss, equal time",
+        "range",
+        "steps",
+    )
+    table, dense = display.table(titles, left=("codec",)), rows[0]
+    for row in rows:
+        table.add_row(
+            row.codec, units.seconds(row.median_s), f"{row.median_s / dense.median_s:.2f}", units.size(row.sent_bytes),
+            *_spread(row.losses), *_spread(row.losses_in_time), str(row.steps_in_time),
+        )  # fmt: skip
+    display.console().print(table)
+
+
+def _spread(losses: tuple[float, ...]) -> tuple[str, str]:
+    return f"{sum(losses) / len(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}"
 
 
 def lint(
@@ -288,11 +345,12 @@ def _help(context: typer.Context) -> None:
 
 group = typer.Typer(
     name="bench",
-    help="Measure scaling, utilization and batch sizes on this machine, and refuse results that mislead.",
+    help="Measure scaling, utilization, batch sizes and codecs on this machine, and refuse results that mislead.",
     rich_markup_mode="rich",
 )
 group.callback(invoke_without_command=True)(_help)
 group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
 group.command(epilog=UTILIZATION_EPILOG)(utilization)
 group.command(context_settings=EXTRA, epilog=BATCH_SIZE_EPILOG)(batch_size)
+group.command(context_settings=EXTRA, epilog=CODEC_EPILOG)(codec)
 group.command(epilog=LINT_EPILOG)(lint)

@@ -1,0 +1,183 @@
+"""Measure what codecs gain and cost: time and bytes of a step, and losses after equal steps and after equal time."""
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from meshwright import api, build
+from meshwright.bench.batch_size import mean_loss, prepared, timed_step
+from meshwright.bench.repeat import alternate, measuring
+from meshwright.bench.scaling import check_alone
+from meshwright.catalog import load_cluster
+from meshwright.comm.groups import codings_of
+from meshwright.emulation.network import run_in_boxes, why_not
+from meshwright.errors import DataError, FileFormatError, LaunchError, LayoutError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import codec_of
+from meshwright.ir.run import Run
+from meshwright.runtime.loop import Progress, Silent, resumed_schedule
+from meshwright.runtime.trainer import Trainer
+
+MOST = 4
+"""In equal time, a codec may make up to so many times the steps of dense training."""
+DENSE = "dense"
+
+
+class CodecRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One codec, or none (``dense``).
+
+    ``step_s``: seconds of a step, in each repetition. ``sent_bytes``: bytes that rank 0 sends for gradients in a step,
+    counted; of dense gradients 2 (P-1)/P of their bytes. ``losses``: the held-out loss of each seed after equal steps.
+    ``losses_in_time``: after ``steps_in_time`` steps, which take as long as the dense steps."""
+
+    codec: str
+    step_s: tuple[float, ...]
+    sent_bytes: int
+    losses: tuple[float, ...]
+    steps_in_time: int
+    losses_in_time: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The median seconds of a step."""
+        return statistics.median(self.step_s)
+
+
+def codec(
+    run: Run,
+    codecs: Sequence[str],
+    *,
+    ranks: int = 2,
+    steps: int = 60,
+    seeds: int = 3,
+    repetitions: int = 7,
+    boxes: int = 1,
+    gbit: float = 1.0,
+    progress: Progress | None = None,
+) -> tuple[CodecRow, ...]:
+    """Train ``run`` dense and with each codec over ``ranks`` data-parallel ranks; one thread a rank.
+
+    Args:
+        steps: steps of dense training. Every codec makes as many, and then as many as take as long as the dense steps
+            (at most ``MOST`` times as many).
+        seeds: the number of initial values and data orders.
+        boxes, gbit: emulated boxes among which the ranks are divided, and the rate of the links between them in
+            Gbit/s. With one box, ranks share memory.
+
+    Raises:
+        LayoutError: no codec, ranks that boxes do not divide, or a run whose layout names another codec or other ranks.
+        PlanError: a text names no codec.
+        DataError: the run holds out no data.
+        LaunchError: this process is a rank itself, or networks cannot be emulated here.
+        FileFormatError: a number is too small.
+    """
+    progress = progress or Silent()
+    check_alone("bench codec")
+    _check(run, codecs, ranks, steps, seeds, boxes, gbit)
+    with tempfile.TemporaryDirectory() as name:
+        cluster = Path(name, "boxes.toml")
+        if boxes > 1:
+            files.save(boxes_of(boxes, ranks // boxes, gbit), cluster)
+        cases = [
+            (text or DENSE, _variants(run, text, ranks, seeds, str(cluster) if boxes > 1 else ""))
+            for text in ("", *codecs)
+        ]
+        with measuring(progress):
+            progress.begin(f"training {len(cases)} x {seeds} times")
+            if boxes == 1:
+                return api.run_ranks(measure, cases, steps, repetitions, num_ranks=ranks)
+            return run_in_boxes(
+                measure, cases, steps, repetitions, boxes=[rank * boxes // ranks for rank in range(ranks)],
+                rates_bits_per_s=[gbit * 1e9] * boxes, directory=Path(name, "ranks"),
+            )  # fmt: skip
+
+
+def boxes_of(boxes: int, each: int, gbit: float) -> Cluster:
+    """Boxes of ``each`` CPU ranks, joined by links of a rate in Gbit/s."""
+    here = load_cluster("cpu-local")
+    inner = msgspec.structs.replace(here.levels[0], name="box", fan_out=each)
+    network = msgspec.structs.replace(inner, name="network", fan_out=boxes, alpha_s=1e-4, beta_s_per_byte=8e-9 / gbit)
+    return msgspec.structs.replace(
+        here, name="emulated", num_devices=boxes * each, levels=(inner, network), collectives=()
+    )
+
+
+def _variants(run: Run, text: str, ranks: int, seeds: int, cluster: str) -> list[Run]:
+    replace = msgspec.structs.replace
+    layout = replace(run.layout, dp=ranks, codec=text, plan="", cluster=cluster or run.layout.cluster)
+    return [replace(run, layout=layout, train=replace(run.train, seed=run.train.seed + seed)) for seed in range(seeds)]
+
+
+def _check(run: Run, codecs: Sequence[str], ranks: int, steps: int, seeds: int, boxes: int, gbit: float) -> None:
+    if not codecs:
+        raise LayoutError("no codec", where="bench codec", remedy='name codecs: --codec "qsgd(4)" --codec "topk(1%)"')
+    for text in codecs:
+        codec_of(text)
+    if run.layout.codec or run.layout.tp != 1 or run.layout.pp != 1:
+        problem = "the layout names a codec, tp or pp"
+        raise LayoutError(problem, where="bench codec", remedy="leave them out: ranks divide the batch here")
+    if not run.data.held_out:
+        raise DataError("no data are held out", where="data", remedy="set held_out, so that losses can be compared")
+    for name, value, least in (("ranks", ranks, 2), ("steps", steps, 1), ("seeds", seeds, 1), ("boxes", boxes, 1)):
+        if value < least:
+            raise FileFormatError(f"{name} is {value}", where="bench codec", remedy=f"give at least {least}")
+    if ranks % boxes:
+        raise LayoutError(f"{ranks} ranks in {boxes} boxes", where="bench codec", remedy="give a multiple of the boxes")
+    if not gbit > 0:
+        raise FileFormatError(f"{gbit:g} Gbit/s", where="bench codec", remedy="give a rate above 0")
+    if boxes > 1 and (missing := why_not()):
+        raise LaunchError(missing, where="bench codec", remedy="measure with one box, or as root on Linux")
+
+
+# --- on every rank ---------------------------------------------------------------------------------------------------
+
+
+def measure(cases: Sequence[tuple[str, list[Run]]], steps: int, repetitions: int) -> tuple[CodecRow, ...]:
+    """Time the steps of all cases by turns, then train each."""
+    torch.set_num_threads(1)
+    sides = {name: timed_step(runs[0], runs[0].data.batch_size) for name, runs in cases}
+    seconds = alternate(sides, rounds=repetitions, steps=1)
+    sides.clear()
+    dense_s = steps * statistics.median(seconds[DENSE])
+    rows = []
+    for name, runs in cases:
+        in_time = max(1, min(MOST * steps, int(dense_s / statistics.median(seconds[name])))) if name != DENSE else steps
+        losses, late, sent = [], [], 0
+        for run in runs:
+            equal, timed, sent = _trained(run, steps, in_time)
+            losses.append(equal)
+            late.append(timed)
+        rows.append(CodecRow(
+            codec=name, step_s=tuple(seconds[name]), sent_bytes=sent, losses=tuple(losses), steps_in_time=in_time,
+            losses_in_time=tuple(late),
+        ))  # fmt: skip
+    return tuple(rows)
+
+
+def _trained(run: Run, steps: int, in_time: int) -> tuple[float, float, int]:
+    """The held-out losses after ``steps`` and after ``in_time`` steps, and the bytes that a step has sent."""
+    trainer, loader, held_out = prepared(run, run.data.batch_size)
+    schedule, batches = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader)
+    losses = {}
+    for step in range(1, max(steps, in_time) + 1):
+        trainer.step(next(batches), local=True)
+        schedule.step()
+        if step in (steps, in_time):
+            losses[step] = mean_loss(trainer, held_out)
+    return losses[steps], losses[in_time], _sent_bytes(trainer)
+
+
+def _sent_bytes(trainer: Trainer) -> int:
+    size, coded = trainer.plan.layout.dp, codings_of(trainer.groups)
+    total = 0
+    for bucket in trainer.plan.buckets:
+        if bucket.codings:
+            total += sum(coded[coding.axis, bucket.reduction].sent_bytes for coding in bucket.codings)
+        else:
+            total += 2 * (size - 1) * bucket.num_bytes // size
+    return total
