@@ -88,7 +88,8 @@ def foretold(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], tuple[int, f
                 continue
             cut = isinstance(plan.storage(bucket.parameters[0]).get(coding.axis), Flat)
             operation = "all_gather" if label == bucket.label else "reduce_scatter" if cut else "all_reduce"
-            steps = coded(build(operation, coding.algorithm, size, bucket.num_bytes // ITEM), codec)
+            built = build(operation, coding.algorithm, size, bucket.num_bytes // ITEM)
+            steps = coded(built, codec, everywhere=codec.chooses_first)
             sent = sent_bytes(steps, codec, ITEM, chunk_of(codec, ITEM))[0]
             encode, decode = costs.seconds_per_byte(codec)
             spans = [end - begin for begin, end in steps.atoms]

@@ -162,6 +162,12 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return bool(self.momentum) and self.select is None
 
     @cached_property
+    def chooses_first(self) -> bool:
+        """Whether each rank chooses its elements before the collective, also along levels, because its momentum becomes
+        0 there."""
+        return bool(self.momentum) and self.exchange == "merges"
+
+    @cached_property
     def needs_whole_sum(self) -> bool:
         """Whether every rank needs the whole sum, so that a reduce-scatter will not do."""
         return self.exchange == "sums" or self.shares_momentum
