@@ -35,6 +35,7 @@ class Exchanges:
     def __init__(self, codec: str, num_ranks: int, algorithm: str) -> None:
         self.text, self.algorithm, self.steps = codec, algorithm, 0
         self.lengths = codec_of(codec).state_lengths(SHAPES)
+        self.measured = [MeasuredCoding() for _ in range(num_ranks)]
         self.states = [torch.zeros(sum(self.lengths.values()), dtype=torch.float64) for _ in range(num_ranks)]
 
     def kept(self, name: str) -> list[Tensor]:
@@ -48,7 +49,7 @@ class Exchanges:
 
         def call(ours: Any) -> None:
             state = self.states[ours.rank]
-            coding = Coding(self.text, state, self.steps, SHAPES, num_ranks, MeasuredCoding())
+            coding = Coding(self.text, state, self.steps, SHAPES, num_ranks, self.measured[ours.rank])
             coding.all_reduce(results[ours.rank], ours, ours, self.algorithm, "gradients").wait()
 
         each_rank(num_ranks, call)
@@ -62,7 +63,7 @@ class Exchanges:
 
         def call(ours: Any) -> None:
             rank = ours.rank
-            coding = Coding(self.text, self.states[rank], self.steps, SHAPES, num_ranks, MeasuredCoding())
+            coding = Coding(self.text, self.states[rank], self.steps, SHAPES, num_ranks, self.measured[ours.rank])
             rows = gradients[rank].clone().view(num_ranks, -1)
             coding.reduce_scatter(rows, parts[rank], ours, self.algorithm, "gradients").wait()
 
@@ -183,6 +184,18 @@ def test_elements_that_are_not_finite_arrive_and_do_not_stay(text: str, bad: flo
         assert [bool(result.isfinite().all()) for result in results] == [step != 1] * 2
         for name in exchanges.lengths.keys() & {"momentum", "residual"}:
             assert all(kept.isfinite().all() for kept in exchanges.kept(name))
+
+
+@pytest.mark.parametrize("text", ["randk(10%)", "powersgd(1)"])
+def test_vectors_that_are_added_up_are_measured(text: str) -> None:
+    exchanges, codec = Exchanges(text, 3, "ring"), codec_of(text)
+    exchanges.sum(values_of(3, LENGTH))
+    for measured in exchanges.measured:
+        assert measured.count == 1
+        assert measured.num_bytes == 8 * LENGTH
+        assert measured.sent_bytes == 2 * 2 * 8 * sum(codec.summed_lengths(SHAPES)) // 3
+        assert measured.coding_s > 0
+        assert measured.residual_share > 0
 
 
 CODEC = f"onebit(bucket=16, momentum={BETA}, warmup=2)"

@@ -4,7 +4,8 @@ A codec's vector is in float32 at least: residuals of 16-bit gradients would los
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import TypeAlias
 
@@ -49,7 +50,7 @@ class Coding:
         measured: MeasuredCoding,
     ) -> None:  # fmt: skip
         self._codec, self._draw, self._shapes, self._num_ranks = codec_of(text), draw, shapes, num_ranks
-        self._measured, self._choosing_s = measured, 0.0
+        self._measured, self._coding_s, self._summed = measured, 0.0, 0
         self._kept: dict[str, Tensor] = {}
         if state is not None:
             lengths = self._codec.state_lengths(shapes)
@@ -136,20 +137,28 @@ class Coding:
             if not self._is_dense_yet:
                 vector.mul_(1 - beta).add_(momentum, alpha=beta / self._num_ranks)
             return None
-        begun = time.perf_counter()
-        chosen = select_with_feedback(vector.view(-1), self._kept, self._codec, self._steps)
-        if not bool(chosen.values.isfinite().all()):
-            _finite(self._kept["residual"])
-            _finite(momentum)
-        self._choosing_s = time.perf_counter() - begun
+        with self._timed():
+            chosen = select_with_feedback(vector.view(-1), self._kept, self._codec, self._steps)
+            if not bool(chosen.values.isfinite().all()):
+                _finite(self._kept["residual"])
+                _finite(momentum)
         return chosen
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._coding_s += time.perf_counter() - begun
 
     def _note(self, vector: Tensor, work: Work | None) -> None:
         """Note what the collective has done. Norms take time: they are measured at times only."""
         measured = self._measured
         measured.num_bytes = vector.nbytes
         if isinstance(work, CodedRun):
-            measured.sent_bytes, measured.coding_s = work.sent_bytes, self._choosing_s + work.coding_s
+            measured.sent_bytes, measured.coding_s = work.sent_bytes, self._coding_s + work.coding_s
+        elif self._summed:
+            measured.sent_bytes = 2 * (self._num_ranks - 1) * self._summed // self._num_ranks
+            measured.coding_s = self._coding_s
         if self._residual is not None and measured.count % NORM_EVERY == 0:
             norm = float(vector.norm()) / self._num_ranks
             measured.residual_share = float(self._residual.norm()) / norm if norm else 0.0
@@ -178,10 +187,11 @@ class Coding:
     def _sum(self, vector: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
         residual = self._residual
         flat = vector.view(-1)
-        if (momentum := self._kept.get("momentum")) is not None:
-            flat.copy_(momentum.mul_(self._codec.momentum).add_(flat))
-        if residual is not None:
-            flat.add_(residual)
+        with self._timed():
+            if (momentum := self._kept.get("momentum")) is not None:
+                flat.copy_(momentum.mul_(self._codec.momentum).add_(flat))
+            if residual is not None:
+                flat.add_(residual)
         if self._codec.select is not None:
             return self._sum_chosen(flat, write, sums, algorithm, label)
         return self._sum_factors(flat, write, sums, algorithm, label)
@@ -190,21 +200,25 @@ class Coding:
         """Random elements, equal on all ranks."""
         select = self._codec_now().select
         assert select is not None
-        chosen = random_indices(flat.numel(), select.count(flat.numel()), draw_of(self._draw, _SALT))
-        # An element that is not finite must arrive, also if it is not chosen.
-        coded = flat[chosen] if bool(flat.isfinite().all()) else flat.new_full(chosen.shape, torch.nan)
-        if self._residual is not None:
-            self._residual.copy_(flat)
-        for kept in (self._kept[name] for name in ("residual", "momentum") if name in self._kept):
-            kept[chosen] = 0
-            _finite(kept)
+        with self._timed():
+            chosen = random_indices(flat.numel(), select.count(flat.numel()), draw_of(self._draw, _SALT))
+            # An element that is not finite must arrive, also if it is not chosen.
+            coded = flat[chosen] if bool(flat.isfinite().all()) else flat.new_full(chosen.shape, torch.nan)
+            if self._residual is not None:
+                self._residual.copy_(flat)
+            for kept in (self._kept[name] for name in ("residual", "momentum") if name in self._kept):
+                kept[chosen] = 0
+                _finite(kept)
 
         def finish() -> None:
-            flat.zero_()
-            flat[chosen] = coded
+            with self._timed():
+                flat.zero_()
+                flat[chosen] = coded
+            self._note(flat, None)
             self._count_step()
             write()
 
+        self._summed = coded.nbytes
         return UnderWay(finish, flat, coded, works=(sums.all_reduce(coded, "sum", algorithm, label),))
 
     def _sum_factors(self, flat: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
@@ -226,35 +240,41 @@ class Coding:
             ]
             for place, right in enumerate(rights):
                 low_rank.renew_right(right, draw_of(self._draw, place))
-        lefts = low_rank.left_factors(matrices, rights)
-        first = torch.cat([*(left.view(-1) for left in lefts), *whole]) if lefts or whole else flat.new_empty(0)
+        with self._timed():
+            lefts = low_rank.left_factors(matrices, rights)
+            first = torch.cat([*(left.view(-1) for left in lefts), *whole]) if lefts or whole else flat.new_empty(0)
+        self._summed = first.nbytes
         started = sums.all_reduce(first, "sum", algorithm, label)
 
         def finish() -> None:
             sizes = [*(left.numel() for left in lefts), *(each.numel() for each in whole)]
             parts = first.split(sizes)
             summed = [part.view(left.shape) for part, left in zip(parts, lefts, strict=False)]
-            for left in summed:
-                low_rank.orthogonalize(left)
-            terms = low_rank.right_factors(matrices, summed)
-            residual = self._residual
-            if residual is not None:
-                residual.zero_()
-                left_out = residual.split([*map(prod, self._shapes)])
-                places = [place for place, pair in zip(left_out, pairs, strict=True) if pair is not None]
-                for place, matrix, left, term in zip(places, matrices, summed, terms, strict=True):
-                    place.view(matrix.shape).copy_(matrix).addmm_(left, term.T, alpha=-1)
-                _finite(residual)
+            with self._timed():
+                for left in summed:
+                    low_rank.orthogonalize(left)
+                terms = low_rank.right_factors(matrices, summed)
+                residual = self._residual
+                if residual is not None:
+                    residual.zero_()
+                    left_out = residual.split([*map(prod, self._shapes)])
+                    places = [place for place, pair in zip(left_out, pairs, strict=True) if pair is not None]
+                    for place, matrix, left, term in zip(places, matrices, summed, terms, strict=True):
+                        place.view(matrix.shape).copy_(matrix).addmm_(left, term.T, alpha=-1)
+                    _finite(residual)
             if terms:
                 second = torch.cat([term.reshape(-1) for term in terms])
                 work = sums.all_reduce(second, "sum", algorithm, label)
                 if work is not None:
                     work.wait()
-                self._kept["right"].copy_(second)
-                for matrix, left, right in zip(matrices, summed, rights, strict=True):
-                    torch.mm(left, right.T, out=matrix)
+                self._summed += second.nbytes
+                with self._timed():
+                    self._kept["right"].copy_(second)
+                    for matrix, left, right in zip(matrices, summed, rights, strict=True):
+                        torch.mm(left, right.T, out=matrix)
             for tensor, part in zip(whole, parts[len(lefts) :], strict=True):
                 tensor.copy_(part)
+            self._note(flat, None)
             write()
 
         return UnderWay(finish, flat, first, works=(started,))
