@@ -22,7 +22,7 @@ from meshwright.compress import low_rank
 from meshwright.compress.coder import draw_of
 from meshwright.compress.select import random_indices, share_of
 from meshwright.compress.stream import Stream, select_with_feedback
-from meshwright.ir.codec import Codec, Select, codec_of
+from meshwright.ir.codec import Select, codec_of
 
 _SALT = 0x5EED
 NORM_EVERY = 64
@@ -66,8 +66,7 @@ class Coding:
         if self._is_dense_yet:
             work = ours.all_reduce(vector, "sum", algorithm, label)
         else:
-            codec = self._codec if chosen is not None else self._codec_now()
-            work = ours.coded_all_reduce(vector, self._residual, codec, self._draw, algorithm, label, chosen)
+            work = ours.coded_all_reduce(vector, self._residual, self._codec, self._draw, algorithm, label, chosen)
         return UnderWay(lambda: self._end(vector, write, work), vector, works=(work,))
 
     def reduce_scatter(self, rows: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
@@ -78,8 +77,9 @@ class Coding:
         if self._is_dense_yet:
             work = ours.reduce_scatter(vector, part, "sum", algorithm, label)
         else:
-            codec = self._codec if chosen is not None else self._codec_now()
-            work = ours.coded_reduce_scatter(vector, part, self._residual, codec, self._draw, algorithm, label, chosen)
+            work = ours.coded_reduce_scatter(
+                vector, part, self._residual, self._codec, self._draw, algorithm, label, chosen
+            )
         return UnderWay(lambda: self._end(vector, write, work), vector, part, works=(work,))
 
     def all_gather(self, value: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
@@ -114,35 +114,28 @@ class Coding:
         """Whether the codec waits for the end of its warm-up. Selections choose more elements instead."""
         return self._codec.select is None and self._steps < self._codec.warmup
 
-    def _codec_now(self) -> Codec:
-        """The codec of this step: in a warm-up, a selection chooses more."""
-        select = self._codec.select
-        if select is None or self._steps >= self._codec.warmup:
-            return self._codec
-        share = share_of(self._codec, self._steps)
-        parts = tuple(
-            Select(select.rule, share or select.amount) if part is select else part for part in self._codec.parts
-        )
-        return Codec(parts=parts, feedback=self._codec.feedback)
-
     # --- momentum ----------------------------------------------------------------------------------------------------
 
     def _begin(self, vector: Tensor) -> Stream | None:
-        """Turn gradients into what is exchanged: with momentum, this rank's term of the momentum. Returns the elements
-        that this rank sends, if it has chosen them already: its own momentum becomes 0 there, and nowhere else."""
-        momentum, beta = self._kept.get("momentum"), self._codec.momentum
-        if momentum is None:
-            return None
-        if self._codec.shares_momentum:  # 1-bit Adam: every rank has the same momentum of the sum
-            if not self._is_dense_yet:
-                vector.mul_(1 - beta).add_(momentum, alpha=beta / self._num_ranks)
+        """Turn gradients into what is exchanged: with 1-bit Adam, this rank's term of the momentum.
+
+        Returns the elements that this rank sends, if it chooses them before the collective: because its own momentum
+        becomes 0 there and nowhere else, or because each step of the warm-up chooses another number of them."""
+        codec, beta = self._codec, self._codec.momentum
+        if codec.shares_momentum and not self._is_dense_yet:
+            vector.mul_(1 - beta).add_(self._kept["momentum"], alpha=beta / self._num_ranks)
+        if codec.select is None or not (codec.chooses_first or self._steps < codec.warmup):
             return None
         with self._timed():
-            chosen = select_with_feedback(vector.view(-1), self._kept, self._codec, self._steps)
+            chosen = select_with_feedback(vector.view(-1), self._kept, codec, self._steps)
             if not bool(chosen.values.isfinite().all()):
-                _finite(self._kept["residual"])
-                _finite(momentum)
+                self._drop_what_is_not_finite()
         return chosen
+
+    def _drop_what_is_not_finite(self) -> None:
+        """Leave it out of residual and momentum: it has arrived in the result, and would stay for ever."""
+        for name in self._kept.keys() & {"residual", "momentum"}:
+            torch.nan_to_num_(self._kept[name], 0.0, 0.0, 0.0)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -198,17 +191,18 @@ class Coding:
 
     def _sum_chosen(self, flat: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
         """Random elements, equal on all ranks."""
-        select = self._codec_now().select
-        assert select is not None
+        share = share_of(self._codec, self._steps)
+        assert share is not None, "of a threshold only"
         with self._timed():
-            chosen = random_indices(flat.numel(), select.count(flat.numel()), draw_of(self._draw, _SALT))
+            count = Select("randk", share).count(flat.numel())
+            chosen = random_indices(flat.numel(), count, draw_of(self._draw, _SALT))
             # An element that is not finite must arrive, also if it is not chosen.
             coded = flat[chosen] if bool(flat.isfinite().all()) else flat.new_full(chosen.shape, torch.nan)
             if self._residual is not None:
                 self._residual.copy_(flat)
-            for kept in (self._kept[name] for name in ("residual", "momentum") if name in self._kept):
-                kept[chosen] = 0
-                _finite(kept)
+            for name in self._kept.keys() & {"residual", "momentum"}:
+                self._kept[name][chosen] = 0
+            self._drop_what_is_not_finite()
 
         def finish() -> None:
             with self._timed():
@@ -261,7 +255,7 @@ class Coding:
                     places = [place for place, pair in zip(left_out, pairs, strict=True) if pair is not None]
                     for place, matrix, left, term in zip(places, matrices, summed, terms, strict=True):
                         place.view(matrix.shape).copy_(matrix).addmm_(left, term.T, alpha=-1)
-                    _finite(residual)
+                    self._drop_what_is_not_finite()
             if terms:
                 second = torch.cat([term.reshape(-1) for term in terms])
                 work = sums.all_reduce(second, "sum", algorithm, label)
@@ -278,8 +272,3 @@ class Coding:
             write()
 
         return UnderWay(finish, flat, first, works=(started,))
-
-
-def _finite(residual: Tensor) -> None:
-    """Leave out of a residual or momentum what is not finite: it has arrived in the result, and would stay for ever."""
-    torch.nan_to_num_(residual, 0.0, 0.0, 0.0)
