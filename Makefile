@@ -39,11 +39,11 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 
 # The tables of what is timed, at one commit. Predictions (`make bench-prediction`, 40 minutes) and parity (`make matrix`) do not fit in two hours.
 MODELS := models --only quality speed compiled chosen memory
-TIMED  := foundation pipelines zero models planning convolution collectives large_batch
+TIMED  := foundation pipelines zero models planning convolution collectives codecs large_batch
 PARITY := "models --only parity" "convolution --only convolution-parity"
 
 bench: $(STAMP) ## run what is timed beside peers at this commit, write its tables, and lint them (two hours on two quiet cores)
-	@rc=0; for part in foundation pipelines zero "$(MODELS)" planning "convolution --only convolution" collectives large_batch; \
+	@rc=0; for part in foundation pipelines zero "$(MODELS)" planning "convolution --only convolution" collectives codecs large_batch; \
 	do $(BIN)/python -m benchmarks.$$part || rc=1; done; $(BIN)/python docs/generate.py; \
 	$(BIN)/meshwright bench lint $(TIMED:%=benchmarks/results/%.json) || rc=1; exit $$rc
 
