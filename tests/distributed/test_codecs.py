@@ -319,6 +319,7 @@ def test_verify_refuses_lossy_codecs(ranks: Ranks) -> None:
         ({"parameter_codec": "topk(1%)", "zero": 3}, "make up"),
         ({"parameter_codec": "auto", "zero": 3}, "auto"),
         ({"activation_codec": "bf16"}, "pp=1"),
+        ({"codec": "topk(1%, warmup=5)", "zero": 2, "microbatches": 2}, "as a step"),
         ({"codec": "factors", "microbatches": 2}, "micro-batches"),
         ({"activation_codec": "lossless", "pp": 2}, "size"),
     ],

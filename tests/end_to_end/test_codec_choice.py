@@ -66,6 +66,19 @@ def test_auto_declines_in_shared_memory_and_says_so() -> None:
     assert "no codec" in plan.explain()
 
 
+def test_auto_takes_no_codec_whose_memory_does_not_fit() -> None:
+    cluster = boxes(8e-8)
+    dense = foretell(PlanLowering(graph()), planned(cluster, ""), cluster).prediction.peak_memory_bytes
+    parameters = sum(graph().tensors[name].num_bytes for name in graph().parameters)
+    roomy, tight = (
+        mw.plan(graph(), cluster, layout=mw.Layout(dp=4, codec="auto"), memory_bytes=room)
+        for room in (4 * dense, dense + parameters)
+    )
+    assert any(codec_of(text).feedback for text in codecs_of(roomy)), "a residual is worth its memory"
+    assert codecs_of(tight)
+    assert not any(codec_of(text).feedback for text in codecs_of(tight))
+
+
 def test_the_plan_says_what_is_coded_and_is_read_again() -> None:
     plan = planned(boxes(8e-9), "qsgd(4)")
     assert "over dp coded with qsgd(4) (star+" in plan.explain(), "plain inside a box, coded between boxes"

@@ -19,6 +19,7 @@ from meshwright.cost.occupancy import box_of, num_peers
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import CodecUse, Ledger
 from meshwright.ir.make_ledger import make_ledger
@@ -216,7 +217,9 @@ def _ledger(
 
 def _codecs(trainer: Trainer, cluster: Cluster) -> tuple[CodecUse, ...]:
     """What the codecs of this rank's buckets did, beside what was predicted."""
-    plan, predicted = trainer.plan, foretold_codings(trainer.plan, cluster)
+    plan, tensors = trainer.plan, trainer.graph.tensors
+    stored = {name: ITEM_BYTES[tensors[name].dtype] for name in trainer.graph.parameters}
+    predicted = foretold_codings(plan, cluster, stored)
     labeled = [(bucket, bucket.reduction) for bucket in plan.buckets] + [(each, each.label) for each in plan.gathers]
     codings = {(coding.axis, label): coding for bucket, label in labeled for coding in bucket.codings}
     uses = []

@@ -50,7 +50,7 @@ class Coding:
         measured: MeasuredCoding,
     ) -> None:  # fmt: skip
         self._codec, self._draw, self._shapes, self._num_ranks = codec_of(text), draw, shapes, num_ranks
-        self._measured, self._coding_s, self._summed = measured, 0.0, 0
+        self._measured, self._coding_s, self._summed, self._norm = measured, 0.0, 0, 0.0
         self._kept: dict[str, Tensor] = {}
         if state is not None:
             lengths = self._codec.state_lengths(shapes)
@@ -122,6 +122,7 @@ class Coding:
         Returns the elements that this rank sends, if it chooses them before the collective: because its own momentum
         becomes 0 there and nowhere else, or because each step of the warm-up chooses another number of them."""
         codec, beta = self._codec, self._codec.momentum
+        self._note_norm(vector)
         if codec.shares_momentum and not self._is_dense_yet:
             vector.mul_(1 - beta).add_(self._kept["momentum"], alpha=beta / self._num_ranks)
         if codec.select is None or not (codec.chooses_first or self._steps < codec.warmup):
@@ -152,10 +153,14 @@ class Coding:
         elif self._summed:
             measured.sent_bytes = 2 * (self._num_ranks - 1) * self._summed // self._num_ranks
             measured.coding_s = self._coding_s
-        if self._residual is not None and measured.count % NORM_EVERY == 0:
-            norm = float(vector.norm()) / self._num_ranks
-            measured.residual_share = float(self._residual.norm()) / norm if norm else 0.0
+        if self._residual is not None and self._norm:
+            measured.residual_share = float(self._residual.norm()) / self._norm
         measured.count += 1
+
+    def _note_norm(self, vector: Tensor) -> None:
+        """Measure the norm of this rank's gradients, at times."""
+        if self._residual is not None and self._measured.count % NORM_EVERY == 0:
+            self._norm = float(vector.norm())
 
     def _end(self, vector: Tensor, write: Callable[[], object], work: Work | None) -> None:
         self._note(vector, work)
@@ -180,6 +185,7 @@ class Coding:
     def _sum(self, vector: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
         residual = self._residual
         flat = vector.view(-1)
+        self._note_norm(flat)
         with self._timed():
             if (momentum := self._kept.get("momentum")) is not None:
                 flat.copy_(momentum.mul_(self._codec.momentum).add_(flat))

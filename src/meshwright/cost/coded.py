@@ -1,12 +1,14 @@
 """The times of collectives whose elements are coded when they cross (``ir/codec.py``)."""
 
+from collections.abc import Mapping
+
 from meshwright.cost.alpha_beta import Carried
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.work import CodedElements
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import Cast, Codec, LowRank, OneBit, Quantize, Select, codec_of
 from meshwright.ir.placement import Flat
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Bucket, Plan
 from meshwright.ir.program import CollectiveKind
 from meshwright.schedules.collectives.coded import coded
 from meshwright.schedules.collectives.coded_bytes import chunk_of, sent_bytes
@@ -46,24 +48,30 @@ class CodecCosts:
         return encode, decode
 
 
+def coded_item_bytes(item_bytes: int) -> int:
+    """The bytes of an element as codecs meet it: elements of fewer bits than float32 are coded as float32."""
+    return max(ITEM, item_bytes)
+
+
 def coded_s(
     network: Network, operation: CollectiveKind, num_bytes: float, group: Group, coding: CodedElements
 ) -> float:
     """Seconds of a collective of a group whose elements are coded, while all groups of its axis run the same."""
     codec, costs = codec_of(coding.codec), CodecCosts(network.cluster)
+    item_bytes = coded_item_bytes(coding.item_bytes)
     encode, decode = costs.seconds_per_byte(codec)
     if codec.exchange == "sums":
-        sums = (network.collective_s("all_reduce", length * coding.item_bytes, group) for length in coding.summed)
+        sums = (network.collective_s("all_reduce", length * item_bytes, group) for length in coding.summed)
         return sum(sums) + num_bytes * (encode + decode)
     length = max(1, round(num_bytes / coding.item_bytes))
 
     def carried(terms: int, adds: bool) -> Carried:
         if codec.exchange == "merges" and coding.algorithm == DENSE_GATHER and not adds:
-            return Carried(codec.value_bytes(length, coding.item_bytes) / num_bytes, 0.0, decode)
-        coded = codec.message_bytes(length, coding.item_bytes, terms)
+            return Carried(codec.value_bytes(length, item_bytes) / num_bytes, 0.0, decode)
+        coded = codec.message_bytes(length, item_bytes, terms)
         if codec.lossless:
             coded = round(coded * LOSSLESS_BYTES)
-        share = min(1.0, coded / num_bytes)
+        share = coded / num_bytes
         if codec.exchange == "merges":  # chosen once, before the first message; then only chosen elements are touched
             return Carried(share, 0.0, decode * share)
         return Carried(share, encode, decode)
@@ -75,9 +83,10 @@ def coded_s(
     return chosen_s + network.coded_steps_s(operation, algorithm, num_bytes, group, carried, rounds)
 
 
-def foretold(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], tuple[int, float]]:
+def foretold(plan: Plan, cluster: Cluster, stored_bytes: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, float]]:
     """The bytes that rank 0 sends in each coded collective of a plan, and its seconds of encoding and decoding, by axis
-    and label. Collectives over more ranks than ``MOST_RANKS``, whose steps are many, are left out."""
+    and label. Collectives over more ranks than ``MOST_RANKS``, whose steps are many, are left out.
+    ``stored_bytes`` has the bytes of an element of each parameter."""
     result: dict[tuple[str, str], tuple[int, float]] = {}
     costs = CodecCosts(cluster)
     labeled = [(bucket, bucket.reduction) for bucket in plan.buckets] + [(each, each.label) for each in plan.gathers]
@@ -86,21 +95,30 @@ def foretold(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], tuple[int, f
             codec, size = codec_of(coding.codec), plan.mesh.size(coding.axis)
             if codec.exchange not in ("hops", "merges") or not 1 < size <= MOST_RANKS:
                 continue
-            cut = isinstance(plan.storage(bucket.parameters[0]).get(coding.axis), Flat)
+            cut = coding.axis == bucket.axis and is_cut(plan, bucket)
             operation = "all_gather" if label == bucket.label else "reduce_scatter" if cut else "all_reduce"
-            built = build(operation, coding.algorithm, size, bucket.num_bytes // ITEM)
+            stored = stored_bytes[bucket.parameters[0]]
+            item, length = coded_item_bytes(stored), bucket.num_bytes // stored
+            if coding.axis in bucket.across and is_cut(plan, bucket):
+                length //= plan.mesh.size(bucket.axis)
+            built = build(operation, coding.algorithm, size, length)
             steps = coded(built, codec, everywhere=codec.chooses_first)
-            sent = sent_bytes(steps, codec, ITEM, chunk_of(codec, ITEM))[0]
+            sent = sent_bytes(steps, codec, item, chunk_of(codec, item))[0]
             encode, decode = costs.seconds_per_byte(codec)
             spans = [end - begin for begin, end in steps.atoms]
-            encoded = sum(spans[each.atom] for each in steps.encodings if each.rank == 0) * ITEM
+            encoded = sum(spans[each.atom] for each in steps.encodings if each.rank == 0) * item
             taken = sum(
-                spans[part.atom] * ITEM
+                spans[part.atom] * item
                 for moves in steps.rounds for move in moves if move.target == 0
                 for part in move.parts if part.code is not None
             )  # fmt: skip
             if codec.exchange == "merges":
-                share = codec.message_bytes(bucket.num_bytes // ITEM, ITEM) / bucket.num_bytes
-                encoded, taken = bucket.num_bytes, round(taken * min(1.0, share))
+                share = codec.message_bytes(length, item) / (length * item)
+                encoded, taken = length * item, round(taken * min(1.0, share))
             result[coding.axis, label] = sent, encoded * encode + taken * decode
     return result
+
+
+def is_cut(plan: Plan, bucket: Bucket) -> bool:
+    """Whether the parameters of a bucket are stored Flat over its axis."""
+    return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)

@@ -14,6 +14,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import CANDIDATES
+from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Note, Plan
 from meshwright.ir.program import CollectiveKind, Lower
@@ -63,19 +64,23 @@ def fit_buckets(
     ``memory_bytes``. If even buckets of ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
     """
     layout, actions = plan.layout, list[tuple[Actions, ...]]()
-    scales = [
-        _Scale(lower, plan, cluster, reduced, gathered, BucketCodecs(text, layout.parameter_codec, plan.mesh, cluster))
-        for text in candidates(layout, plan.buckets, plan.mesh, cluster)
-    ]
+    item_bytes = ITEM_BYTES[reduced[0].key[-1].split()[0]] if reduced else 4
+
+    def scale_of(text: str) -> _Scale:
+        codecs = BucketCodecs(text, layout.parameter_codec, plan.mesh, cluster, item_bytes)
+        return _Scale(lower, plan, cluster, reduced, gathered, codecs)
+
+    scales = [scale_of(text) for text in candidates(layout, plan.buckets, plan.mesh, cluster)]
     if len(scales) == 1 and not scales[0].differ:
         return _noted(scales[0].codecs.of(plan))
     for scale in scales:  # the codec changes no compute of the step: one lowering serves all
         scale.actions = actions = actions or scale.lowered()
     least = [min(choice.exposed_s for choice in scale.weighed()) for scale in scales]
     step_s = scales[0].computed_s + least[0]
-    scale, waits_s = min(
+    order = sorted(
         zip(scales, least, strict=True), key=lambda pair: pair[1] + GAIN * step_s * bool(pair[0].codecs.text)
     )
+    scale, waits_s = next(pair for pair in order if len(order) == 1 or _fits(pair[0], optimizer, memory_bytes))
     choices = ranked(scale.weighed(), scale.computed_s)
     usual_bytes = 0.0
     while scale.holds_more(choices[0]):
@@ -100,6 +105,14 @@ def fit_buckets(
         reason = f"computing waits {waits_s * 1e3:.3g} ms; with {words}"
         notes.append(Note(module="gradients", split=scale.codecs.text or "no codec", reason=reason))
     return _noted(msgspec.structs.replace(fitted, notes=tuple(notes)))
+
+
+def _fits(scale: "_Scale", optimizer: OptimizerCost, memory_bytes: float) -> bool:
+    """Whether what the codec keeps between steps fits in the memory of a rank; without a codec, nothing is kept."""
+    if not scale.codecs.text:
+        return True
+    plan = scale.plan_of(ranked(scale.weighed(), scale.computed_s)[0])
+    return peak_bytes(scale.lower, plan, scale.cluster, optimizer) <= memory_bytes
 
 
 def _noted(plan: Plan) -> Plan:
@@ -218,7 +231,7 @@ class _Scale:
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
             return False
-        if bucket.coding(bucket.axis) is not None:  # this rank encodes and decodes
+        if bucket.codings:  # this rank encodes and decodes
             return False
         name = chosen(bucket.algorithm, operation, bucket.num_bytes)
         if operation == "all_reduce":

@@ -12,7 +12,7 @@ from meshwright.cost.work import CodedElements
 from meshwright.errors import Problem
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import CANDIDATES, codec_of
-from meshwright.ir.graph import ITEM_BYTES, Graph
+from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, Layout
 from meshwright.ir.mesh import Mesh, members
 from meshwright.ir.placement import Flat
@@ -24,7 +24,7 @@ from meshwright.schedules.collectives.choice import NATIVE
 from meshwright.schedules.collectives.operations import DENSE_GATHER
 
 AUTO, FACTORS = "auto", "factors"
-_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default")
+_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default", "aten._to_copy.default")
 """Operators between the product of a dense layer's gradient and the gradient itself."""
 GAIN = 0.02
 """A codec is taken if it makes the time for which computing waits shorter by more than this fraction of the step."""
@@ -62,6 +62,11 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
     if whole and layout.zero and not layout.zero_ranks:
         problem = f"codec={layout.codec!r} with zero={layout.zero}: its sums are whole on every rank"
         yield "layout", problem, "use another codec, or zero=0, or zero_ranks: groups of ranks then hold copies"
+    asked = codec_of(layout.codec) if layout.codec not in ("", AUTO) else None
+    counts = asked is not None and bool(asked.momentum or asked.warmup)
+    if counts and layout.zero >= 2 and layout.microbatches > 1:
+        problem = f"codec={layout.codec!r} with zero={layout.zero} and micro-batches: it would count each as a step"
+        yield "layout", problem, "use zero=1, microbatches=1, or a codec without momentum and warm-up"
     if layout.codec == FACTORS and layout.microbatches > 1:
         # A rank's samples are cut into micro-batches: the rows of one micro-batch are no neighbours in the batch.
         problem = (
@@ -179,11 +184,6 @@ def gather_factors(graph: Graph, layout: Layout, strategies: dict[str, Strategy]
         if operands < 2 * gradient:
             for axis in axes:
                 strategies[operator.name].pop(axis, None)
-
-
-def item_bytes_of(dtype: str) -> int:
-    """The bytes of an element as codecs meet it: elements of fewer bits than float32 are coded as float32."""
-    return max(4, ITEM_BYTES[dtype])
 
 
 def candidates(layout: Layout, buckets: Sequence[Bucket], mesh: Mesh, cluster: Cluster) -> tuple[str, ...]:

@@ -139,7 +139,10 @@ class Resumable:
         if self._optimizer is not None:
             kept, more = optimizer_state.extract(self.parameters, self._optimizer)
             parts.update(more)
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        self._codecs.rescale(1 / scale)  # a run in another precision, or with another scale, may go on
         codecs, more = self._codecs.extract(self.parameters)
+        self._codecs.rescale(scale)
         parts.update(more)
         return parts, {
             "codecs": codecs,
@@ -200,6 +203,7 @@ class Resumable:
         self._take_amendments(saved_manifest, where)
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state.get("loss_scale"))
+            self._codecs.rescale(self.loss_scale.value)
         everywhere(where, lambda: checkpoint.give_back(extra, state["extra"]))
         self._callers.accept()
         if self.rank == 0:
