@@ -27,7 +27,7 @@ TOLD = 4096
 @dataclass
 class MeasuredCoding:
     """What the coded collective of a label did: how often it ran, and the bytes of the vector, the bytes sent and the
-    seconds of coding of the last time. ``residual_share``: the norm of the residual over that of what was exchanged.
+    seconds of coding of the last time. ``residual_share``: the norm of the residual over that of the gradients.
     Vectors that are added up in coded form may be sent by another library: the bytes are then those of a ring."""
 
     count: int = 0

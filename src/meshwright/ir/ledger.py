@@ -57,7 +57,7 @@ class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 def _codec_texts(use: "CodecUse") -> tuple[str, ...]:
     foretold = f" ({size(use.predicted_bytes)})" if use.predicted_bytes else ""
     foretold_s = f" ({seconds(use.predicted_coding_s)})" if use.predicted_coding_s else ""
-    residual = f"{use.residual_share:.0%} of what was exchanged" if use.residual_share else "-"
+    residual = f"{use.residual_share:.0%} of the gradients" if use.residual_share else "-"
     what = f"{use.label} over {use.axis}, {size(use.num_bytes)}"
     return (
         f"{use.codec} ({use.algorithm})",
@@ -117,7 +117,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
 class CodecUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a codec did for one bucket in a step, on rank 0: the bytes of its vector, the bytes that the rank sent in
     coded form, and its seconds of encoding and decoding. ``residual_share`` is the norm of what messages have left out,
-    as a fraction of the norm of what was exchanged (0 without error feedback). Predictions of 0 are unknown."""
+    as a fraction of the norm of the gradients (0 without error feedback). Predictions of 0 are unknown."""
 
     label: str
     axis: str
