@@ -455,6 +455,24 @@ def test_coded_and_dense_collectives_may_be_under_way_together(ranks: Ranks, num
     assert all(ranks(num_ranks, beside_dense, kind))
 
 
+def behind_dense() -> bool:
+    """Selections whose first messages leave early, before a dense collective of one round is finished."""
+    ours = over_lanes("wires")
+    for step in range(3):
+        value, mine = torch.ones(1), torch.arange(50_000.0) + step
+        dense = ours.all_reduce(value, "sum", "butterfly")
+        coded = ours.coded_all_reduce(mine, None, codec_of("topk(100%)"), step, "shares")
+        dense.wait()
+        coded.wait()
+        assert value.item() == ours.num_ranks
+        torch.testing.assert_close(mine, ours.num_ranks * (torch.arange(50_000.0) + step))
+    return True
+
+
+def test_ranks_do_not_wait_for_messages_of_later_collectives(ranks: Ranks) -> None:
+    assert all(ranks(2, behind_dense))
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 

@@ -117,7 +117,7 @@ class ChunksRun(CodedRun):
             if index not in early:
                 self._do(step, exchange)
         for lane in kind.settles:
-            lane.settle()
+            lane.settle(self.tag)
         self._end()
         self._stored = None
 

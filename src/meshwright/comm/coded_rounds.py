@@ -155,7 +155,7 @@ class RoundsRun(CodedRun):
             sizes = self._swap_sizes(this, outgoing, early)
             self._swap(this, outgoing, max(0, early - len(outgoing.sizes)), sizes)
         for lane in self.kind.settles:
-            lane.settle()
+            lane.settle(self.tag)
         begun = time.perf_counter()
         self._held().finish()
         self.coding_s += time.perf_counter() - begun

@@ -94,7 +94,7 @@ class DenseRun(Run):
             left = tuple(step for index, step in enumerate(kind.steps) if index not in early)
         self._do(left)
         for lane in kind.lanes:
-            lane.settle()
+            lane.settle(self.tag)
         if self._finish is not None:
             self._finish()
         self.done = True

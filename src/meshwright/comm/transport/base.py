@@ -105,8 +105,10 @@ class Lane(ABC):
     def release(self) -> None:
         """Free the memory of the message that was taken last."""
 
-    def settle(self) -> None:
-        """Wait until all messages have left. Lanes whose messages leave without the help of this rank do nothing."""
+    def settle(self, tag: int) -> None:
+        """Wait until the messages of the collective with this tag, and all messages before them, have left. Messages of
+        later collectives need not have left: the peer may expect them only after this collective. Lanes whose messages
+        leave without the help of this rank do nothing."""
 
     # --- what ranks report of themselves -----------------------------------------------------------------------------
 

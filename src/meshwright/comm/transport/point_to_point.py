@@ -75,7 +75,7 @@ class TorchLane(Lane):
     def __init__(self, group: dist.ProcessGroup, peer: int, progress: RankStreams) -> None:
         self._group, self._peer, self._progress = group, peer, progress
         self._name = dist.get_global_rank(group, peer)
-        self._leaving: deque[tuple[_Room, Work]] = deque()
+        self._leaving: deque[tuple[_Room, Work, int]] = deque()
         self._coming: deque[tuple[_Room, Work]] = deque()
         self._free: list[_Room] = []
         self._num_taken = 0
@@ -90,7 +90,7 @@ class TorchLane(Lane):
             room.message(part.numel(), part.dtype).copy_(part)
         out = [room.whole[: _HEADER.size + num_bytes]]
         work = self._tried(lambda: self._group.send(out, self._peer, _TAG), "it takes nothing")
-        self._leaving.append((room, work))
+        self._leaving.append((room, work, tag))
 
     def put_at_once(self, part: Tensor, tag: int) -> bool:
         """Send a copy unless ``AHEAD`` messages are under way."""
@@ -119,13 +119,15 @@ class TorchLane(Lane):
         self._num_taken += 1
         self._free.append(self._coming.popleft()[0])
 
-    def settle(self) -> None:
-        """Wait until all messages under way have left: a message does not arrive if its sender ends first."""
-        while self._leaving:
+    def settle(self, tag: int) -> None:
+        """Wait until all messages up to those with this tag have left: a message does not arrive if its sender ends
+        first."""
+        last = max((at for at, message in enumerate(self._leaving, 1) if message[2] == tag), default=0)
+        for _ in range(last):
             self._depart()
 
     def _depart(self) -> None:
-        room, work = self._leaving.popleft()
+        room, work, _ = self._leaving.popleft()
         self._tried(lambda: self._progress.during(work.wait), "it takes nothing")
         self._free.append(room)
 
