@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 
+import msgspec
 import pytest
 
+from meshwright.bench.lint import lint
 from meshwright.cli import run as cli
 from meshwright.ir.codec import codec_of
+from meshwright.ir.result import Accuracy, Comparison, Result
 
 SMALL = [
     "--steps", "4", "--seeds", "2", "--repetitions", "5", "--model.layers", "1", "--model.width", "32",
@@ -17,14 +20,21 @@ SMALL = [
 
 def test_codecs_are_compared_with_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["bench", "codec", "--codec", "qsgd(4)", "--codec", "topk(100%)", "--json", *SMALL]) == 0
-    dense, coded, exact = json.loads(capsys.readouterr().out)
-    assert [row["codec"] for row in (dense, coded, exact)] == ["dense", "qsgd(4)", "topk(100%)"]
-    elements = dense["sent_bytes"] // 4  # with 2 ranks: 2 (P-1)/P is 1
-    assert coded["sent_bytes"] == pytest.approx(codec_of("qsgd(4)").message_bytes(elements, 4), rel=0.01)
-    assert all(len(row["losses"]) == 2 and len(row["step_s"]) == 5 for row in (dense, coded, exact))
-    assert exact["losses"] == pytest.approx(dense["losses"], rel=1e-4), "all elements are sent"
-    assert coded["losses"] != dense["losses"]
-    assert dense["losses"] == dense["losses_in_time"]
+    found = msgspec.json.decode(capsys.readouterr().out, type=Result)
+    assert lint(found) == ()
+    assert shlex.split(found.command)[:3] == ["meshwright", "bench", "codec"]
+    steps = [each for each in found.findings if isinstance(each, Comparison)]
+    assert [(each.ours, each.baseline) for each in steps] == [("qsgd(4)", "dense"), ("topk(100%)", "dense")]
+    assert all(len(series.seconds) == 5 for each in steps for series in each.series.values())
+    sent = steps[0].notes["sent_bytes"]
+    elements = sent["dense"] // 4  # with 2 ranks: 2 (P-1)/P is 1
+    assert sent["qsgd(4)"] == pytest.approx(codec_of("qsgd(4)").message_bytes(elements, 4), rel=0.01)
+    losses = [each.notes["losses"] for each in found.findings if isinstance(each, Accuracy)]
+    dense, dense_in_time, coded, _, exact, _ = losses
+    assert all(len(each) == 2 for each in losses)
+    assert exact == pytest.approx(dense, rel=1e-4), "all elements are sent"
+    assert coded != dense
+    assert dense == dense_in_time
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import statistics
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 
 from meshwright import api, build
 from meshwright.bench.batch_size import mean_loss, prepared, timed_step
-from meshwright.bench.repeat import alternate, measuring
-from meshwright.bench.scaling import check_alone
+from meshwright.bench.machine import this_machine, today, versions
+from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
+from meshwright.bench.scaling import check_alone, name_of_model, settings_of
 from meshwright.catalog import load_cluster
 from meshwright.comm.groups import codings_of
 from meshwright.emulation.network import run_in_boxes, why_not
@@ -19,13 +21,23 @@ from meshwright.errors import DataError, FileFormatError, LaunchError, LayoutErr
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
+from meshwright.ir.result import Accuracy, Comparison, Finding, Result, Series
 from meshwright.ir.run import Run
+from meshwright.ir.statistics import ratio
 from meshwright.runtime.loop import Progress, Silent, resumed_schedule
 from meshwright.runtime.trainer import Trainer
 
 MOST = 4
 """In equal time, a codec may make up to so many times the steps of dense training."""
 DENSE = "dense"
+METRIC = "held-out loss"
+SETTINGS = "run"
+TIMED = (
+    "Seconds: a training step of {model} with a learning rate of 0 on {ranks} ranks {where}, from when all ranks have "
+    "met until the slowest is done, dense and with every codec by turns, {repetitions} times after {warmup} steps of "
+    "warm-up. Losses: of all held-out data, after {steps} steps of each of {seeds} seeds, and after as many steps as "
+    "take as long as the dense steps (at most {most} times as many)."
+)
 
 
 class CodecRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +107,46 @@ def codec(
                 measure, cases, steps, repetitions, boxes=[rank * boxes // ranks for rank in range(ranks)],
                 rates_bits_per_s=[gbit * 1e9] * boxes, directory=Path(name, "ranks"),
             )  # fmt: skip
+
+
+def result_of(
+    run: Run, rows: Sequence[CodecRow], *, ranks: int, steps: int, seeds: int, repetitions: int, boxes: int,
+    gbit: float, command: str,
+) -> Result:  # fmt: skip
+    """The result file of what ``codec`` has measured with the same arguments: for each codec, its steps over dense
+    steps; for each, and for dense gradients, the mean loss after equal steps and after equal time."""
+    name = uuid.uuid4().hex[:12]
+    series = {row.codec: Series.of(row.step_s, settings=SETTINGS, run=name) for row in rows}
+    findings: list[Finding] = []
+    for row in rows[1:]:
+        found = ratio(row.step_s, rows[0].step_s)
+        findings.append(Comparison(
+            target=f"{row.codec}: time of a step over that of a dense step", verdict="reported",
+            measured=f"{found}; sends {row.sent_bytes:,} bytes, dense {rows[0].sent_bytes:,}",
+            series={each: series[each] for each in (row.codec, DENSE)}, ours=row.codec, baseline=DENSE,
+            ratio=found.value, interval=found.interval,
+            notes={"sent_bytes": {each.codec: each.sent_bytes for each in (row, rows[0])}},
+        ))  # fmt: skip
+    for row in rows:
+        for when, count, losses in (
+            ("steps", steps, row.losses), ("time", row.steps_in_time, row.losses_in_time),
+        ):  # fmt: skip
+            mean = statistics.fmean(losses)
+            findings.append(Accuracy(
+                target=f"{row.codec}: {METRIC} after equal {when} ({count} steps)", verdict="reported",
+                measured=f"{mean:.4f} ({min(losses):.4f} to {max(losses):.4f})", metric=METRIC, value=mean,
+                settings=SETTINGS, notes={"losses": list(losses), "steps": count},
+            ))  # fmt: skip
+    return Result(
+        date=today(), name="codec", command=command, machine=this_machine(accelerators=True), versions=versions(),
+        timed=TIMED.format(
+            model=name_of_model(run), ranks=ranks, repetitions=repetitions, warmup=WARMUP_STEPS, steps=steps,
+            where="of one box" if boxes == 1 else f"in {boxes} emulated boxes, joined at {gbit:g} Gbit/s", seeds=seeds,
+            most=MOST,
+        ),
+        settings={SETTINGS: settings_of(_variants(run, "", ranks, 1, "")[0], ranks, 1)},
+        findings=tuple(findings),
+    )  # fmt: skip
 
 
 def boxes_of(boxes: int, each: int, gbit: float) -> Cluster:

@@ -162,20 +162,26 @@ def codec(
     steps: int = typer.Option(60, min=1, help="Steps of dense training."),
     seeds: int = typer.Option(3, min=1, help="How many initial values and data orders to train with."),
     repetitions: int = typer.Option(7, min=5, help="Measurements of a step of each codec."),
-    as_json: bool = typer.Option(False, "--json", help="Print the rows as JSON."),
+    as_json: bool = JSON,
+    output: Path | None = OUTPUT,
 ) -> None:
     """Compare codecs with dense gradients: time and bytes of a step, loss after equal steps and after equal time."""
     target, arguments = _target(context, target, "")
     run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
     from meshwright.bench.codec import codec as measure
+    from meshwright.bench.codec import result_of
 
+    counts = {"ranks": ranks, "boxes": boxes, "steps": steps, "seeds": seeds, "repetitions": repetitions}
     with display.cursor_kept(), display.progress() as bars:
-        rows = measure(
-            run, codecs, ranks=ranks, steps=steps, seeds=seeds, repetitions=repetitions, boxes=boxes, gbit=gbit,
-            progress=bars,
-        )  # fmt: skip
+        rows = measure(run, codecs, **counts, gbit=gbit, progress=bars)
+    options = {**counts, "gbit": f"{gbit:g}" if boxes > 1 else ""}
+    coded = [argument for text in codecs for argument in ("--codec", text)]
+    command = display.command("bench", "codec", target, options=options, arguments=[*coded, *arguments])
+    result = result_of(run, rows, **counts, gbit=gbit, command=command)
+    if output is not None:
+        display.write(output, files.encode_json(result))
     if as_json:
-        display.print_json(rows)
+        typer.echo(files.encode_json(result).decode(), nl=False)
         return
     titles = (
         "codec",
