@@ -50,7 +50,7 @@ bench: $(STAMP) ## run what is timed beside peers at this commit, write its tabl
 bench-foundation: $(STAMP) ## measure against eager PyTorch, DistributedDataParallel and parallelize_module
 	@$(BIN)/python -m benchmarks.foundation
 
-bench-codecs: $(STAMP) ## measure codecs beside a copy, and sparse all-reduces on emulated links
+bench-codecs: $(STAMP) ## measure codecs beside a copy; sparse all-reduces, steps and choices of codecs on emulated links
 	@$(BIN)/python -m benchmarks.codecs
 
 bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelining; kill ranks at random

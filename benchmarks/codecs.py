@@ -8,6 +8,9 @@ kernels    A vector of 64 MiB of normal float32 is encoded and decoded chunk by 
 sparse     Sparse all-reduces beside dense ones in two emulated boxes of two ranks (network namespaces joined by links
            of 1 Gbit/s, ``emulation/network.py``; as root, else nothing is judged). All take turns in the same
            processes, with one thread a rank: ranks wait for links most of the time, so that they may share cores.
+steps      Training steps with codecs beside DistributedDataParallel with PyTorch's hooks, and the time to the loss of
+           dense training (``benchmarks/codec_steps.py``), in the same boxes at 0.1 and 1 Gbit/s.
+auto       Steps with ``codec="auto"`` beside no codec, both predicted (``benchmarks/codec_auto.py``), on two ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import report
+from benchmarks import codec_auto, codec_steps, report
 from benchmarks.report import judged
 from meshwright.bench.repeat import alternate
 from meshwright.comm.groups import collectives
@@ -38,7 +41,7 @@ from meshwright.runtime import launch
 
 COMMAND = "python -m benchmarks.codecs"
 GBIT = 1e9
-ROUNDS = {"kernels": 31, "sparse": 7}
+ROUNDS = {"kernels": 31, "sparse": 7, "steps": codec_steps.ROUNDS, "auto": codec_auto.ROUNDS}
 NUM_BYTES, DENSITY = 2**26, 0.01
 DENSE = ("star+ring@2x2", "star+ring@2x2/8", "shares", "rabenseifner")
 STREAMS = (
@@ -191,7 +194,9 @@ def _fastest(medians: dict[str, float], kind: str) -> str:
     return min((side for side in medians if side.startswith(kind)), key=medians.__getitem__)
 
 
-PARTS: dict[str, Callable[[int], list[Finding]]] = {"kernels": kernel_findings, "sparse": sparse_findings}
+PARTS: dict[str, Callable[[int], list[Finding]]] = {
+    "kernels": kernel_findings, "sparse": sparse_findings, "steps": codec_steps.findings, "auto": codec_auto.findings,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,9 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a median needs at least 5 rounds")
     found = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds or ROUNDS[part])]
     if not options.only:
-        timed = "Encoding and decoding of all chunks of a vector, a copy of it, or an all-reduce; sides take turns."
+        timed = (
+            "Encoding and decoding of all chunks of a vector, a copy of it, an all-reduce, or a training step, from "
+            "when all ranks have met; sides take turns."
+        )
         sizes = {"bytes": NUM_BYTES, "rounds": options.rounds or ROUNDS["kernels"]}
-        settings = {SETTINGS: Settings(dtype="float32", ranks=1, threads=1, sizes=sizes)}
+        settings = {SETTINGS: Settings(dtype="float32", ranks=1, threads=1, sizes=sizes)} | codec_auto.settings()
         text = (__doc__ or "").partition("is missed.")[2].strip()
         report.write("codecs", "Codecs", COMMAND, timed, settings, found, text)
     return report.alone(found)
