@@ -157,7 +157,7 @@ def _judged(case: Case, measured: Measured) -> list[Finding]:
     verdict = verdict if foretold else "fail"
     found: list[Finding] = [
         Check(
-            target=f"{case}: auto is not slower than no codec",
+            target=f"{case}: auto takes at most {SLOWER:g} x no codec",
             verdict=verdict,
             measured=f"it takes {taken}"
             + (", the same plan" if measured.equal else f": {slower} measured")

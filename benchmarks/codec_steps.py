@@ -263,11 +263,11 @@ def judged(name: str, gbit: float, measured: Measured) -> list[Finding]:
     )
     found.append(
         _check(
-            f"{place}: the fastest codec is never slower than the fastest hook",
+            f"{place}: the fastest codec takes at most 1 x the fastest hook",
             ratio(seconds[best], seconds[fastest_hook]), 1.0, f"; medians over {fastest_hook}'s: {shares}",
         )
     )  # fmt: skip
-    found.append(_check(f"{place}: auto is not slower than no codec", ratio(seconds["auto"], seconds[""]), SLOWER))
+    found.append(_check(f"{place}: auto takes at most {SLOWER:g} x no codec", ratio(seconds["auto"], seconds[""]), SLOWER))
     times = {side: steps * medians[side] for side, steps in measured.steps.items()}
     quickest = min((side for side in times if side != "DDP"), key=times.__getitem__, default="")
     text = ", ".join(
