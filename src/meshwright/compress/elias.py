@@ -54,7 +54,9 @@ def _looked_up(table: Tensor, levels: Tensor) -> Tensor:
     return table.to(levels.device).index_select(0, levels.int() + 128)
 
 
-_FOLDED = torch.tensor([2 * level if level > 0 else 1 - 2 * level for level in range(-128, 128)], dtype=torch.int32)
+_FOLDED = torch.tensor(
+    [2 * level if level > 0 else 1 - 2 * level for level in range(-128, 128)], dtype=torch.int32, device="cpu"
+)
 """z of each level."""
-_PLACES = torch.tensor([int(z).bit_length() - 1 for z in _FOLDED.tolist()], dtype=torch.int32)
+_PLACES = torch.tensor([int(z).bit_length() - 1 for z in _FOLDED.tolist()], dtype=torch.int32, device="cpu")
 """floor(log2 z) of each level."""
