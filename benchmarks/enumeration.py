@@ -28,7 +28,7 @@ from meshwright.planner.candidates import MOST_CHUNKS, axes_of, divisors
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
-from meshwright.planner.inter_op.assemble import is_reduction
+from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.schedules.pipeline import least_microbatches
 
 FINALISTS, NEAR = 12, 1.08

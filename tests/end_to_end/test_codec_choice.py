@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -10,17 +12,26 @@ import pytest
 import torch
 
 import meshwright as mw
+from benchmarks.enumeration import every_layout
 from meshwright.catalog import load_cluster
-from meshwright.errors import PlanError, ScheduleError
+from meshwright.cost.optimizer import ADAMW
+from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.codec import codec_of
+from meshwright.ir.codec import CANDIDATES, codec_of
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import layout_text
 from meshwright.ir.plan import Coding, Plan
 from meshwright.ir.plan_check import check_fits
+from meshwright.ir.run import RunLayout
 from meshwright.lower.plans import PlanLowering
-from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
+from meshwright.planner.explicit import Ask, plan_layout
+from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 
 
 @cache
@@ -116,3 +127,71 @@ def test_memory_counts_what_codecs_keep(codec: str) -> None:
     parameters = sum(graph().tensors[name].num_bytes for name in graph().parameters)
     kept = parameters if codec_of(codec).feedback else 0
     assert kept <= peaks[1] - peaks[0] <= 1.5 * kept + 2**16
+
+
+# --- beside the layout -----------------------------------------------------------------------------------------------
+
+
+@cache
+def mlp() -> Graph:
+    with torch.device("meta"):
+        model = MLP((256, 256, 256, 256, 16))
+    batch = {"inputs": torch.zeros(1024, 256), "label": torch.zeros(1024, dtype=torch.int64)}
+    return mw.capture(model, classification_loss, batch)
+
+
+def wire(gbit: float) -> Cluster:
+    """Two CPU ranks, each in a box of its own."""
+    here = load_cluster("cpu-local")
+    network = msgspec.structs.replace(
+        here.levels[0], name="network", fan_out=2, alpha_s=1e-4, beta_s_per_byte=8e-9 / gbit
+    )
+    return msgspec.structs.replace(here, name="wire", num_devices=2, levels=(network,), collectives=())
+
+
+def test_no_layout_with_any_codec_is_faster_than_what_the_search_finds() -> None:
+    """All layouts of two ranks, each with every codec. Without codecs, data parallelism is not the fastest."""
+    graph, cluster = mlp(), wire(0.1)
+    lower = PlanLowering(graph)
+    ask = Ask(explains=False, lower=lower)
+    seconds: dict[tuple[str, str], float] = {}
+    for layout in every_layout(graph, 2):
+        for codec in ("", *CANDIDATES) if layout.dp > 1 else ("",):
+            asked = msgspec.structs.replace(layout, codec=codec)
+            with suppress(*REFUSALS):
+                plan = plan_layout(graph, asked, world_size=2, cluster=cluster, ask=ask)
+                seconds[layout_text(layout), codec] = foretell(lower, plan, cluster).played.step_s
+    dense, auto = (mw.plan(graph, cluster, devices=2, codec=codec, fresh=True) for codec in ("", "auto"))
+    assert dense.layout.dp == 1
+    assert auto.layout.dp == 2
+    assert codecs_of(auto)
+    assert dense.prediction is not None
+    assert auto.prediction is not None
+    assert auto.prediction.step_s <= (1 + ALIKE) * min(seconds.values()), min(seconds, key=seconds.__getitem__)
+    assert dense.prediction.step_s <= (1 + ALIKE) * min(s for (_, codec), s in seconds.items() if not codec)
+    assert auto.prediction.step_s < 0.7 * dense.prediction.step_s
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_bounds_of_layouts_with_codecs_are_bounds(microbatches: int) -> None:
+    graph, cluster = mlp(), wire(0.1)
+    lower = PlanLowering(graph)
+    prices = LayerPrices(chain_of(graph, cluster, 2), cluster, lower, ADAMW, False, 2, coded=True)
+    pipelines, layout = Pipelines(prices, math.inf), mw.Layout(dp=2, microbatches=microbatches)
+    bound_s = pipelines.bound_s(layout)
+    estimated_s = pipelines.option(layout, ("none",)).step_s
+    planned = plan_layout(
+        graph, msgspec.structs.replace(layout, codec="auto"), world_size=2, cluster=cluster, ask=Ask(lower=lower)
+    )
+    real_s = foretell(lower, planned, cluster).played.step_s
+    assert bound_s <= min(estimated_s, real_s)
+    assert estimated_s == pytest.approx(real_s, rel=0.1)
+
+
+def test_a_search_weighs_all_codecs_or_none() -> None:
+    with pytest.raises(LayoutError, match="weighs all codecs"):
+        mw.plan(mlp(), wire(1.0), codec="qsgd(4)")
+    with pytest.raises(LayoutError, match="beside a plan or layout"):
+        mw.plan(mlp(), wire(1.0), codec="auto", layout=mw.Layout(dp=2))
+    assert RunLayout(plan="auto", codec="auto").searched
+    assert not RunLayout(plan="auto", codec="qsgd(4)").searched

@@ -30,7 +30,7 @@ from meshwright.models import GPT, GPTConfig, ResNet, WideResNet, classification
 from meshwright.planner.candidates import Axes, runs, shapes
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
-from meshwright.planner.inter_op import layer_work, rounds
+from meshwright.planner.inter_op import layer_work, rounds, works
 from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.chain import Chain, chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -329,7 +329,7 @@ def test_other_processes_find_the_same_prices(monkeypatch: pytest.MonkeyPatch) -
     here: list[mw.Layout] = []
     worked_out = helped._worked_out
 
-    def counted(singles: Sequence[mw.Layout]) -> list[layer_work.LayerWorks]:
+    def counted(singles: Sequence[mw.Layout]) -> list[works.LayerWorks]:
         here.extend(singles)
         return worked_out(singles)
 

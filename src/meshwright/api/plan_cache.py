@@ -49,6 +49,7 @@ class SearchRequest:
     clips: bool
     only: Only
     offload: bool
+    codec: str = ""
 
     @cached_property
     def file(self) -> Path:
@@ -60,7 +61,7 @@ class SearchRequest:
         graph = _comparable(self.graph)
         cluster = self.cluster.name, self.cluster.num_devices
         memory = None if self.memory_bytes is None else float(self.memory_bytes)
-        rest = self.devices, memory, self.optimizer, self.clips, self.only, self.offload
+        rest = self.devices, memory, self.optimizer, self.clips, self.only, self.offload, self.codec
         return launch.cache_directory() / "plans" / f"{_digest((graph, cluster, rest))[:32]}.json"
 
 

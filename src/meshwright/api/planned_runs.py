@@ -118,8 +118,8 @@ def searches_of(
         try:
             chosen = plan(
                 graph, known, devices=world_size, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
-                only=only, offload=run.layout.offload != "none", seconds=run.layout.seconds, fresh=fresh,
-                progress=progress,
+                only=only, offload=run.layout.offload != "none", codec=run.layout.codec,
+                seconds=run.layout.seconds, fresh=fresh, progress=progress,
             )  # fmt: skip
         except LayoutError as error:
             found.append(SearchCosts(only=only, problem=error.problem))
@@ -179,6 +179,7 @@ def _planned(
         optimizer=optimizer,
         clips=clips,
         offload=run.layout.offload != "none",
+        codec=run.layout.codec,
         seconds=run.layout.seconds,
         fresh=fresh,
         progress=progress,

@@ -72,6 +72,7 @@ def plan(
     clips: bool = False,
     only: Only = "both",
     offload: bool = False,
+    codec: str = "",
     strict: bool = False,
     rules: Rules | None = None,
     seconds: float | None = None,
@@ -87,10 +88,12 @@ def plan(
     limits the size of buckets. ``optimizer`` gives the state that the optimizer keeps and the memory that it moves
     (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``only="intra"`` divides operators and
     makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer state on the
-    host if no layout fits otherwise. An operator without a rule runs whole on every rank, and the plan says what that
-    costs; ``strict`` refuses it. ``rules`` are the rules that ``capture`` was given. A search calls ``progress`` with
-    each layout that it considers, and the best so far. After about ``seconds``, or once ``stop`` returns true, the
-    search ends with the best layout so far, and a note in the plan says so (None: the search ends by itself).
+    host if no layout fits otherwise. ``codec="auto"`` compares layouts with the best codecs of their gradients, which
+    may lose something (``docs/how-to/compress-gradients.md``). An operator without a rule runs whole on every rank, and
+    the plan says what that costs; ``strict`` refuses it. ``rules`` are the rules that ``capture`` was given. A search
+    calls ``progress`` with each layout that it considers, and the best so far. After about ``seconds``, or once
+    ``stop`` returns true, the search ends with the best layout so far, and a note in the plan says so (None: the search
+    ends by itself).
 
     The plan of a search that ended by itself is kept in the user's cache. An equal request gets it from there without
     a search, and the log says so; its costs are computed again. ``fresh`` searches in any case. With ``rules``, nothing
@@ -110,24 +113,32 @@ def plan(
         clock = TimeLimit(seconds, progress, stop)
         request = SearchRequest(
             graph=graph, cluster=known, devices=devices or known.num_devices, memory_bytes=memory_bytes,
-            optimizer=optimizer, clips=clips, only=only, offload=offload,
+            optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec,
         )  # fmt: skip
         check_size(known, request.devices)
         if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
             return kept
         found = plan_auto(
             graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
-            optimizer=optimizer, clips=clips, only=only, offload=offload, clock=clock,
+            optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, clock=clock,
         )  # fmt: skip
         if not rules:
             plan_cache.keep(request, found)
         return found
+    check_codec(codec, layout)
     refuse(LayoutError, layout.contradictions())
     world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
     return plan_layout(
         graph, layout, world_size=world_size, cluster=known,
         ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules)),
     )  # fmt: skip
+
+
+def check_codec(codec: str, plan: object) -> None:
+    """Raise a LayoutError if a codec is given for another plan than that of a search."""
+    if codec and plan != "auto":
+        remedy = f"write Layout(codec={codec!r}, ...), or leave it out"
+        raise LayoutError(f"codec={codec!r} beside a plan or layout", where="codec", remedy=remedy)
 
 
 def _check_numbers(devices: Any, memory_bytes: Any) -> None:
@@ -182,6 +193,7 @@ def choose(
     *,
     clips: bool,
     offload: bool = False,
+    codec: str = "",
     seconds: float | None = None,
     rules: Rules | None = None,
 ) -> Plan:
@@ -196,7 +208,7 @@ def choose(
         check_size(known, world_size)
         return plan(
             graph, known, devices=world_size, layout=layout, optimizer=optimizer, clips=clips, offload=offload,
-            seconds=seconds, rules=rules,
+            codec=codec, seconds=seconds, rules=rules,
         )  # fmt: skip
     chosen, where = loaded(wanted)
     check_fits(chosen, graph, where)

@@ -73,6 +73,7 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
         seed=run.train.seed,
         precision=run.layout.precision,
         offload=run.layout.offload != "none",
+        codec=run.layout.codec if plan is None and run.layout.searched else "",
         seconds=run.layout.seconds,
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,

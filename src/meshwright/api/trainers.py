@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.api.plans import Rules, capture, check_plan, choose, cost_of, loaded, precision_of
+from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -62,6 +62,7 @@ def parallelize(
     seed: int = 0,
     precision: Precision | None = None,
     offload: bool = False,
+    codec: str = "",
     seconds: float | None = None,
     device: torch.device | str | None = None,
     cluster: Cluster | str | None = None,
@@ -87,6 +88,8 @@ def parallelize(
             ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: the
             precision of the model.
         offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
+        codec: ``"auto"``: the plan ``"auto"`` compares layouts with the best codecs of their gradients, which may lose
+            something.
         seconds: time after which ``"auto"`` takes the best layout found so far; None: it considers all layouts. The log
             says which layouts it considers.
         device: default: this rank's CUDA device if it has one (experimental), else the CPU.
@@ -106,6 +109,7 @@ def parallelize(
         RuleError, CompileError.
     """
     check_plan(plan)
+    check_codec(codec, plan)
     check_factory(optimizer, max_grad_norm)
     check_seconds(seconds)
     target = launch.start(device)
@@ -123,8 +127,9 @@ def parallelize(
 
     def planned() -> Plan:
         return choose(
-            plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, seconds=seconds, rules=rules
-        )
+            plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec, seconds=seconds,
+            rules=rules,
+        )  # fmt: skip
 
     return Trainer(
         model,

@@ -34,6 +34,7 @@ EPILOG = display.examples(
     "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html",
     "meshwright plan RUN.toml --ranks 8 --layout.plan auto --why-not dp=8,zero=1",
     "meshwright plan RUN.toml --cluster h100-dgx-ndr400x8 --vary devices=8..1024",
+    "meshwright plan RUN.toml --cluster cluster.toml --layout.plan auto --codec auto",
     "meshwright plan diff OLD.json NEW.json",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
     note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
@@ -52,7 +53,9 @@ STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an opera
 TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
-OF_CAPTURED = ("dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only")
+OF_CAPTURED = (
+    "dp", "tp", "codec", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only"
+)  # fmt: skip
 """Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "price", "software", "report")
 """Options that do not apply to a model that is captured."""
@@ -69,6 +72,7 @@ def plan(
     ranks: int = RANKS,
     cluster: str = CLUSTER,
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON; with --program, that."),
+    codec: str = typer.Option("", help="The codec of gradients, as in qsgd(4); auto: the fastest, or none."),
     program: bool = typer.Option(False, "--program", help="Print what a rank runs: its phases, node by node."),
     rank: int = typer.Option(0, "--rank", min=0, help="With --program, which rank."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
@@ -142,6 +146,7 @@ def plan(
             return write_report(report, target, cluster, ranks, batch, sequence, price, software, command)
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, software, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
+    limited += [f"--layout.codec={codec}"] * bool(codec)
     run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api

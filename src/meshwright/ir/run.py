@@ -72,8 +72,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Data-parallel size; -1: the number of ranks that the other sizes leave."""
     plan: str = ""
     """A plan file (from ``meshwright plan --output``) in place of sizes, or ``auto``. With ``auto``, the planner
-    searches for the fastest layout, unless another key of this table sets a layout. It uses ``precision``, and
-    ``offload`` if memory requires this."""
+    searches for the fastest layout, unless another key of this table sets a layout. It uses ``precision``, ``offload``
+    if memory requires this, and the best codecs of gradients with ``codec = "auto"``."""
     cluster: str = ""
     """The cluster for which the step is planned: a name or a file; empty: this machine."""
     seconds: float | None = None
@@ -83,8 +83,10 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def searched(self) -> bool:
-        """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision or offload may be)."""
-        asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none")
+        """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision, offload or
+        ``codec = "auto"`` may be)."""
+        codec = "" if self.codec == "auto" else self.codec
+        asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none", codec=codec)
         return self.plan == "auto" and asked == RunLayout().sizes()
 
     @property

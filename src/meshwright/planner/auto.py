@@ -12,6 +12,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_precision
+from meshwright.planner.codecs import AUTO
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 
@@ -28,6 +29,7 @@ def plan_auto(
     clips: bool = False,
     only: Only = "both",
     offload: bool = False,
+    codec: str = "",
     clock: TimeLimit | None = None,
 ) -> Plan:
     """Find the fastest plan that fits in memory.
@@ -42,24 +44,30 @@ def plan_auto(
     program that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It
     keeps ``batch_statistics`` global, because other values would change the results of training. The plan lists the
     next-best layouts, and why each was not taken (see ``Plan.explain``). ``only`` restricts the search to divided
-    operators (``intra``) or to stages of one rank each (``inter``).
+    operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, layouts are compared with
+    the best codecs of their gradients, so that data parallelism may win over a slow network.
 
     ``lowering`` makes the lowering of a graph, from whose programs costs are computed. The other arguments are the same
     as in ``mw.plan``. When the time of ``clock`` is over, the planner estimates no further layouts and makes the plan
     of the best layout so far.
 
     Raises:
-        LayoutError: no layout that fits was found in time; the devices do not support the
+        LayoutError: ``codec`` names a codec; no layout that fits was found in time; the devices do not support the
             step's precision; no layout divides the batch; or no layout fits in memory (the message names the layout
             that needs the least memory, and changes that would help).
     """
     check_precision(None, graph, cluster)
+    if codec not in ("", AUTO):
+        raise LayoutError(
+            f"codec={codec!r} for a search", where="codec",
+            remedy=f"a search weighs all codecs: write codec={AUTO!r}, or give a layout beside the codec",
+        )  # fmt: skip
     clock = clock or TimeLimit()
     limit = memory_bytes or room_of(cluster, range(world_size))
     search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
         offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
-        clock=clock, memory_bytes=memory_bytes,
+        clock=clock, memory_bytes=memory_bytes, codec=codec,
     )  # fmt: skip
     try:
         search.run()

@@ -18,6 +18,7 @@ from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.planner.candidates import Only, divisors
+from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
@@ -49,6 +50,8 @@ def why_not(
     slower. Both are planned, lowered and simulated for the whole model, with the same number of ranks."""
     try:
         resolved = layout.resolved(best.mesh.world_size)
+        if best.layout.codec == AUTO and not layout.codec:
+            resolved = msgspec.structs.replace(resolved, codec=AUTO)
         limit = memory_bytes or _room_bytes(cluster, resolved)
         ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
         plan = plan_layout(graph, resolved, world_size=best.mesh.world_size, cluster=cluster, ask=ask)

@@ -36,18 +36,21 @@ class WholeModel:
     limit_bytes: float
     memory_bytes: float | None = None
     """The memory limit of a rank that was asked for; None: each rank has the memory of its device."""
+    codec: str = ""
+    """``auto``: all plans have the best codecs of their gradients."""
 
     def __post_init__(self) -> None:
         self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
 
     def planned(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
         """The plan of an option, and its simulated step. With ``explains``, the plan has the best bucket sizes, and
-        notes on the costs of other strategies."""
+        notes on the costs of other strategies. With codecs, it has the best bucket sizes in any case."""
         ask = replace(
-            self._ask, explains=explains, fits_buckets=explains, firsts=option.firsts, recompute=option.recompute,
-            memory_bytes=option.memory_bytes,
+            self._ask, explains=explains, fits_buckets=explains or bool(self.codec), firsts=option.firsts,
+            recompute=option.recompute, memory_bytes=option.memory_bytes,
         )  # fmt: skip
-        plan = plan_layout(self.graph, option.layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
+        layout = msgspec.structs.replace(option.layout, codec=self.codec)
+        plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         if len(set(option.recompute)) > 1:
             kinds = ", ".join(option.recompute)
             note = Note(module="(stages)", split=f"recompute {kinds}", reason="each stage as much as its memory needs")

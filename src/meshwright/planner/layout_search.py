@@ -74,8 +74,8 @@ class Search:
     If devices differ, layouts are estimated as if all devices were the slowest. The fastest are then cut anew for the
     devices where their stages lie, beside pipelines with unequal stages (``unlike_stages``).
 
-    ``space`` restricts the layouts. ``before`` has the model and the prices of layers of an earlier search (see
-    ``within``).
+    ``codec``: empty, or ``auto``: layouts are compared with the best codecs of their gradients. ``space`` restricts the
+    layouts. ``before`` has the model and the prices of layers of an earlier search (see ``within``).
     """
 
     graph: Graph
@@ -89,6 +89,7 @@ class Search:
     offload: bool
     clock: TimeLimit
     memory_bytes: float | None = None
+    codec: str = ""
     space: Space = EVERYTHING
     before: tuple[WholeModel, LayerPrices] | None = None
     found: list[Option] = field(default_factory=list)
@@ -115,11 +116,10 @@ class Search:
         """The whole model, and its layers, which have no prices yet."""
         graph, lower = self.graph, self.lowering(self.graph)
         chain = chain_of(graph, self.slowest, self.world_size, self.world_size if self.only == "inter" else 0)
-        model = WholeModel(
-            graph, self.world_size, self.cluster, lower, self.optimizer, self.clips, self.limit, self.memory_bytes
-        )
+        asked, room = (self.optimizer, self.clips), (self.limit, self.memory_bytes)
+        model = WholeModel(graph, self.world_size, self.cluster, lower, *asked, *room, self.codec)
         of_chain = lower if chain.graph is graph else self.lowering(chain.graph)
-        return model, LayerPrices(chain, self.slowest, of_chain, self.optimizer, self.clips, self.world_size)
+        return model, LayerPrices(chain, self.slowest, of_chain, *asked, self.world_size, bool(self.codec))
 
     def within(self, only: Only, space: Space) -> "Search":
         """A new search for the same model in another space. The two searches share the prices of layers, unless the new
@@ -127,7 +127,7 @@ class Search:
         short = only == "inter" and len(self.prices.chain.layers) < self.world_size
         return Search(
             self.graph, self.world_size, self.cluster, self.lowering, self.optimizer, self.clips, self.limit, only,
-            self.offload, self.clock, self.memory_bytes, space,
+            self.offload, self.clock, self.memory_bytes, self.codec, space,
             before=None if short else (self.model, self.prices),
         )  # fmt: skip
 

@@ -13,7 +13,8 @@ from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.finalists import WholeModel
-from meshwright.planner.inter_op.assemble import is_reduction, is_sum
+from meshwright.planner.inter_op.assemble import is_sum
+from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
 from meshwright.planner.reasons import complexity
 

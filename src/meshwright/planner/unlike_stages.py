@@ -83,7 +83,9 @@ class UnlikeStages:
         for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
             part = part_of(self.cluster, ranks)
             box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
-            prices = LayerPrices(of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks))
+            prices = LayerPrices(
+                of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks), of_all.coded
+            )
             own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
             pools.append(Pool(ranks, box, own))
         return pools
@@ -131,7 +133,7 @@ class UnlikeStages:
         for stages in (balanced(firsts, places, busy), before):
             work = assemble(
                 works, chain.priced(stages), pipeline, self.pipelines.prices.optimizer,
-                accumulates=layout.microbatches > 1,
+                accumulates=layout.microbatches > 1, codecs=self.pipelines.prices.codecs,
             )  # fmt: skip
             memory = peak_memory(work, periods(layout)[0])
             if all(rank.peak_bytes <= limit for rank, limit in zip(memory, limits, strict=True)):

@@ -9,11 +9,13 @@ import msgspec
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import CHUNK_BYTES, ZEROING
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
+from meshwright.ir.mesh import Mesh
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.plan import REDUCTION
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
-from meshwright.planner.inter_op.layer_work import GATHER, LayerFacts, LayerWorks, SharedParameter, every_piece, renamed
+from meshwright.planner.inter_op.piece_codecs import PieceCodecs, is_reduction
+from meshwright.planner.inter_op.works import GATHER, LayerFacts, LayerWorks, SharedParameter, every_piece, renamed
 
 _REDUCE = ActionKind.REDUCE_GRAD.value
 _LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
@@ -38,14 +40,14 @@ Known = dict[object, JoinedPieces]
 
 def assemble(
     variants: Sequence[LayerWorks], stages: Sequence[Sequence[int]], pipeline: Pipeline, optimizer: OptimizerCost,
-    *, accumulates: bool, known: Known | None = None,
+    *, accumulates: bool, known: Known | None = None, codecs: PieceCodecs | None = None,
 ) -> StepWork:  # fmt: skip
     """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
     stage.
 
     ``accumulates``: gradients are summed over several micro-batches. Otherwise the gradient of a layer lives from the
     layer's backward on, when values that later layers saved are free again. ``known`` has the pieces that earlier calls
-    joined.
+    joined. ``codecs`` are those that sums of gradients may have.
     """
     before = known if known is not None else {}
     shared = variants[0].shared
@@ -67,7 +69,7 @@ def assemble(
         if key not in made:
             same = id(works.works), tuple(layers), frozenset(own)
             if same not in before:
-                before[same] = _pieces_of(works, layers, own)
+                before[same] = _pieces_of(works, layers, own, codecs)
             stage = _joined(works, layers, before[same], optimizer, first_chunk=first, accumulates=accumulates)
             if count > 1 and last:
                 ends = [
@@ -88,10 +90,12 @@ def _tells_loss(piece: Piece) -> bool:
     return isinstance(piece, Communicate) and piece.collective == "broadcast"
 
 
-def _pieces_of(works: LayerWorks, layers: Sequence[int], own: Container[str]) -> JoinedPieces:
+def _pieces_of(
+    works: LayerWorks, layers: Sequence[int], own: Container[str], codecs: PieceCodecs | None
+) -> JoinedPieces:
     """The pieces of one stage of several layers. ``own`` are the shared parameters that no other stage reads."""
     parts = [_named(work, number) for number, work in enumerate(_with_one_sum(works, layers, own))]
-    buckets = _Buckets()
+    buckets = _Buckets(works.mesh, codecs)
     return JoinedPieces(
         works=works.works,
         pieces={kind: launched(buckets.filled(_in_order(parts, kind))) for kind in parts[0].pieces},
@@ -226,11 +230,6 @@ def is_sum(piece: Piece) -> bool:
     return isinstance(piece, Wait) or (isinstance(piece, Communicate) and piece.axis != "pp")
 
 
-def is_reduction(piece: Piece) -> bool:
-    """Whether a piece sums gradients of parameters over ranks."""
-    return isinstance(piece, Communicate) and piece.what.startswith(REDUCTION)
-
-
 def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_Buckets") -> tuple[Piece, ...]:
     """The prologue of a stage: the gathers and casts of all layers' parameters, the zeroing of all gradients, and what
     else the layer with the longest prologue does, because layers compute equal values."""
@@ -275,10 +274,11 @@ def _scaled(piece: Compute, factor: float) -> Compute:
 
 class _Buckets:
     """Joins the sums of gradients, and the gathers of parameters, that share a bucket in the program of a stage.
-    ``has_sums``: there was a sum."""
+    ``has_sums``: there was a sum. Each joined sum has the best of the ``codecs``."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh, codecs: PieceCodecs | None) -> None:
         self.has_sums = False
+        self._mesh, self._codecs = mesh, codecs
         self._joined: set[str] = set()
 
     def filled(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
@@ -312,7 +312,8 @@ class _Buckets:
                 result.append(joined)
             else:
                 result[opened[key]] = joined
-        return tuple(piece for piece in result if piece is not None)
+        kept = (piece for piece in result if piece is not None)
+        return tuple(kept if self._codecs is None else (self._codecs.best(piece, self._mesh) for piece in kept))
 
 
 def _name_of(piece: Piece | None) -> str:

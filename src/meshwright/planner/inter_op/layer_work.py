@@ -5,24 +5,21 @@ plan, so that a layer costs here what its operators cost in a program.
 """
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, prod
-from typing import NamedTuple
 
 import msgspec
 
 from meshwright.cost.closed_form import pieces_s
 from meshwright.cost.collective import Network
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.cost.program import HeldBytes, NodeCosts, of_parameters, stage_held, step_work
-from meshwright.cost.work import Communicate, Compute, Piece, StageWork
+from meshwright.cost.program import NodeCosts, of_parameters, stage_held, step_work
 from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.graph import ITEM_BYTES, Graph
 from meshwright.ir.layout import Layout
-from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
@@ -30,67 +27,37 @@ from meshwright.ir.stages import cut
 from meshwright.planner.derive import recomputing
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
+from meshwright.planner.inter_op.piece_codecs import PieceCodecs, is_reduction
 from meshwright.planner.inter_op.price_workers import Group, PriceWorkers, num_workers
+from meshwright.planner.inter_op.works import (
+    GATHER,
+    LayerFacts,
+    LayerWorks,
+    SharedParameter,
+    derived,
+    every_piece,
+    may_hide,
+    renamed,
+    without_host,
+)
 
 WORKERS_AFTER_S = 1.0
 """Seconds of pricing after which other processes help. Most searches take less."""
-GATHER = "gather of "
-"""The names of gathers of parameters begin with these words in the work of layers."""
-
-
-class SharedParameter(NamedTuple):
-    """A parameter that several priced layers (``layers``) read: its bytes on a rank, and whether it is trained."""
-
-    num_bytes: int
-    trained: bool
-    layers: tuple[int, ...]
-
-
-class LayerFacts(NamedTuple):
-    """What a stage needs to know of a layer besides its work.
-
-    ``held`` has the bytes that the layer holds during a step, by kind. ``trained_bytes`` are those of its trained
-    parameters, and ``largest_bytes`` those of the largest of them. ``casts`` is the part of the prologue that
-    depends on the layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes``
-    are the bytes of the whole tensors that the layer sends to the next and to the previous layer for one micro-batch of
-    all ranks.
-    """
-
-    held: HeldBytes
-    trained_bytes: int
-    largest_bytes: int
-    casts: Compute
-    up_bytes: int = 0
-    down_bytes: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class LayerWorks:
-    """The work of the priced layers of a chain in one layout, each as a stage of its own.
-
-    ``shared`` has the parameters that several layers read, by name. ``terms`` maps the terms of their gradients to
-    these parameters. ``offloads``: optimizer state lies on the host. ``mesh`` is the mesh of the pipeline of single
-    layers.
-    """
-
-    works: tuple[StageWork, ...]
-    facts: tuple[LayerFacts, ...]
-    shared: dict[str, SharedParameter]
-    terms: dict[str, str]
-    heap_factor: float
-    offloads: bool
-    mesh: Mesh
 
 
 class LayerPrices:
-    """Plans, lowers and prices the layers of a chain, once for each layout."""
+    """Plans, lowers and prices the layers of a chain, once for each layout. ``coded``: sums of gradients may have
+    codecs (``piece_codecs``)."""
 
     def __init__(
-        self, chain: Chain, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool, num_ranks: int
-    ) -> None:
+        self, chain: Chain, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool, num_ranks: int,
+        coded: bool = False,
+    ) -> None:  # fmt: skip
         self.chain, self.cluster, self.lower = chain, cluster, lower
         self.optimizer, self.clips, self.num_ranks = optimizer, clips, num_ranks
-        self.network = Network(cluster)
+        self.network, self.coded = Network(cluster), coded
+        self.codecs = PieceCodecs(cluster, _gradient_bytes(chain.graph)) if coded else None
+        self._coded: dict[LayerWorks, LayerWorks] = {}
         self._ask = Ask(
             explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, alike=self._alike
         )
@@ -121,7 +88,7 @@ class LayerPrices:
         single, key = self._single(layout)
         if key not in self._known:
             try:
-                self._known[key] = self._found(single, key)
+                self._known[key] = self._with_codecs(self._found(single, key))
             except (LayoutError, PlanError) as error:
                 self._known[key] = error
         found = self._known[key]
@@ -191,7 +158,7 @@ class LayerPrices:
         if not fewer:
             least = self.largest(layout)
             return self.of(least), least.dp * least.microbatches / parts
-        return known[max(fewer)][1], max(fewer) / parts
+        return self._with_codecs(known[max(fewer)][1]), max(fewer) / parts
 
     def largest(self, layout: Layout) -> Layout:
         """The layout with the largest micro-batches whose works say something about those of ``layout``: half of the
@@ -239,7 +206,7 @@ class LayerPrices:
             return self._priced(single, key)
         parts, known = single.dp * single.microbatches, self._families.setdefault(self._kin(single, key), {})
         if parts in known and (known[parts][0] > 1 or single.dp == 1):
-            return _derived(known[parts][1], known[parts][0], single)
+            return derived(known[parts][1], known[parts][0], single)
         works = self._priced(single, key)
         known[parts] = single.dp, works
         return works
@@ -297,71 +264,44 @@ class LayerPrices:
             mesh=plan.mesh,
         )
 
-    def seconds(self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True) -> list[float]:
+    def _with_codecs(self, works: LayerWorks) -> LayerWorks:
+        """The works with the best codecs for the sums of gradients of single layers. They depend on dp, so that
+        layouts that share prices do not share them."""
+        if self.codecs is None:
+            return works
+        if works not in self._coded:
+            best, mesh = self.codecs.best, works.mesh
+            coded = tuple(every_piece(work, lambda piece: best(piece, mesh)) for work in works.works)
+            self._coded[works] = replace(works, works=coded)
+        return self._coded[works]
+
+    def seconds(
+        self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True, sums: bool = True
+    ) -> list[float]:
         """The seconds of each priced layer in actions of ``kinds``, one of each. Without ``hidden``, a lower bound:
         neither collectives that other kernels may hide count, nor waits for the host, because the layers of a stage
-        wait less together."""
+        wait less together. Without ``sums``, sums of gradients do not count."""
         found = []
         for work in works.works:
             pieces = [piece for kind in kinds for piece in work.pieces.get(kind, ())]
+            if not sums:
+                pieces = [piece for piece in pieces if not is_reduction(piece)]
             if not hidden:
-                pieces = [_without_host(piece) for piece in pieces if not _may_hide(piece)]
+                pieces = [without_host(piece) for piece in pieces if not may_hide(piece)]
             found.append(pieces_s(pieces, works.mesh, self.network))
         return found
+
+
+def _gradient_bytes(graph: Graph) -> int:
+    """The bytes of an element of the model's gradients; of several dtypes, the most."""
+    names = (entry.gradient for entry in graph.gradients if entry.gradient is not None)
+    return max((ITEM_BYTES[graph.tensors[name].dtype] for name in names), default=4)
 
 
 def _shares_price(layout: Layout) -> bool:
     """Whether only the size of a rank's micro-batch matters, not how many ranks and micro-batches divide the batch. If
     the step has one micro-batch, gradients are not accumulated."""
     return layout.microbatches > 1 and not layout.zero and not layout.mixed
-
-
-def _derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:
-    """The works of a layout whose ranks have micro-batches as large as those of ``base``, which has another dp."""
-    share = base_dp / layout.dp
-    facts = tuple(
-        fact._replace(
-            held=msgspec.structs.replace(
-                fact.held,
-                prologue_bytes=round(fact.held.prologue_bytes * share),
-                inputs_bytes=round(fact.held.inputs_bytes * share),
-            ),
-            up_bytes=round(fact.up_bytes / share),
-            down_bytes=round(fact.down_bytes / share),
-        )
-        for fact in base.facts
-    )
-    works = base.works if layout.dp > 1 else tuple(map(_without_dp, base.works))
-    return replace(base, works=works, facts=facts, mesh=layout.mesh())
-
-
-def renamed(work: StageWork, names: Mapping[str, str]) -> StageWork:
-    """The work of a layer, whose collectives with the labels in ``names`` have other names."""
-
-    def named(piece: Piece) -> Piece:
-        name = None if isinstance(piece, Compute) else names.get(piece.what.partition(" #")[0])
-        return piece if name is None else msgspec.structs.replace(piece, what=name)
-
-    return every_piece(work, named)
-
-
-def every_piece(work: StageWork, changed: Callable[[Piece], Piece]) -> StageWork:
-    """The work with ``changed`` applied to every piece."""
-    pieces = {kind: tuple(map(changed, each)) for kind, each in work.pieces.items()}
-    before, after = tuple(map(changed, work.before)), tuple(map(changed, work.after))
-    return msgspec.structs.replace(work, pieces=pieces, before=before, after=after)
-
-
-def _without_dp(work: StageWork) -> StageWork:
-    """The work of a layer if there is one data-parallel rank: nothing is summed over dp."""
-    every = (*work.before, *work.after, *(piece for pieces in work.pieces.values() for piece in pieces))
-    gone = {piece.what for piece in every if isinstance(piece, Communicate) and piece.axis == "dp"}
-
-    def left(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-        return tuple(piece for piece in pieces if isinstance(piece, Compute) or piece.what not in gone)
-
-    pieces = {kind: left(each) for kind, each in work.pieces.items()}
-    return msgspec.structs.replace(work, pieces=pieces, before=left(work.before), after=left(work.after))
 
 
 def _whole_bytes(program: Program, kind: ActionKind) -> int:
@@ -379,14 +319,3 @@ def _shared(programs: Sequence[Program], trained: Container[str]) -> dict[str, S
         name: SharedParameter(sizes[name], name in trained, tuple(layers))
         for name, layers in holders.items() if len(layers) > 1
     }  # fmt: skip
-
-
-def _without_host(piece: Piece) -> Piece:
-    """The piece as if its kernels were launched in no time."""
-    if not isinstance(piece, Compute):
-        return piece
-    return msgspec.structs.replace(piece, seconds=piece.device_s, host_s=0.0)
-
-
-def _may_hide(piece: Piece) -> bool:
-    return isinstance(piece, Communicate) and not piece.blocking

@@ -1,7 +1,6 @@
 """Make the stages of a layout from the work of layers: the cut, the recomputation of each stage, time and memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 
 import msgspec
@@ -17,12 +16,14 @@ from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
-from meshwright.planner.inter_op.assemble import Known, assemble, is_reduction, is_sum
+from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
-from meshwright.planner.inter_op.layer_work import LayerPrices, LayerWorks
+from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
+from meshwright.planner.inter_op.works import LayerWorks, divided_state
 
 LEAST = 0.7
 """Smallest fraction of its time that a micro-batch takes if gradients are not accumulated. It is assumed: adding up
@@ -73,6 +74,7 @@ class Pipelines:
         self.chain, self.cluster = prices.chain, prices.cluster
         self._slowest: dict[object, float] = {}
         self._once: dict[LayerWorks, tuple[float, float]] = {}
+        self._least_sums: dict[LayerWorks, float] = {}
         self._parts: dict[tuple[LayerWorks, int, int, bool], LayerWorks] = {}
         self._joined: Known = {}
         self._times: dict[object, tuple[Predicted, float]] = {}
@@ -91,13 +93,29 @@ class Pipelines:
         """
         self._check(layout)
         works, factor = self._bounding(layout)
-        each = np.array(self.prices.seconds(works, passes(layout), hidden=not self._overlaps))[self.chain.numbers]
-        total = float(each.sum()) * factor
+        total = float(self._least_seconds(layout, works).sum()) * factor
         sums_s, update_s = self.once_s(works)
+        if self.prices.codecs is not None:  # sums over other numbers of ranks say nothing
+            sums_s = self._least_sums_s(works) if self.prices.knows(layout) else 0.0
         once_s = update_s / layout.dp + (0.0 if self._overlaps or layout.dp == 1 else sums_s)
         busy_s = (layout.microbatches * total + once_s * LEAST) / layout.pp
         slowest_s = layout.microbatches * self._slowest_s(layout, works) * factor
         return max(busy_s, slowest_s, filled_s(layout, total))
+
+    def _least_seconds(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
+        """[i]: a lower bound on the seconds of layer i for one micro-batch. If sums of gradients may have codecs, the
+        sums are left out (``_least_sums_s``): a bucket of several layers takes less time than one of each layer."""
+        sums = self.prices.codecs is None
+        seconds = self.prices.seconds(works, passes(layout), hidden=not self._overlaps, sums=sums)
+        return np.array(seconds)[self.chain.numbers]
+
+    def _least_sums_s(self, works: LayerWorks) -> float:
+        """A lower bound on the seconds of the sums of gradients with codecs."""
+        if works not in self._least_sums:
+            assert self.prices.codecs is not None
+            every = [works.works[number] for number in self.chain.numbers]
+            self._least_sums[works] = self.prices.codecs.least_s(every, works.mesh)
+        return self._least_sums[works]
 
     def _bounding(self, layout: Layout) -> tuple[LayerWorks, float]:
         """The works from which a bound follows, and a factor on them."""
@@ -113,7 +131,9 @@ class Pipelines:
         """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
         if works not in self._once:
             every = self.chain.priced([range(len(self.chain.layers))])
-            (stage,) = assemble([works], every, Pipeline(), self.prices.optimizer, accumulates=True).stages
+            (stage,) = assemble(
+                [works], every, Pipeline(), self.prices.optimizer, accumulates=True, codecs=self.prices.codecs
+            ).stages
             sums = (*stage.pieces[ActionKind.REDUCE_GRAD.value], *filter(is_sum, stage.after))
             update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
             self._once[works] = pieces_s(sums, works.mesh, self.prices.network), update_s
@@ -161,21 +181,7 @@ class Pipelines:
         once = layout.microbatches == 1  # each gradient is reduced at once, and only a part of it is kept
         key = works, layout.zero, layout.dp, once
         if layout.zero and key not in self._parts:
-            parts = [layout.dp if layout.zero >= stage else 1 for stage in (1, 1 if once else 2, 3)]
-            facts = tuple(
-                fact._replace(
-                    held=msgspec.structs.replace(
-                        fact.held,
-                        optimizer_bytes=fact.held.optimizer_bytes // parts[0],
-                        gradients_bytes=fact.held.gradients_bytes // parts[1],
-                        parameters_bytes=fact.held.parameters_bytes // parts[2],
-                        gathered_bytes=fact.held.gathered_bytes if layout.zero < 3 else 0,
-                    ),
-                    trained_bytes=fact.trained_bytes // parts[1],
-                )
-                for fact in works.facts
-            )
-            self._parts[key] = replace(works, facts=facts)
+            self._parts[key] = divided_state(works, layout.dp, layout.zero, once=once)
         return self._parts[key] if layout.zero else works
 
     def _best(self, layout: Layout, variants: Mapping[Recompute, LayerWorks]) -> Option:
@@ -247,8 +253,7 @@ class Pipelines:
             return 0.0
         key = (works, layout.pp, layout.chunks, passes(layout))
         if key not in self._slowest:
-            each = np.array(self.prices.seconds(works, passes(layout), hidden=not self._overlaps))
-            seconds = spans(each[self.chain.numbers])[:, :, None, None]
+            seconds = spans(self._least_seconds(layout, works))[:, :, None, None]
             prices = StagePrices((Submesh.of(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
             found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
             self._slowest[key] = max(stage.seconds for stage in found.stages) if found else 0.0
@@ -353,7 +358,7 @@ class Pipelines:
         strongest = max(kinds, key=RECOMPUTE.index)
         work = assemble(
             [works for _, works in chosen], self.chain.priced(stages), layout.pipeline, self.prices.optimizer,
-            accumulates=layout.microbatches > 1, known=self._joined,
+            accumulates=layout.microbatches > 1, known=self._joined, codecs=self.prices.codecs,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
         # Variants with equal work differ in memory only (``ideal``).

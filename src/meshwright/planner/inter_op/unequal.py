@@ -22,11 +22,11 @@ from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.layer_work import LayerWorks
 from meshwright.planner.inter_op.pipelines import Option, Pipelines
 from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
+from meshwright.planner.inter_op.works import LayerWorks
 from meshwright.schedules.pipeline import training_schedule
 
 SIMULATED = 3
@@ -165,7 +165,7 @@ class UnequalStages:
         prices = self.pools[0].pipelines.prices
         work = assemble(
             [variant.works for variant in chosen], self.chain.priced(ranges), layout.pipeline, prices.optimizer,
-            accumulates=layout.microbatches > 1,
+            accumulates=layout.microbatches > 1, codecs=prices.codecs,
         )  # fmt: skip
         if layout.stage_sizes:
             ends = [(of.works.facts[layers[0]], of.works.facts[layers[-1]])

@@ -1,0 +1,74 @@
+"""The codecs that a search may give to the sums of gradients that it prices."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import TypeGuard
+
+import msgspec
+
+from meshwright.cost.closed_form import pieces_s
+from meshwright.cost.coded import coded_s
+from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
+from meshwright.cost.work import CodedElements, Communicate, Piece, StageWork
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import CANDIDATES
+from meshwright.ir.layout import DATA_AXES
+from meshwright.ir.mesh import Mesh, members
+from meshwright.ir.plan import REDUCTION
+from meshwright.ir.program import CollectiveKind
+from meshwright.planner.algorithms import in_a_box
+from meshwright.planner.codecs import BucketCodecs
+
+
+class PieceCodecs:
+    """Finds the codec, or none, that carries a sum of gradients in the least time.
+
+    ``item_bytes`` is the size of a gradient's element. No plan of a layout sums its gradients faster, because
+    ``bucket_size.fit_buckets`` chooses among the same codecs.
+    """
+
+    def __init__(self, cluster: Cluster, item_bytes: int) -> None:
+        self.cluster, self.network, self.item_bytes = cluster, Network(cluster), item_bytes
+        self._codecs: dict[Mesh, BucketCodecs] = {}
+        self._known: dict[tuple[Mesh, str, str, int], CodedElements | None] = {}
+
+    def best(self, piece: Piece, mesh: Mesh) -> Piece:
+        """The piece, coded so that it takes the least time. Pieces that are no sums of gradients over data-parallel
+        ranks, or that ranks of one box sum, stay as they are."""
+        if not is_reduction(piece):
+            return piece
+        key = mesh, piece.axis, piece.collective, piece.bytes
+        if key not in self._known:
+            self._known[key] = self._coding(piece, mesh)
+        return msgspec.structs.replace(piece, coding=self._known[key])
+
+    def least_s(self, layers: Sequence[StageWork], mesh: Mesh) -> float:
+        """A lower bound on the seconds of the sums of gradients of layers: those of one bucket of all gradients,
+        because the time of a collective grows no faster than its bytes."""
+        whole: Counter[tuple[CollectiveKind, str]] = Counter()
+        for work in layers:
+            for piece in filter(is_reduction, (*chain.from_iterable(work.pieces.values()), *work.after)):
+                whole[piece.collective, piece.axis] += piece.bytes
+        joined = [self.best(Communicate(REDUCTION, kind, axis, size), mesh) for (kind, axis), size in whole.items()]
+        return pieces_s(joined, mesh, self.network)
+
+    def _coding(self, piece: Communicate, mesh: Mesh) -> CodedElements | None:
+        if {*members(piece.axis)}.isdisjoint(DATA_AXES) or in_a_box(mesh, piece.axis, self.cluster):
+            return None
+        group = axis_group(mesh, piece.axis, piece.members)
+        least_s, best = self.network.collective_s(piece.collective, piece.bytes, group), None
+        codecs = self._codecs.setdefault(mesh, BucketCodecs("", "", mesh, self.cluster, self.item_bytes))
+        for text in CANDIDATES:
+            algorithm = codecs.algorithm(text, piece.axis, piece.collective, piece.bytes)
+            elements = CodedElements(text, algorithm, self.item_bytes)
+            seconds = coded_s(self.network, piece.collective, piece.bytes, group, elements)
+            if seconds < least_s:
+                least_s, best = seconds, elements
+        return best
+
+
+def is_reduction(piece: Piece) -> TypeGuard[Communicate]:
+    """Whether a piece sums gradients of parameters over ranks."""
+    return isinstance(piece, Communicate) and piece.what.startswith(REDUCTION)

@@ -1,0 +1,139 @@
+"""The works of single layers, and what changes them: another dp, other names, codecs."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.cost.program import HeldBytes
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork
+from meshwright.ir.layout import Layout
+from meshwright.ir.mesh import Mesh
+
+GATHER = "gather of "
+"""The names of gathers of parameters begin with these words in the work of layers."""
+
+
+class SharedParameter(NamedTuple):
+    """A parameter that several priced layers (``layers``) read: its bytes on a rank, and whether it is trained."""
+
+    num_bytes: int
+    trained: bool
+    layers: tuple[int, ...]
+
+
+class LayerFacts(NamedTuple):
+    """What a stage needs to know of a layer besides its work.
+
+    ``held`` has the bytes that the layer holds during a step, by kind. ``trained_bytes`` are those of its trained
+    parameters, and ``largest_bytes`` those of the largest of them. ``casts`` is the part of the prologue that
+    depends on the layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes``
+    are the bytes of the whole tensors that the layer sends to the next and to the previous layer for one micro-batch of
+    all ranks.
+    """
+
+    held: HeldBytes
+    trained_bytes: int
+    largest_bytes: int
+    casts: Compute
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWorks:
+    """The work of the priced layers of a chain in one layout, each as a stage of its own.
+
+    ``shared`` has the parameters that several layers read, by name. ``terms`` maps the terms of their gradients to
+    these parameters. ``offloads``: optimizer state lies on the host. ``mesh`` is the mesh of the pipeline of single
+    layers.
+    """
+
+    works: tuple[StageWork, ...]
+    facts: tuple[LayerFacts, ...]
+    shared: dict[str, SharedParameter]
+    terms: dict[str, str]
+    heap_factor: float
+    offloads: bool
+    mesh: Mesh
+
+
+def derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:
+    """The works of a layout whose ranks have micro-batches as large as those of ``base``, which has another dp."""
+    share = base_dp / layout.dp
+    facts = tuple(
+        fact._replace(
+            held=msgspec.structs.replace(
+                fact.held,
+                prologue_bytes=round(fact.held.prologue_bytes * share),
+                inputs_bytes=round(fact.held.inputs_bytes * share),
+            ),
+            up_bytes=round(fact.up_bytes / share),
+            down_bytes=round(fact.down_bytes / share),
+        )
+        for fact in base.facts
+    )
+    works = base.works if layout.dp > 1 else tuple(map(_without_dp, base.works))
+    return replace(base, works=works, facts=facts, mesh=layout.mesh())
+
+
+def divided_state(works: LayerWorks, dp: int, zero: int, *, once: bool) -> LayerWorks:
+    """The works of a layout without ZeRO, with the parts of the state that a ZeRO stage leaves on a rank. ``once``:
+    the step has one micro-batch, so that each gradient is reduced at once, and only a part of it is kept."""
+    parts = [dp if zero >= stage else 1 for stage in (1, 1 if once else 2, 3)]
+    facts = tuple(
+        fact._replace(
+            held=msgspec.structs.replace(
+                fact.held,
+                optimizer_bytes=fact.held.optimizer_bytes // parts[0],
+                gradients_bytes=fact.held.gradients_bytes // parts[1],
+                parameters_bytes=fact.held.parameters_bytes // parts[2],
+                gathered_bytes=fact.held.gathered_bytes if zero < 3 else 0,
+            ),
+            trained_bytes=fact.trained_bytes // parts[1],
+        )
+        for fact in works.facts
+    )
+    return replace(works, facts=facts)
+
+
+def renamed(work: StageWork, names: Mapping[str, str]) -> StageWork:
+    """The work of a layer, whose collectives with the labels in ``names`` have other names."""
+
+    def named(piece: Piece) -> Piece:
+        name = None if isinstance(piece, Compute) else names.get(piece.what.partition(" #")[0])
+        return piece if name is None else msgspec.structs.replace(piece, what=name)
+
+    return every_piece(work, named)
+
+
+def every_piece(work: StageWork, changed: Callable[[Piece], Piece]) -> StageWork:
+    """The work with ``changed`` applied to every piece."""
+    pieces = {kind: tuple(map(changed, each)) for kind, each in work.pieces.items()}
+    before, after = tuple(map(changed, work.before)), tuple(map(changed, work.after))
+    return msgspec.structs.replace(work, pieces=pieces, before=before, after=after)
+
+
+def _without_dp(work: StageWork) -> StageWork:
+    """The work of a layer if there is one data-parallel rank: nothing is summed over dp."""
+    every = (*work.before, *work.after, *(piece for pieces in work.pieces.values() for piece in pieces))
+    gone = {piece.what for piece in every if isinstance(piece, Communicate) and piece.axis == "dp"}
+
+    def left(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        return tuple(piece for piece in pieces if isinstance(piece, Compute) or piece.what not in gone)
+
+    pieces = {kind: left(each) for kind, each in work.pieces.items()}
+    return msgspec.structs.replace(work, pieces=pieces, before=left(work.before), after=left(work.after))
+
+
+def without_host(piece: Piece) -> Piece:
+    """The piece as if its kernels were launched in no time."""
+    if not isinstance(piece, Compute):
+        return piece
+    return msgspec.structs.replace(piece, seconds=piece.device_s, host_s=0.0)
+
+
+def may_hide(piece: Piece) -> bool:
+    """Whether kernels may run while the piece communicates."""
+    return isinstance(piece, Communicate) and not piece.blocking
