@@ -105,7 +105,7 @@ def _of_case(case: Case, cluster: Cluster, rounds: int) -> Measured:
     predicted_s: dict[str, float] = {}
     sides: dict[str, Callable[[], object]] = {}
     plans: list[Plan] = []
-    for side, text in ((DENSE, ""), (AUTO, "auto")):
+    for side, text in ((DENSE, "none"), (AUTO, "auto")):
         torch.manual_seed(0)
         model = subject.make()
         graph = mw.capture(model, subject.loss_fn, batch)

@@ -162,7 +162,7 @@ def quantized(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 def ours(subject: Subject, codec: str, cluster: Cluster) -> Step:
     """A step of Meshwright."""
     torch.manual_seed(0)
-    layout = mw.Layout(dp=RANKS, codec=codec)
+    layout = mw.Layout(dp=RANKS, codec=codec or "none")
     trainer = mw.parallelize(
         subject.make(), subject.loss_fn, subject.batch(0), plan=layout, cluster=cluster,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=subject.lr),

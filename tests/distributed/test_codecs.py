@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.errors import LayoutError, NonFiniteLossError, PlanError
 from meshwright.models import MLP, classification_loss
+from meshwright.planner.codecs import BucketCodecs
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
 
@@ -91,6 +93,34 @@ def pairs(codecs: Sequence[str]) -> list[tuple[str, str]]:
 def test_exact_codecs_equal_one_process(ranks: Ranks, layout: str, codec: str) -> None:
     errors = ranks(mw.Layout(**LAYOUTS[layout]).num_ranks, error_of, layout, codec)
     assert max(errors) <= oracle.TOLERANCE
+
+
+def error_of_mixed_buckets() -> tuple[float, list[str]]:
+    """The largest error of the parameters if each bucket has another codec, and these codecs."""
+    expected = oracle.in_one_process(subject(), lambda p: torch.optim.SGD(p, lr=LR), None).state
+    given = subject()
+    graph = mw.capture(given.model, given.loss_fn, given.batches[0])
+    plan = mw.plan(graph, layout=mw.Layout(dp=2, tp=2, codec="topk(100%)"))
+    codecs = BucketCodecs(plan.mesh, None, 8)
+    buckets = tuple(
+        codecs.reduced(msgspec.structs.replace(bucket, codings=()), text, cut=False)
+        for bucket, text in zip(plan.buckets, ("lossless", "", "topk(100%)"), strict=False)
+    )
+    assert len(buckets) == len(plan.buckets)
+    trainer = mw.parallelize(
+        given.model, given.loss_fn, given.batches[0], plan=msgspec.structs.replace(plan, buckets=buckets),
+        optimizer=lambda p: torch.optim.SGD(p, lr=LR),
+    )  # fmt: skip
+    for batch in given.batches:
+        trainer.step(batch)
+    taken = [coding.codec for bucket in trainer.plan.buckets for coding in bucket.codings]
+    return oracle.largest_error(trainer.full_state_dict(all_ranks=True), expected), taken
+
+
+def test_buckets_of_several_codecs_equal_one_process(ranks: Ranks) -> None:
+    for error, taken in ranks(4, error_of_mixed_buckets):
+        assert error <= oracle.TOLERANCE
+        assert "lossless" in taken
 
 
 def total_residuals(trainer: mw.Trainer) -> dict[str, Tensor]:

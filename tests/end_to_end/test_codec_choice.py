@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from contextlib import suppress
 from functools import cache
@@ -16,7 +17,7 @@ from benchmarks.enumeration import every_layout
 from meshwright.catalog import load_cluster
 from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LayoutError, PlanError, ScheduleError
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster import Cluster, CodecTiming
 from meshwright.ir.codec import CANDIDATES, codec_of
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
@@ -26,6 +27,7 @@ from meshwright.ir.plan_check import check_fits
 from meshwright.ir.run import RunLayout
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
+from meshwright.planner.codecs import GAIN, BucketCodecs
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
@@ -176,7 +178,7 @@ def test_no_layout_with_any_codec_is_faster_than_what_the_search_finds() -> None
 def test_bounds_of_layouts_with_codecs_are_bounds(microbatches: int) -> None:
     graph, cluster = mlp(), wire(0.1)
     lower = PlanLowering(graph)
-    prices = LayerPrices(chain_of(graph, cluster, 2), cluster, lower, ADAMW, False, 2, coded=True)
+    prices = LayerPrices(chain_of(graph, cluster, 2), cluster, lower, ADAMW, False, 2, codec="auto")
     pipelines, layout = Pipelines(prices, math.inf), mw.Layout(dp=2, microbatches=microbatches)
     bound_s = pipelines.bound_s(layout)
     estimated_s = pipelines.option(layout, ("none",)).step_s
@@ -195,3 +197,76 @@ def test_a_search_weighs_all_codecs_or_none() -> None:
         mw.plan(mlp(), wire(1.0), codec="auto", layout=mw.Layout(dp=2))
     assert RunLayout(plan="auto", codec="auto").searched
     assert not RunLayout(plan="auto", codec="qsgd(4)").searched
+
+
+# --- bucket by bucket, and exact codecs ------------------------------------------------------------------------------
+
+
+def with_rates(cluster: Cluster, **seconds_per_byte: float) -> Cluster:
+    """The cluster, on which codecs are measured to encode and to decode a byte in so many seconds."""
+    rows = (
+        CodecTiming(codec=text, encode_s_per_byte=seconds, decode_s_per_byte=seconds)
+        for text, seconds in seconds_per_byte.items()
+    )
+    return msgspec.structs.replace(cluster, codecs=tuple(rows))
+
+
+def test_buckets_choose_their_codecs_as_brute_force_does() -> None:
+    """Gradients that tp splits, and those that it does not, have buckets of their own: the small one stays dense."""
+    cluster, lower = boxes(8e-9), PlanLowering(graph())
+    plan = mw.plan(graph(), cluster, layout=mw.Layout(dp=2, tp=2, codec="auto"))
+    small, *_, large = sorted(plan.buckets, key=lambda bucket: bucket.num_bytes)
+    assert not small.codings
+    assert large.codings
+    assert f"in {sum(bool(bucket.codings) for bucket in plan.buckets)} of {len(plan.buckets)} buckets" in plan.explain()
+    codecs = BucketCodecs(plan.mesh, cluster)
+    bare = [msgspec.structs.replace(bucket, codings=()) for bucket in plan.buckets]
+    seconds = {}
+    for texts in itertools.product(("", "bf16", "qsgd(4)", "topk(1%)", "topk(1%)+qsgd(4)"), repeat=len(bare)):
+        buckets = tuple(codecs.reduced(bucket, text, cut=False) for bucket, text in zip(bare, texts, strict=True))
+        assigned = msgspec.structs.replace(plan, buckets=buckets)
+        seconds[texts] = foretell(lower, assigned, cluster).played.step_s
+    least, found_s = min(seconds.values()), foretell(lower, plan, cluster).played.step_s
+    assert len(seconds) >= 25
+    assert found_s <= (1 + GAIN) * least, seconds
+
+
+def test_lossless_needs_no_leave_but_measured_rates_and_a_gain() -> None:
+    slow, fast = boxes(8e-8), boxes(8e-10)
+    for cluster, codec, taken in (
+        (with_rates(slow, lossless=1e-9), "", {"lossless"}),
+        (with_rates(slow, lossless=1e-6), "", set()),
+        (with_rates(fast, lossless=1e-9), "", set()),
+        (with_rates(load_cluster("cpu-local"), lossless=1e-9), "", set()),
+        (with_rates(slow, bf16=1e-10), "", set()),
+        (slow, "", set()),
+        (with_rates(slow, lossless=1e-9), "none", set()),
+    ):
+        plan = planned(cluster, codec)
+        assert codecs_of(plan) == taken
+        assert plan.layout.codec == codec
+        if not taken:
+            assert plan.notes == planned(msgspec.structs.replace(cluster, codecs=()), "").notes
+        check_fits(plan, graph())
+    plan = planned(with_rates(slow, lossless=1e-9), "")
+    assert "no codec" in plan.explain(), "the plan says what computing would wait without"
+
+
+def test_auto_gathers_factors_where_that_is_faster() -> None:
+    with torch.device("meta"):
+        model = MLP((256, 256, 256, 256, 16))
+    batch = {"inputs": torch.zeros(8, 256), "label": torch.zeros(8, dtype=torch.int64)}
+    small = mw.capture(model, classification_loss, batch)
+    slow_codecs = with_rates(wire(0.1), **dict.fromkeys(CANDIDATES, 1e-6))
+    plans = {
+        codec: mw.plan(small, slow_codecs, layout=mw.Layout(dp=2, codec=codec)) for codec in ("", "factors", "auto")
+    }
+    lower = PlanLowering(small)
+    seconds = {codec: foretell(lower, plan, slow_codecs).played.step_s for codec, plan in plans.items()}
+    assert "ranks gather the operands" in plans["auto"].explain()
+    assert seconds["auto"] == pytest.approx(seconds["factors"], rel=0.01)
+    assert seconds["auto"] < 0.5 * seconds[""]
+    twice = mw.plan(small, slow_codecs, layout=mw.Layout(dp=2, codec="auto", microbatches=2))
+    assert "ranks gather the operands" not in twice.explain(), (
+        "a rank's rows of several micro-batches are no neighbours"
+    )

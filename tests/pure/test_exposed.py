@@ -1,10 +1,13 @@
 """How long computing stands still for buckets: by hand, and what must hold whatever the sizes."""
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.exposed import Actions, BucketTransfer, Moment, computed_s, exposed_s
+from meshwright.cost.exposed import Actions, BucketTransfer, Moment, computed_s, exposed_s, least_exposed
 from meshwright.ir.plan import Bucket
 from meshwright.planner.bucket_size import ALIKE, BucketSizes, ranked
 from meshwright.planner.buckets import BUCKET_BYTES, BucketMember, filled
@@ -133,3 +136,48 @@ def test_sizes_that_cost_the_same_are_as_usual_and_others_by_cost() -> None:
     usual, small, large, dear = choice(1, 1.0 + ALIKE), choice(0.25, 1.0), choice(8, 3.0), choice(2, 2.0)
     assert ranked([small, large, dear, usual], computed_s=1.1) == [usual, small, dear, large]
     assert ranked([small, large, dear, usual], computed_s=0.9) == [small, usual, dear, large]
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+options = st.lists(
+    st.tuples(st.floats(0.0, 5.0), st.booleans(), st.sampled_from([0.0, 0.1, 0.5])), min_size=1, max_size=2
+)
+
+
+@given(made.flatmap(lambda m: st.tuples(st.just(m[:5]), st.lists(options, min_size=5, max_size=5))), st.booleans())
+def test_the_choice_of_transfers_is_that_of_brute_force(
+    drawn: tuple[Made, list[list[tuple[float, bool, float]]]], alone: bool
+) -> None:
+    """Transfers that computing hides or not, with charges; on two axes, with a gather and another collective."""
+    gradients, chosen = drawn
+    actions = backward(gradients)
+    actions = [Actions(2, (Moment(0.5, wanted=("w",)), *actions[0].moments, Moment(0.2, (("dp", 0.3),))))]
+    gathers = [BucketTransfer("dp", ("w",), 1.0)]
+    choices = [
+        [
+            BucketTransfer("dp" if n % 3 else "dp+cp", (f"p{n}",), seconds, alone=alone, hides=hides, charge_s=charge)
+            for seconds, hides, charge in each
+        ]
+        for n, each in enumerate(chosen[: len(gradients)])
+    ]
+
+    def objective_s(transfers: Sequence[BucketTransfer]) -> float:
+        return exposed_s(actions, gathers, transfers) + sum(each.charge_s for each in transfers)
+
+    best = least_exposed(actions, gathers, choices)
+    assert [each.parameters for each in best] == [each[0].parameters for each in choices]
+    assert objective_s(best) == pytest.approx(min(map(objective_s, itertools.product(*choices))), abs=1e-9)
+
+
+def test_a_bucket_that_computing_hides_stays_as_it_is() -> None:
+    """
+    compute  | 4           | 1 | 1 |
+    link                   | p0 1  | p1 p2 3        |
+    """
+    dense, coded = (
+        [BucketTransfer("dp", ("p0",), a), BucketTransfer("dp", ("p1", "p2"), b)] for a, b in ((1.0, 3.0), (0.1, 0.5))
+    )
+    choices = [[one, other._replace(charge_s=0.01)] for one, other in zip(dense, coded, strict=True)]
+    actions = backward([(4.0, 1), (1.0, 1), (1.0, 1)])
+    assert [each.seconds for each in least_exposed(actions, (), choices)] == [1.0, 0.5]

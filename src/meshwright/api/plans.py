@@ -89,11 +89,11 @@ def plan(
     (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``only="intra"`` divides operators and
     makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer state on the
     host if no layout fits otherwise. ``codec="auto"`` compares layouts with the best codecs of their gradients, which
-    may lose something (``docs/how-to/compress-gradients.md``). An operator without a rule runs whole on every rank, and
-    the plan says what that costs; ``strict`` refuses it. ``rules`` are the rules that ``capture`` was given. A search
-    calls ``progress`` with each layout that it considers, and the best so far. After about ``seconds``, or once
-    ``stop`` returns true, the search ends with the best layout so far, and a note in the plan says so (None: the search
-    ends by itself).
+    may lose something (``docs/how-to/compress-gradients.md``); ``none`` takes none at all. An operator without a rule
+    runs whole on every rank, and the plan says what that costs; ``strict`` refuses it. ``rules`` are the rules that
+    ``capture`` was given. A search calls ``progress`` with each layout that it considers, and the best so far. After
+    about ``seconds``, or once ``stop`` returns true, the search ends with the best layout so far, and a note in the
+    plan says so (None: the search ends by itself).
 
     The plan of a search that ended by itself is kept in the user's cache. An equal request gets it from there without
     a search, and the log says so; its costs are computed again. ``fresh`` searches in any case. With ``rules``, nothing

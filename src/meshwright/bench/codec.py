@@ -161,7 +161,7 @@ def boxes_of(boxes: int, each: int, gbit: float) -> Cluster:
 
 def _variants(run: Run, text: str, ranks: int, seeds: int, cluster: str) -> list[Run]:
     replace = msgspec.structs.replace
-    layout = replace(run.layout, dp=ranks, codec=text, plan="", cluster=cluster or run.layout.cluster)
+    layout = replace(run.layout, dp=ranks, codec=text or "none", plan="", cluster=cluster or run.layout.cluster)
     return [replace(run, layout=layout, train=replace(run.train, seed=run.train.seed + seed)) for seed in range(seeds)]
 
 

@@ -7,7 +7,9 @@ The reduction of a bucket starts when its last gradient is computed. Parameters 
 starts when the gather before it has ended. An axis runs one collective at a time, as in the simulator.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.cost.collective import Network
@@ -38,7 +40,8 @@ class Moment(NamedTuple):
 class BucketTransfer(NamedTuple):
     """The collective of a bucket on ``axis``. It takes ``seconds``, then ``after_s`` for sums over other axes, which
     overlap nothing. ``alone``: before the collective starts, compute waits until earlier reductions have ended. Without
-    ``hides``, compute waits for the collective at once, as on devices whose ranks move the bytes themselves."""
+    ``hides``, compute waits for the collective at once, as on devices whose ranks move the bytes themselves.
+    ``charge_s``: seconds that a choice among several transfers must save at least (``least_exposed``)."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -46,6 +49,7 @@ class BucketTransfer(NamedTuple):
     after_s: float = 0.0
     alone: bool = False
     hides: bool = True
+    charge_s: float = 0.0
 
 
 class Actions(NamedTuple):
@@ -112,14 +116,38 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
     )
 
 
+MOST_LINES = 24
+"""Largest number of timelines that ``least_exposed`` compares after each bucket."""
+
+
 def exposed_s(
     actions: Iterable[Actions], gathers: Sequence[BucketTransfer], reductions: Sequence[BucketTransfer]
 ) -> float:
     """Seconds of a step in which a stage's compute waits for ``gathers`` and ``reductions``. Other parameters are
     ignored."""
-    gathered = {name: transfer for transfer in gathers for name in transfer.parameters}
-    reduced = {name: transfer for transfer in reductions for name in transfer.parameters}
-    return sum(action.times * _stands_still_s(action.moments, gathered, reduced) for action in actions)
+    gathered, reduced = _by_parameter([each] for each in gathers), _by_parameter([each] for each in reductions)
+    total = 0.0
+    for action in actions:
+        (line,) = _lines(action, gathered, reduced)
+        total += action.times * (line.now_s - sum(moment.seconds for moment in action.moments))
+    return total
+
+
+def least_exposed(
+    actions: Iterable[Actions], gathers: Sequence[BucketTransfer], choices: Iterable[Sequence[BucketTransfer]]
+) -> tuple[BucketTransfer, ...]:
+    """Of each bucket in ``choices``, the transfer with which a stage waits least, if the charges of transfers count as
+    waiting. Only buckets of the stage are returned.
+
+    A timeline is left out if another one is ahead of it in all: in time, on the links, and in charges. So the result is
+    the best of all combinations, unless more than ``MOST_LINES`` timelines are left, or sums over several axes follow.
+    """
+    gathered, reduced = _by_parameter([each] for each in gathers), _by_parameter(choices)
+    return tuple(
+        transfer
+        for action in actions
+        for transfer in min(_lines(action, gathered, reduced), key=lambda line: line.total_s).chosen
+    )
 
 
 def computed_s(actions: Iterable[Actions]) -> float:
@@ -127,63 +155,121 @@ def computed_s(actions: Iterable[Actions]) -> float:
     return sum(action.times * moment.seconds for action in actions for moment in action.moments)
 
 
-def _stands_still_s(
-    moments: Sequence[Moment], gathered: Mapping[str, BucketTransfer], reduced: Mapping[str, BucketTransfer]
-) -> float:
-    line = _Line()
-    wanted = [gathered[name] for moment in moments for name in moment.wanted if name in gathered]
-    order = list(dict.fromkeys(wanted))
-    waiting = [reduced[name] for moment in moments for name in moment.made if name in reduced]
-    left = {transfer: waiting.count(transfer) for transfer in dict.fromkeys(waiting)}
+_Choice = tuple[BucketTransfer, ...]
+
+
+def _by_parameter(choices: Iterable[Sequence[BucketTransfer]]) -> dict[str, _Choice]:
+    every = [tuple(choice) for choice in choices]
+    return {name: choice for choice in every for name in choice[0].parameters}
+
+
+def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[str, _Choice]) -> list["_Line"]:
+    """The timelines of an action, one for each combination of choices that may be the best. If there is one transfer to
+    choose from for each bucket, there is one timeline."""
+    moments, lines = action.moments, [_Line(action.times)]
+    order = list(dict.fromkeys(gathered[name][0] for moment in moments for name in moment.wanted if name in gathered))
+    left = Counter(id(reduced[name]) for moment in moments for name in moment.made if name in reduced)
     arrived = 0
     for moment in moments:
-        line.now_s += moment.compute_s
-        for axis, seconds in moment.others:
-            line.wait(axis, seconds)
-        for transfer in dict.fromkeys(gathered[name] for name in moment.wanted if name in gathered):
+        for line in lines:
+            line.now_s += moment.compute_s
+            for axis, seconds in moment.others:
+                line.wait(axis, seconds)
+        for transfer in dict.fromkeys(gathered[name][0] for name in moment.wanted if name in gathered):
             if transfer in order[:arrived]:
                 continue
-            line.start(transfer)
-            line.finish(transfer)
             arrived += 1
-            if arrived < len(order):
-                line.start(order[arrived])
-        for transfer in [reduced[name] for name in moment.made if name in reduced]:
-            left[transfer] -= 1
-            if not left[transfer]:
-                if transfer.alone:
-                    line.finish_all(lambda other: other in left)
+            for line in lines:
                 line.start(transfer)
-    line.finish_all(lambda other: True)
-    return line.now_s - sum(moment.seconds for moment in moments)
+                line.finish(transfer)
+                if arrived < len(order):
+                    line.start(order[arrived])
+        for choice in [reduced[name] for name in moment.made if name in reduced]:
+            left[id(choice)] -= 1
+            if left[id(choice)]:
+                continue
+            if len(choice) > 1:
+                pairs = [(line.copy(), each) for line in lines for each in choice]
+            else:
+                pairs = [(line, choice[0]) for line in lines]
+            for line, transfer in pairs:
+                line.reduce(transfer)
+            lines = _ahead([line for line, _ in pairs])
+    for line in lines:
+        line.finish_all(every=True)
+    return lines
+
+
+def _ahead(lines: list["_Line"]) -> list["_Line"]:
+    """The timelines that no other timeline is ahead of in all."""
+    if len(lines) == 1:
+        return lines
+    places = sorted({key for line in lines for key in line.free_s})
+    pending = sorted({each.parameters for line in lines for each in line.ends_s if each.after_s})
+    kept: list[tuple[tuple[float, ...], _Line]] = []
+    for line in sorted(lines, key=lambda line: (line.total_s, line.charge_s)):
+        state = line.state(places, pending)
+        if not any(all(map(operator.le, other, state)) for other, _ in kept):
+            kept.append((state, line))
+    return [line for _, line in kept[:MOST_LINES]]
 
 
 class _Line:
-    """The clock of a rank, and the times until which the links of its axes are busy."""
+    """The clock of a rank, and the times until which the links of its axes are busy, with the transfers that were
+    ``chosen`` for reductions, and their charges. A step runs the action of the timeline ``times`` times."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._free_s: dict[str, float] = {}
-        self._ends_s: dict[BucketTransfer, float] = {}
+    def __init__(self, times: int) -> None:
+        self.now_s, self.charge_s, self.times = 0.0, 0.0, times
+        self.free_s: dict[str, float] = {}
+        self.ends_s: dict[BucketTransfer, float] = {}
+        self.chosen: list[BucketTransfer] = []
+
+    def copy(self) -> "_Line":
+        """A timeline that goes on from here by itself."""
+        line = _Line(self.times)
+        line.now_s, line.charge_s, line.chosen = self.now_s, self.charge_s, [*self.chosen]
+        line.free_s, line.ends_s = {**self.free_s}, {**self.ends_s}
+        return line
+
+    @property
+    def total_s(self) -> float:
+        """The end of all transfers so far, with the charges."""
+        return self.times * max(self.now_s, max(self.ends_s.values(), default=0.0)) + self.charge_s
+
+    def state(self, axes: Iterable[str], pending: Iterable[tuple[str, ...]]) -> tuple[float, ...]:
+        """The numbers on which the rest of the timeline depends; it is never longer if they are smaller. ``pending``
+        has the parameters of transfers that sums over other axes follow."""
+        ends = {each.parameters: (end, each.after_s) for each, end in self.ends_s.items() if each.after_s}
+        links = (max(self.now_s, self.free_s.get(axis, 0.0)) for axis in axes)
+        return self.now_s, self.charge_s, *links, *(number for each in pending for number in ends.get(each, (0.0, 0.0)))
+
+    def reduce(self, transfer: BucketTransfer) -> None:
+        """Start the reduction of a bucket."""
+        if transfer.alone:
+            self.finish_all(every=False)
+        self.start(transfer)
+        self.charge_s += transfer.charge_s
+        self.chosen.append(transfer)
 
     def start(self, transfer: BucketTransfer) -> None:
         """Start a transfer as soon as its link is free, unless it is already started."""
-        if transfer in self._ends_s:
+        if transfer in self.ends_s:
             return
-        end = max(self.now_s, self._free_s.get(transfer.axis, 0.0)) + transfer.seconds
-        self._ends_s[transfer] = self._free_s[transfer.axis] = end
+        end = max(self.now_s, self.free_s.get(transfer.axis, 0.0)) + transfer.seconds
+        self.ends_s[transfer] = self.free_s[transfer.axis] = end
         if not transfer.hides:
             self.now_s = end
 
     def wait(self, axis: str, seconds: float) -> None:
         """Wait for a collective that overlaps nothing."""
-        self.now_s = self._free_s[axis] = max(self.now_s, self._free_s.get(axis, 0.0)) + seconds
+        self.now_s = self.free_s[axis] = max(self.now_s, self.free_s.get(axis, 0.0)) + seconds
 
     def finish(self, transfer: BucketTransfer) -> None:
         """Wait for the end of a transfer, unless that was done before."""
-        if transfer in self._ends_s:
-            self.now_s = max(self.now_s, self._ends_s.pop(transfer)) + transfer.after_s
+        if transfer in self.ends_s:
+            self.now_s = max(self.now_s, self.ends_s.pop(transfer)) + transfer.after_s
 
-    def finish_all(self, which: Callable[[BucketTransfer], bool]) -> None:
-        for transfer in [transfer for transfer in self._ends_s if which(transfer)]:
+    def finish_all(self, *, every: bool) -> None:
+        """Wait for the end of all reductions, or of ``every`` transfer."""
+        for transfer in list(self.ends_s) if every else [each for each in self.chosen if each in self.ends_s]:
             self.finish(transfer)

@@ -42,6 +42,8 @@ SCALE_BYTES = 4
 """Bytes of the scale of a bucket."""
 CANDIDATES = ("bf16", "qsgd(8)", "qsgd(4)", "onebit", "topk(1%)", "topk(1%)+qsgd(4)")
 """The codecs among which the planner chooses, from the smallest error to the largest. A calibration measures them."""
+LOSSLESS = "lossless"
+"""The codec that the planner also takes where nobody allowed errors, if a calibration has measured it."""
 LEAST_RATE = 2
 """A matrix is written as factors if they have at most 1 / LEAST_RATE of its elements (as PyTorch's PowerSGD hook)."""
 

@@ -86,7 +86,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     then; they are refused if no stage has them."""
     codec: str = ""
     """The codec of gradients between data-parallel ranks, such as ``qsgd(4)`` or ``topk(1%)`` (``ir/codec.py``). With
-    ``auto``, the planner takes the fastest codec, or none; results then differ. Empty: gradients cross as they are."""
+    ``auto``, each bucket has the fastest codec, or none; results then differ. Empty: gradients cross as they are, or
+    compressed without loss where that was measured and is faster; ``none``: as they are."""
     parameter_codec: str = ""
     """The codec of parameters that ZeRO gathers, such as ``qsgd(8)``."""
     activation_codec: str = ""
@@ -319,7 +320,7 @@ def layout_text(layout: Layout) -> str:
         (layout.sequence_parallel, "sequence parallel"),
         (layout.recompute != "none", f"recompute {layout.recompute}"),
         (layout.batch_statistics == "rank", "statistics of each rank"),
-        (layout.codec, f"gradients in {layout.codec}"),
+        (layout.codec not in ("", "none"), f"gradients in {layout.codec}"),
         (layout.parameter_codec, f"parameters in {layout.parameter_codec}"),
         (layout.activation_codec, f"activations in {layout.activation_codec}"),
     )

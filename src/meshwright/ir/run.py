@@ -83,9 +83,9 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def searched(self) -> bool:
-        """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision, offload or
-        ``codec = "auto"`` may be)."""
-        codec = "" if self.codec == "auto" else self.codec
+        """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision, offload or a
+        ``codec`` of ``auto`` or ``none`` may be)."""
+        codec = "" if self.codec in ("auto", "none") else self.codec
         asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none", codec=codec)
         return self.plan == "auto" and asked == RunLayout().sizes()
 

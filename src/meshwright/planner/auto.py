@@ -12,7 +12,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_precision
-from meshwright.planner.codecs import AUTO
+from meshwright.planner.codecs import AUTO, UNNAMED
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 
@@ -57,7 +57,7 @@ def plan_auto(
             that needs the least memory, and changes that would help).
     """
     check_precision(None, graph, cluster)
-    if codec not in ("", AUTO):
+    if codec not in UNNAMED:
         raise LayoutError(
             f"codec={codec!r} for a search", where="codec",
             remedy=f"a search weighs all codecs: write codec={AUTO!r}, or give a layout beside the codec",

@@ -1,21 +1,22 @@
-"""Choose the bucket sizes for which computing waits least for communication, within the memory of a rank."""
+"""Choose the bucket sizes and codecs for which computing waits least for communication, within the memory of a rank."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
 import msgspec
 
+from meshwright.cost.coded import is_cut
 from meshwright.cost.collective import Network
-from meshwright.cost.exposed import Actions, BucketTransfer, computed_s, exposed_s, stage_actions
+from meshwright.cost.exposed import Actions, BucketTransfer, computed_s, exposed_s, least_exposed, stage_actions
 from meshwright.cost.fabric import axis_group
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.cost.program import step_work
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.codec import CANDIDATES
+from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import ITEM_BYTES
-from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Note, Plan
 from meshwright.ir.program import CollectiveKind, Lower
 from meshwright.planner.algorithms import in_a_box
@@ -35,7 +36,8 @@ _MIB = 2**20
 @dataclass(frozen=True)
 class BucketSizes:
     """A bucket size for gradients (``reduced_bytes``) and one for parameters (``gathered_bytes``). ``exposed_s`` is the
-    seconds per step that computing waits for these buckets, on the stage that waits longest."""
+    seconds per step that computing waits for these buckets, on the stage that waits longest, with what codecs must save
+    at least (``GAIN``)."""
 
     reduced_bytes: int
     gathered_bytes: int
@@ -44,7 +46,7 @@ class BucketSizes:
     @property
     def unusual(self) -> float:
         """Distance from the default bucket size: the sum of ``|log2(size / BUCKET_BYTES)|``."""
-        return sum(abs(log2(size / BUCKET_BYTES)) for size in (self.reduced_bytes, self.gathered_bytes))
+        return _unusual(self.reduced_bytes) + _unusual(self.gathered_bytes)
 
 
 def fit_buckets(
@@ -56,32 +58,31 @@ def fit_buckets(
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
-    """Give ``plan`` the codec of its layout, or with ``auto`` the best codec or none, and the bucket sizes of
+    """Give ``plan`` the codec of its layout, or with ``auto`` the best codecs or none, and the bucket sizes of
     ``LADDER_BYTES`` for which computing waits least for communication.
 
-    ``reduced`` are the members of the gradient buckets, and ``gathered`` those of the parameter buckets. Notes in the
-    plan say how much longer computing would wait with other sizes. The peak memory of a rank stays within
-    ``memory_bytes``. If even buckets of ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
+    ``reduced`` are the members of the gradient buckets, and ``gathered`` those of the parameter buckets. Each bucket
+    has its own codec, if several are allowed (``codecs.candidates``). Notes in the plan say how much longer computing
+    would wait with other sizes and codecs. The peak memory of a rank stays within ``memory_bytes``. If even buckets of
+    ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
     """
-    layout, actions = plan.layout, list[tuple[Actions, ...]]()
+    texts = candidates(plan.layout, plan.buckets, plan.mesh, cluster)
     item_bytes = ITEM_BYTES[reduced[0].key[-1].split()[0]] if reduced else 4
-
-    def scale_of(text: str) -> _Scale:
-        codecs = BucketCodecs(text, layout.parameter_codec, plan.mesh, cluster, item_bytes)
-        return _Scale(lower, plan, cluster, reduced, gathered, codecs)
-
-    scales = [scale_of(text) for text in candidates(layout, plan.buckets, plan.mesh, cluster)]
-    if len(scales) == 1 and not scales[0].differ:
-        return _noted(scales[0].codecs.of(plan))
-    for scale in scales:  # the codec changes no compute of the step: one lowering serves all
-        scale.actions = actions = actions or scale.lowered()
-    least = [min(choice.exposed_s for choice in scale.weighed()) for scale in scales]
-    step_s = scales[0].computed_s + least[0]
-    order = sorted(
-        zip(scales, least, strict=True), key=lambda pair: pair[1] + GAIN * step_s * bool(pair[0].codecs.text)
-    )
-    scale, waits_s = next(pair for pair in order if len(order) == 1 or _fits(pair[0], optimizer, memory_bytes))
-    choices = ranked(scale.weighed(), scale.computed_s)
+    codecs = BucketCodecs(plan.mesh, cluster, item_bytes)
+    scale = _Scale(lower, plan, cluster, reduced, gathered, codecs, texts[0])
+    if len(texts) == 1 and not scale.differ:
+        return with_notes(codecs.of(plan), [declined()] if plan.layout.codec == AUTO else [])
+    scale.actions = scale.lowered()
+    charge_s = GAIN * (scale.computed_s + min(choice.exposed_s for choice in scale.weighed()))
+    choices: list[BucketSizes] = []
+    for allowed in (texts, [text for text in texts if not text or not codec_of(text).feedback], texts[:1]):
+        if len(texts) > 1:
+            scale.choose(allowed, charge_s)
+        choices = ranked(scale.weighed(), scale.computed_s)
+        if not any(bucket.codings for bucket in scale.plan_of(choices[0]).buckets) or len(texts) == 1:
+            break
+        if peak_bytes(lower, scale.plan_of(choices[0]), cluster, optimizer) <= memory_bytes:
+            break
     usual_bytes = 0.0
     while scale.holds_more(choices[0]):
         needed = peak_bytes(lower, scale.plan_of(choices[0]), cluster, optimizer)
@@ -95,32 +96,13 @@ def fit_buckets(
             for choice in choices
             if choice.reduced_bytes < largest.reduced_bytes or choice.gathered_bytes < largest.gathered_bytes
         ]
-    fitted = scale.plan_of(choices[0])
-    notes = [*fitted.notes, *scale.notes(choices[0])]
-    if len(scales) > 1:
-        others = sorted((seconds, each.codecs.text or "no codec") for each, seconds in zip(scales, least, strict=True))
-        words = ", ".join(
-            f"{text} {seconds * 1e3:.3g} ms" for seconds, text in others if text != (scale.codecs.text or "no codec")
-        )
-        reason = f"computing waits {waits_s * 1e3:.3g} ms; with {words}"
-        notes.append(Note(module="gradients", split=scale.codecs.text or "no codec", reason=reason))
-    return _noted(msgspec.structs.replace(fitted, notes=tuple(notes)))
-
-
-def _fits(scale: "_Scale", optimizer: OptimizerCost, memory_bytes: float) -> bool:
-    """Whether what the codec keeps between steps fits in the memory of a rank; without a codec, nothing is kept."""
-    if not scale.codecs.text:
-        return True
-    plan = scale.plan_of(ranked(scale.weighed(), scale.computed_s)[0])
-    return peak_bytes(scale.lower, plan, scale.cluster, optimizer) <= memory_bytes
-
-
-def _noted(plan: Plan) -> Plan:
-    """The plan with a note if ``auto`` had nothing to choose from."""
-    if plan.layout.codec != AUTO or any(note.split in ("no codec", *CANDIDATES) for note in plan.notes):
-        return plan
-    reason = "ranks share memory: encoding would take as long as sending"
-    return msgspec.structs.replace(plan, notes=(*plan.notes, Note(module="gradients", split="no codec", reason=reason)))
+    notes = scale.notes(choices[0])
+    if plan.layout.codec == AUTO and len(texts) == 1:
+        notes.append(declined())
+    elif len(texts) > 1:
+        coded = any(bucket.codings for bucket in scale.reduced[choices[0].reduced_bytes])
+        notes += [scale.codec_note(choices[0], texts)] if coded or plan.layout.codec == AUTO else []
+    return with_notes(scale.plan_of(choices[0]), notes)
 
 
 def ranked(choices: Sequence[BucketSizes], computed_s: float) -> list[BucketSizes]:
@@ -151,21 +133,19 @@ class _Scale:
         reduced: Sequence[BucketMember],
         gathered: Sequence[BucketMember],
         codecs: BucketCodecs,
+        text: str,
     ) -> None:
         self.lower, self.plan, self.cluster, self.network = lower, plan, cluster, Network(cluster)
         self.codecs = codecs
-        self.reduced = {
-            size: tuple(codecs.reduced(bucket, self._is_cut(bucket)) for bucket in buckets)
-            for size, buckets in _distinct(reduced, plan.algorithms).items()
-        }
+        self.dense = _distinct(reduced, plan.algorithms)
+        self.reduced, self.reductions = dict(self.dense), dict[int, list[BucketTransfer]]()
+        for size, buckets in self.dense.items():
+            coded = [self._reduced(bucket, text) for bucket in buckets]
+            self.reduced[size] = tuple(bucket for bucket, _ in coded)
+            self.reductions[size] = [transfer for _, transfer in coded]
         self.gathered = {
-            size: tuple(map(codecs.gathered, buckets)) for size, buckets in _distinct(gathered, plan.algorithms).items()
-        }
-        self.reductions = {
-            size: [
-                self._transfer(bucket, "reduce_scatter" if self._is_cut(bucket) else "all_reduce") for bucket in buckets
-            ]
-            for size, buckets in self.reduced.items()
+            size: tuple(codecs.gathered(bucket, plan.layout.parameter_codec) for bucket in buckets)
+            for size, buckets in _distinct(gathered, plan.algorithms).items()
         }
         self.gathers = {
             size: [self._transfer(bucket, "all_gather") for bucket in buckets]
@@ -199,7 +179,45 @@ class _Scale:
         """Seconds of compute of the stage that computes longest."""
         return max(computed_s(actions) for actions in self.actions)
 
+    def choose(self, texts: Sequence[str], charge_s: float) -> None:
+        """Give each bucket of each size the codec of ``texts`` with which its stage waits least. ``charge_s`` is the
+        time that a stage must save if all of its buckets are coded, and each bucket an equal part of it."""
+        usual = min(self.gathers, key=_unusual)
+        for size, buckets in self.dense.items():
+            every = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
+            taken: dict[tuple[str, ...], tuple[Bucket, BucketTransfer]] = {}
+            for actions in self.actions:
+                made = _made(actions)
+                own = {names: options for names, options in every.items() if names[0] in made}
+                charged = {
+                    names: {
+                        transfer._replace(charge_s=charge_s / len(own) * bool(bucket.codings)): bucket
+                        for bucket, transfer in options
+                    }
+                    for names, options in own.items()
+                }
+                for best in least_exposed(actions, self.gathers[usual], [[*each] for each in charged.values()]):
+                    taken[best.parameters] = charged[best.parameters][best], best
+            chosen = [taken.get(bucket.parameters, every[bucket.parameters][0]) for bucket in buckets]
+            self.reduced[size] = tuple(bucket for bucket, _ in chosen)
+            self.reductions[size] = [transfer for _, transfer in chosen]
+
+    def _options(self, bucket: Bucket, texts: Sequence[str]) -> list[tuple[Bucket, BucketTransfer]]:
+        """The bucket as it is, and with the codec that takes the least time."""
+        dense, *coded = (self._reduced(bucket, text) for text in texts)
+        fastest = min(coded, key=lambda option: option[1].seconds + option[1].after_s, default=dense)
+        return [dense, fastest] if fastest[0].codings else [dense]
+
     def _exposed_s(self, gathers: Sequence[BucketTransfer], reductions: Sequence[BucketTransfer]) -> float:
+        """The seconds that the slowest stage waits, with the charges of codecs."""
+        waits = []
+        for actions in self.actions:
+            made = _made(actions)
+            charges = sum(transfer.charge_s for transfer in reductions if transfer.parameters[0] in made)
+            waits.append(exposed_s(actions, gathers, reductions) + charges)
+        return max(waits)
+
+    def _waits_s(self, gathers: Sequence[BucketTransfer], reductions: Sequence[BucketTransfer]) -> float:
         return max(exposed_s(actions, gathers, reductions) for actions in self.actions)
 
     def plan_of(self, choice: BucketSizes) -> Plan:
@@ -212,11 +230,8 @@ class _Scale:
         """Whether ``choice`` may need more memory than buckets of ``BUCKET_BYTES``. Only larger buckets that are
         gathered or reduce-scattered need more memory."""
         more = choice.gathered_bytes > BUCKET_BYTES and bool(self.plan.gathers)
-        return more or (choice.reduced_bytes > BUCKET_BYTES and any(map(self._is_cut, self.plan.buckets)))
-
-    def _is_cut(self, bucket: Bucket) -> bool:
-        """Whether the bucket's gradients are reduce-scattered, because their parameters are stored Flat."""
-        return isinstance(self.plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
+        cut = any(is_cut(self.plan, bucket) for bucket in self.plan.buckets)
+        return more or (choice.reduced_bytes > BUCKET_BYTES and cut)
 
     # --- collectives of buckets --------------------------------------------------------------------------------------
 
@@ -246,6 +261,12 @@ class _Scale:
         name, group = chosen(algorithm, collective, int(num_bytes)), axis_group(self.plan.mesh, axis)
         return self.network.collective_s(collective, num_bytes, group, name)
 
+    def _reduced(self, bucket: Bucket, text: str) -> tuple[Bucket, BucketTransfer]:
+        """A bucket of gradients with a codec, and its collective."""
+        cut = is_cut(self.plan, bucket)
+        coded = self.codecs.reduced(bucket, text, cut=cut)
+        return coded, self._transfer(coded, "reduce_scatter" if cut else "all_reduce")
+
     def _transfer(self, bucket: Bucket, operation: CollectiveKind) -> BucketTransfer:
         cut = operation == "reduce_scatter"
         left = bucket.num_bytes // self.plan.mesh.size(bucket.axis) if cut else bucket.num_bytes
@@ -270,9 +291,9 @@ class _Scale:
             if len(buckets) < 2:
                 continue
             still_s = {
-                other: self._exposed_s((), other_transfers)
+                other: self._waits_s((), other_transfers)
                 if module == "gradients"
-                else self._exposed_s(other_transfers, ())
+                else self._waits_s(other_transfers, ())
                 for other, other_transfers in transfers.items()
             }
             whole_s = sum(transfer.seconds + transfer.after_s for transfer in transfers[size])
@@ -285,15 +306,53 @@ class _Scale:
             notes.append(Note(module=module, split=split, reason=reason))
         return notes
 
+    def codec_note(self, choice: BucketSizes, texts: Sequence[str]) -> Note:
+        """A note on the codecs of gradients, and on the time that computing would wait with one codec for all."""
+        gathers, dense = self.gathers[choice.gathered_bytes], self.dense.values()
+        waits_s = {
+            text: min(self._waits_s(gathers, [self._reduced(each, text)[1] for each in buckets]) for buckets in dense)
+            for text in texts
+        }
+        buckets = self.reduced[choice.reduced_bytes]
+        names = [next((coding.codec for coding in bucket.codings), "no codec") for bucket in buckets]
+        taken = Counter(names).most_common()
+        split = ", ".join(f"{text} in {count} of {len(names)} buckets" for text, count in taken)
+        alone = taken[0][0] if len(taken) == 1 else ""
+        others = sorted((seconds, text or "no codec") for text, seconds in waits_s.items())
+        words = ", ".join(f"{text} {seconds * 1e3:.3g} ms" for seconds, text in others if text != alone)
+        waited_s = self._waits_s(gathers, self.reductions[choice.reduced_bytes])
+        reason = f"computing waits {waited_s * 1e3:.3g} ms; with {words}"
+        return Note(module="gradients", split=alone or split, reason=reason)
+
+
+def declined() -> Note:
+    """A note for ranks between which no codec is considered."""
+    reason = "ranks share memory: encoding would take as long as sending"
+    return Note(module="gradients", split="no codec", reason=reason)
+
+
+def with_notes(plan: Plan, notes: Sequence[Note]) -> Plan:
+    """The plan with more notes."""
+    return msgspec.structs.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+def _made(actions: Sequence[Actions]) -> set[str]:
+    """The parameters whose gradients a stage makes."""
+    return {name for action in actions for moment in action.moments for name in moment.made}
+
 
 def _distinct(members: Sequence[BucketMember], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
     """Maps each bucket size to its buckets. Of sizes that give the same buckets, only the size nearest to
     ``BUCKET_BYTES`` is kept."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
     size_of: dict[tuple[Bucket, ...], int] = {}
-    for size in sorted(by_size, key=lambda num_bytes: abs(log2(num_bytes / BUCKET_BYTES))):
+    for size in sorted(by_size, key=_unusual):
         size_of.setdefault(by_size[size], size)
     return {size: by_size[size] for size in sorted(size_of.values())}
+
+
+def _unusual(num_bytes: int) -> float:
+    return abs(log2(num_bytes / BUCKET_BYTES))
 
 
 def _text(num_bytes: int) -> str:

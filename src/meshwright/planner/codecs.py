@@ -5,17 +5,16 @@ from math import prod
 
 import msgspec
 
-from meshwright.cost.coded import coded_s
+from meshwright.cost.coded import coded_s, is_cut
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import axis_group
 from meshwright.cost.work import CodedElements
 from meshwright.errors import Problem
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.codec import CANDIDATES, codec_of
+from meshwright.ir.codec import CANDIDATES, LOSSLESS, codec_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, Layout
 from meshwright.ir.mesh import Mesh, members
-from meshwright.ir.placement import Flat
 from meshwright.ir.plan import Bucket, Coding, Plan, Strategy
 from meshwright.ir.program import CollectiveKind
 from meshwright.planner.algorithms import in_a_box
@@ -23,11 +22,14 @@ from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.choice import NATIVE
 from meshwright.schedules.collectives.operations import DENSE_GATHER
 
-AUTO, FACTORS = "auto", "factors"
+AUTO, NONE, FACTORS = "auto", "none", "factors"
+UNNAMED = ("", AUTO, NONE)
+"""Values of ``Layout.codec`` that name no codec."""
 _TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default", "aten._to_copy.default")
 """Operators between the product of a dense layer's gradient and the gradient itself."""
 GAIN = 0.02
-"""A codec is taken if it makes the time for which computing waits shorter by more than this fraction of the step."""
+"""Codecs of all buckets are taken if they make the time for which computing waits shorter by more than this fraction of
+the step; the codec of one of n buckets if it saves an n-th part of this time."""
 HALVES = ("star", "ring", "halving")
 ALGORITHMS: dict[CollectiveKind, tuple[str, ...]] = {
     "all_reduce": ("shares", "ring", "rabenseifner"),
@@ -46,7 +48,7 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
     """
     for field in ("codec", "parameter_codec", "activation_codec"):
         text = getattr(layout, field)
-        if not text or (text == AUTO and field == "codec"):
+        if not text or (text in UNNAMED and field == "codec"):
             continue
         if text == AUTO:
             yield "layout", f"{field}='auto'", "name a codec: the planner chooses only the codec of gradients"
@@ -58,11 +60,10 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
         elif field == "activation_codec" and not codec.is_fixed:
             problem = f"activation_codec={text!r}: the size of its messages is not known to the next stage"
             yield "layout", problem, "use fp16, bf16, qsgd, or onebit(feedback=off)"
-    whole = bool(layout.codec) and layout.codec != AUTO and codec_of(layout.codec).needs_whole_sum
-    if whole and layout.zero and not layout.zero_ranks:
+    asked = codec_of(layout.codec) if layout.codec not in UNNAMED else None
+    if asked is not None and asked.needs_whole_sum and layout.zero and not layout.zero_ranks:
         problem = f"codec={layout.codec!r} with zero={layout.zero}: its sums are whole on every rank"
         yield "layout", problem, "use another codec, or zero=0, or zero_ranks: groups of ranks then hold copies"
-    asked = codec_of(layout.codec) if layout.codec not in ("", AUTO) else None
     counts = asked is not None and bool(asked.momentum or asked.warmup)
     if counts and layout.zero >= 2 and layout.microbatches > 1:
         problem = f"codec={layout.codec!r} with zero={layout.zero} and micro-batches: it would count each as a step"
@@ -80,36 +81,30 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
 
 
 class BucketCodecs:
-    """Codes the buckets of a plan with one codec.
+    """Codes the buckets of a plan. ``item_bytes`` is the size of an element of gradients."""
 
-    ``text`` is the codec of gradients, ``parameter_text`` that of gathered parameters; empty: none."""
-
-    def __init__(
-        self, text: str, parameter_text: str, mesh: Mesh, cluster: Cluster | None, item_bytes: int = 4
-    ) -> None:
-        self.text, self._text = text, "" if text in (AUTO, FACTORS) else text
-        self._parameter_text, self._mesh, self._item_bytes = parameter_text, mesh, item_bytes
+    def __init__(self, mesh: Mesh, cluster: Cluster | None, item_bytes: int = 4) -> None:
+        self._mesh, self._item_bytes = mesh, item_bytes
         self._network = Network(cluster) if cluster is not None else None
 
     def of(self, plan: Plan) -> Plan:
-        """The plan with coded buckets."""
-        cut = [isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat) for bucket in plan.buckets]
-        return msgspec.structs.replace(
-            plan, buckets=tuple(map(self.reduced, plan.buckets, cut)), gathers=tuple(map(self.gathered, plan.gathers))
-        )
+        """The plan with the codecs that its layout names."""
+        text = "" if plan.layout.codec in UNNAMED else plan.layout.codec
+        buckets = (self.reduced(bucket, text, cut=is_cut(plan, bucket)) for bucket in plan.buckets)
+        gathers = (self.gathered(bucket, plan.layout.parameter_codec) for bucket in plan.gathers)
+        return msgspec.structs.replace(plan, buckets=tuple(buckets), gathers=tuple(gathers))
 
-    def gathered(self, bucket: Bucket) -> Bucket:
-        """A bucket of parameters, coded."""
-        if not self._parameter_text:
-            return bucket
-        return self._coded(bucket, bucket.axis, self._parameter_text, "all_gather")
+    def gathered(self, bucket: Bucket, text: str) -> Bucket:
+        """A bucket of parameters with a codec; empty: none."""
+        return self._coded(bucket, bucket.axis, text, "all_gather") if text else bucket
 
-    def reduced(self, bucket: Bucket, cut: bool) -> Bucket:
-        """A bucket of gradients, coded. ``cut``: the gradients are reduce-scattered over ``Bucket.axis``."""
-        axis = coded_axis(bucket) if self._text else ""
+    def reduced(self, bucket: Bucket, text: str, *, cut: bool) -> Bucket:
+        """A bucket of gradients with a codec; empty: none. ``cut``: the gradients are reduce-scattered over
+        ``Bucket.axis``."""
+        axis = coded_axis(bucket) if text not in ("", FACTORS) else ""
         if not axis:
             return bucket
-        return self._coded(bucket, axis, self._text, "reduce_scatter" if cut and axis == bucket.axis else "all_reduce")
+        return self._coded(bucket, axis, text, "reduce_scatter" if cut and axis == bucket.axis else "all_reduce")
 
     def _coded(self, bucket: Bucket, axis: str, text: str, operation: CollectiveKind) -> Bucket:
         coding = Coding(axis, text, self.algorithm(text, axis, operation, bucket.num_bytes))
@@ -165,31 +160,46 @@ def _follow(buckets: Sequence[Bucket], base: Sequence[Bucket]) -> tuple[Bucket, 
     return tuple(msgspec.structs.replace(bucket, codings=home.get(bucket.parameters[0], ())) for bucket in buckets)
 
 
-def gather_factors(graph: Graph, layout: Layout, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
-    """With ``codec="factors"``, let ranks gather the operands of dense layers' weight gradients, instead of reducing
-    the gradients, where that moves fewer bytes: (P-1) B (n+m) elements received, against 2 (P-1)/P n m, for B rows on
-    each of P ranks (Xie et al. 2016, Sufficient Factor Broadcasting). The operator then runs with the whole batch on
-    every rank."""
-    axes = [axis for axis in DATA_AXES if axis in sizes and layout.codec == FACTORS]
-    num_ranks = prod(sizes[axis] for axis in axes)
-    producers = graph.producers()
-    for entry in graph.gradients:
+def factored(graph: Graph, num_ranks: int) -> list[str]:
+    """The operators of dense layers' weight gradients whose operands have fewer bytes than their sums over ranks:
+    (P-1) B (n+m) elements received, against 2 (P-1)/P n m, for B rows on each of P ranks (Xie et al. 2016, Sufficient
+    Factor Broadcasting)."""
+    producers, names = graph.producers(), []
+    for entry in graph.gradients if num_ranks > 1 else ():
         operator = producers.get(entry.gradient or "")
         while operator is not None and operator.target in _TURNS:
             operator = producers.get(operator.inputs[0])
-        if operator is None or operator.target != "aten.mm.default" or num_ranks == 1:
+        if operator is None or operator.target != "aten.mm.default":
             continue
         gradient = prod(graph.tensors[operator.outputs[0]].shape)
         operands = sum(prod(graph.tensors[name].shape) for name in operator.inputs)  # B P (n + m)
         if operands < 2 * gradient:
-            for axis in axes:
-                strategies[operator.name].pop(axis, None)
+            names.append(operator.name)
+    return names
+
+
+def gather_factors(graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
+    """Let ranks gather the operands of dense layers' weight gradients, instead of reducing the gradients, where that
+    moves fewer bytes (``factored``). The operator then runs with the whole batch on every rank."""
+    axes = [axis for axis in DATA_AXES if axis in sizes]
+    for name in factored(graph, prod(sizes[axis] for axis in axes)):
+        for axis in axes:
+            strategies[name].pop(axis, None)
 
 
 def candidates(layout: Layout, buckets: Sequence[Bucket], mesh: Mesh, cluster: Cluster) -> tuple[str, ...]:
-    """The codecs of gradients to compare; the empty text is none. Between ranks that share memory, there is only this
-    one: encoding reads all elements, and so takes as long as sending them."""
-    if layout.codec != AUTO:
-        return (layout.codec,)
+    """The codecs of gradients to compare; the empty text is none. A layout without codecs allows ``lossless``, whose
+    time must be measured. Between ranks that share memory, there is no codec: encoding reads all elements, and so takes
+    as long as sending them."""
+    if layout.codec not in ("", AUTO):
+        return ("" if layout.codec == NONE else layout.codec,)
     axes = {axis for bucket in buckets if (axis := coded_axis(bucket))}
-    return ("",) if all(in_a_box(mesh, axis, cluster) for axis in axes) else ("", *CANDIDATES)
+    if all(in_a_box(mesh, axis, cluster) for axis in axes):
+        return ("",)
+    return ("", *exact_codecs(cluster), *(CANDIDATES if layout.codec == AUTO else ()))
+
+
+def exact_codecs(cluster: Cluster) -> tuple[str, ...]:
+    """``lossless``, if ranks are CPUs and a calibration has measured it: they have the library that compresses."""
+    measured = cluster.device.kind == "cpu" and any(row.codec == LOSSLESS for row in cluster.codecs)
+    return (LOSSLESS,) if measured else ()

@@ -16,7 +16,6 @@ from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import divisors
-from meshwright.planner.codecs import AUTO
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
@@ -55,7 +54,7 @@ def data_limits(
     part = part_of(cluster, range(most))
     limit = memory_bytes or room_of(cluster, range(ranks))
     chain = chain_of(graph, part, most)
-    prices = LayerPrices(chain, part, lowering(chain.graph), optimizer, clips, most, coded=plan.layout.codec == AUTO)
+    prices = LayerPrices(chain, part, lowering(chain.graph), optimizer, clips, most, codec=plan.layout.codec)
     alone = _DataParallel(Pipelines(prices, limit), most, batch)
     found = []
     if most < ranks:

@@ -29,9 +29,10 @@ from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
 from meshwright.planner.checks import batch_problems, check_microbatches, check_precision
-from meshwright.planner.codecs import BucketCodecs, codec_problems, follow_codings, gather_factors
+from meshwright.planner.codecs import FACTORS, NONE, BucketCodecs, codec_problems, follow_codings, gather_factors
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
-from meshwright.planner.factors import Factors, dividing_heads
+from meshwright.planner.factor_choice import better_by_factors
+from meshwright.planner.factors import Factors, require_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, Chosen, assign
@@ -61,6 +62,7 @@ class Ask:
     stages differ. ``alike`` gives the layout whose strategies a layout takes (None:
     each layout has its own). ``costs``: the cost model of the integer program (None: the cluster's).
     ``parameter_bytes``: the limit of the parameters that a rank stores between steps; the integer program respects it.
+    ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``.
 
     ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
     axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
@@ -80,6 +82,7 @@ class Ask:
     alike: Callable[[Layout], Layout] | None = None
     costs: CostModel | None = None
     parameter_bytes: float | None = None
+    factors: bool = False
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
     learned: dict[tuple[object, ...], Chosen] = field(default_factory=dict)
 
@@ -126,7 +129,11 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     if not layout.stage_sizes:
         if cluster is not None and not cluster.homogeneous:  # stages that are split alike are split for the slowest
             cluster = part_of(cluster, range(layout.num_ranks))
-        return _Planner(graph, layout, cluster, base, ask).plan()
+        planner = _Planner(graph, layout, cluster, base, ask)
+        if base is not None or cluster is None or ask.lower is None or not ask.fits_buckets:
+            return planner.plan()
+        other, room = _Planner(graph, layout, cluster, None, replace(ask, factors=True)), planner.room_bytes(cluster)
+        return better_by_factors(planner.plan(), other.plan, graph, cluster, ask.lower, ask.optimizer, room)
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
     mesh, plans = layout.mesh(), []
@@ -173,7 +180,8 @@ class _Planner:
         if layout.batch_statistics == "rank":
             derive.take_own_samples(graph, self.strategies, self.sizes)
         if base is None:
-            gather_factors(graph, layout, self.strategies, self.sizes)
+            if layout.codec == FACTORS or self.ask.factors:
+                gather_factors(graph, self.strategies, self.sizes)
             firsts = _cut_of(graph, layout, self.cluster, self.ask)
         divided = cut(graph, firsts)
         settled = self.axes if self.solved is not None else ()
@@ -192,7 +200,7 @@ class _Planner:
             links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
             buckets, gathers, inside, notes = (), (), self._interiors(), self._explained()
         zero = self._zero(graph.parameters)
-        mover, coded = Mover(self.axes, links), bool(layout.codec)
+        mover, coded = Mover(self.axes, links), layout.codec not in ("", NONE)
         reduced = reduced_members(graph, divided, placements, storage, mover, zero, coded=coded)
         gathered = gathered_members(graph, divided, storage, self.sizes, zero)
         plan = Plan(
@@ -219,11 +227,11 @@ class _Planner:
         if base is not None:
             return follow_codings(plan, base)
         if self.cluster is None or self.lower is None or not self.ask.fits_buckets:
-            return BucketCodecs(layout.codec, layout.parameter_codec, self.mesh, self.cluster).of(plan)
-        room = self._room_bytes(self.cluster)
+            return BucketCodecs(self.mesh, self.cluster).of(plan)
+        room = self.room_bytes(self.cluster)
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
-    def _room_bytes(self, cluster: Cluster) -> float:
+    def room_bytes(self, cluster: Cluster) -> float:
         """The bytes that the live tensors of a rank may take."""
         peers = num_peers(self.mesh.sizes, box_of(cluster))
         return self.ask.room_bytes or room_of(cluster, range(self.mesh.world_size), peers)
@@ -241,7 +249,7 @@ class _Planner:
                     self.strategies[operator.name][axis] = letter
                     self.notes[operator.module][axis] = f"{letter or 'none'}@{axis}", "pinned"
         elif "tp" in self.axes or self.pins or mixes or self.layout.zero == -1:
-            self._require_heads("tp")
+            require_heads(self.graph, self.pins, "tp", self.sizes.get("tp", 1))
             self._solve(self._of_axes())
 
     def _follow_rules(self) -> None:
@@ -268,7 +276,7 @@ class _Planner:
         """Let the integer program choose the factors that all axes except ``TIME`` split."""
         memory, zero = self.ask.memory_bytes, self.layout.zero == -1
         if zero and memory is None and self.cluster is not None:
-            memory = self._room_bytes(self.cluster)
+            memory = self.room_bytes(self.cluster)
         layout = self.ask.alike(self.layout) if self.ask.alike is not None else self.layout
         mesh = layout.mesh()
         pinned = tuple((name, *sorted(strategy.items())) for name, strategy in pins.items())
@@ -307,14 +315,6 @@ class _Planner:
         if "cp" in self.sizes:
             split_attention(factors, "cp", self.layout.context, required=True)
         return {name: strategy for name, strategy in strategies.items() if strategy}
-
-    def _require_heads(self, axis: str) -> None:
-        """Raise a LayoutError if ``axis`` cannot split the heads of an attention operator that is not pinned on it."""
-        for operator in self.graph.operators if axis in self.sizes else ():
-            rule, attends = operator.rule, operator.target.startswith("meshwright.attention.")
-            if rule is not None and attends and axis not in self.pins.get(operator.name, {}):
-                sizes = [rule.sizes[factor.name] for factor in rule.parsed.outputs[0].dims[1] if factor.name]
-                dividing_heads(sizes, axis, self.sizes[axis], operator.module)
 
     def _storage(self) -> dict[str, dict[str, Placement]]:
         if self.base is not None:

@@ -1,7 +1,7 @@
 """Find the factors that an operator can still split, given the strategies chosen so far."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import LayoutError
@@ -116,3 +116,12 @@ def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
         where=f"module {module or '(model)'}",
         remedy=f"use {axis} of at most {max(sizes)}",
     )
+
+
+def require_heads(graph: Graph, pins: Mapping[str, Strategy], axis: str, size: int) -> None:
+    """Raise a LayoutError if ``axis`` cannot split the heads of an attention operator that is not pinned on it."""
+    for operator in graph.operators:
+        rule, attends = operator.rule, operator.target.startswith("meshwright.attention.")
+        if rule is not None and attends and axis not in pins.get(operator.name, {}):
+            sizes = [rule.sizes[factor.name] for factor in rule.parsed.outputs[0].dims[1] if factor.name]
+            dividing_heads(sizes, axis, size, operator.module)

@@ -13,6 +13,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Lower
+from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.inter_op.pipelines import ALIKE, Option
@@ -37,7 +38,7 @@ class WholeModel:
     memory_bytes: float | None = None
     """The memory limit of a rank that was asked for; None: each rank has the memory of its device."""
     codec: str = ""
-    """``auto``: all plans have the best codecs of their gradients."""
+    """``Layout.codec`` of all plans. ``auto``: the best codecs of their gradients."""
 
     def __post_init__(self) -> None:
         self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
@@ -46,7 +47,7 @@ class WholeModel:
         """The plan of an option, and its simulated step. With ``explains``, the plan has the best bucket sizes, and
         notes on the costs of other strategies. With codecs, it has the best bucket sizes in any case."""
         ask = replace(
-            self._ask, explains=explains, fits_buckets=explains or bool(self.codec), firsts=option.firsts,
+            self._ask, explains=explains, fits_buckets=explains or self.codec == AUTO, firsts=option.firsts,
             recompute=option.recompute, memory_bytes=option.memory_bytes,
         )  # fmt: skip
         layout = msgspec.structs.replace(option.layout, codec=self.codec)

@@ -74,7 +74,7 @@ class Search:
     If devices differ, layouts are estimated as if all devices were the slowest. The fastest are then cut anew for the
     devices where their stages lie, beside pipelines with unequal stages (``unlike_stages``).
 
-    ``codec``: empty, or ``auto``: layouts are compared with the best codecs of their gradients. ``space`` restricts the
+    With the ``codec`` ``auto``, layouts are compared with the best codecs of their gradients. ``space`` restricts the
     layouts. ``before`` has the model and the prices of layers of an earlier search (see ``within``).
     """
 
@@ -119,7 +119,7 @@ class Search:
         asked, room = (self.optimizer, self.clips), (self.limit, self.memory_bytes)
         model = WholeModel(graph, self.world_size, self.cluster, lower, *asked, *room, self.codec)
         of_chain = lower if chain.graph is graph else self.lowering(chain.graph)
-        return model, LayerPrices(chain, self.slowest, of_chain, *asked, self.world_size, bool(self.codec))
+        return model, LayerPrices(chain, self.slowest, of_chain, *asked, self.world_size, self.codec)
 
     def within(self, only: Only, space: Space) -> "Search":
         """A new search for the same model in another space. The two searches share the prices of layers, unless the new

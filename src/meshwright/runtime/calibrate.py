@@ -18,6 +18,7 @@ core. The spread is the fraction by which they took longer on the wall clock; it
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ from meshwright.compress.coder import coder_of
 from meshwright.compress.stream import Stream, recode
 from meshwright.compress.vector import decode, encoded
 from meshwright.ir.cluster import Cluster, CodecTiming
-from meshwright.ir.codec import CANDIDATES, Codec, codec_of
+from meshwright.ir.codec import CANDIDATES, LOSSLESS, Codec, codec_of
 from meshwright.ir.kind import COMPUTE
 from meshwright.runtime import launch
 from meshwright.runtime.between import Sizes, between, boxes_of_world
@@ -124,12 +125,14 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
 
 
 def codec_timings(laps: int) -> tuple[CodecTiming, ...]:
-    """The seconds of one core to encode, and to decode, a byte with each of the codecs that the planner may choose."""
+    """The seconds of one core to encode, and to decode, a byte with each of the codecs that the planner may choose.
+    ``lossless`` is measured where zstandard is installed."""
     values = torch.randn(CODEC_ELEMENTS, generator=torch.Generator().manual_seed(0))
     into, timings = torch.empty_like(values), []
-    for text in CANDIDATES:
+    for text in (*CANDIDATES, *[LOSSLESS] * bool(find_spec("zstandard"))):
         codec = codec_of(text)
-        calls = _selection(values, into, codec) if codec.select else _chunks(values, into, codec)
+        kind = _selection if codec.select else _compression if codec.lossless else _chunks
+        calls = kind(values, into, codec)
         for call in calls:  # the first call allocates
             call()
         taken = [[timed(call, time.thread_time)[0] for call in calls] for _ in range(laps)]
@@ -141,6 +144,13 @@ def codec_timings(laps: int) -> tuple[CodecTiming, ...]:
 def _selection(values: Tensor, into: Tensor, codec: Codec) -> tuple[Call, Call]:
     stream = Stream.select(values, codec)
     return lambda: recode(Stream.select(values, codec), codec, 0), lambda: stream.add_to(into)
+
+
+def _compression(values: Tensor, into: Tensor, codec: Codec) -> tuple[Call, Call]:
+    coder = coder_of(codec, values.dtype)
+    message = torch.empty(coder.num_bytes(values.numel()), dtype=torch.uint8)
+    size = coder.encode(values, message, 0)
+    return lambda: coder.encode(values, message, 0), lambda: coder.decode(message[:size], into, add=False)
 
 
 def _chunks(values: Tensor, into: Tensor, codec: Codec) -> tuple[Call, Call]:

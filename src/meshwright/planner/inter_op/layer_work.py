@@ -24,6 +24,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import cut
+from meshwright.planner.codecs import AUTO
 from meshwright.planner.derive import recomputing
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.inter_op.chain import Chain
@@ -46,17 +47,17 @@ WORKERS_AFTER_S = 1.0
 
 
 class LayerPrices:
-    """Plans, lowers and prices the layers of a chain, once for each layout. ``coded``: sums of gradients may have
-    codecs (``piece_codecs``)."""
+    """Plans, lowers and prices the layers of a chain, once for each layout. With the ``codec`` ``auto``, sums of
+    gradients have the best codecs (``piece_codecs``)."""
 
     def __init__(
         self, chain: Chain, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool, num_ranks: int,
-        coded: bool = False,
+        codec: str = "",
     ) -> None:  # fmt: skip
         self.chain, self.cluster, self.lower = chain, cluster, lower
         self.optimizer, self.clips, self.num_ranks = optimizer, clips, num_ranks
-        self.network, self.coded = Network(cluster), coded
-        self.codecs = PieceCodecs(cluster, _gradient_bytes(chain.graph)) if coded else None
+        self.network, self.codec = Network(cluster), codec
+        self.codecs = PieceCodecs(cluster, _gradient_bytes(chain.graph)) if codec == AUTO else None
         self._coded: dict[LayerWorks, LayerWorks] = {}
         self._ask = Ask(
             explains=False, optimizer=optimizer, lower=lower, fits_buckets=False, firsts=chain.firsts, alike=self._alike

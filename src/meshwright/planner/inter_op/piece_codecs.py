@@ -19,14 +19,14 @@ from meshwright.ir.mesh import Mesh, members
 from meshwright.ir.plan import REDUCTION
 from meshwright.ir.program import CollectiveKind
 from meshwright.planner.algorithms import in_a_box
-from meshwright.planner.codecs import BucketCodecs
+from meshwright.planner.codecs import BucketCodecs, exact_codecs
 
 
 class PieceCodecs:
     """Finds the codec, or none, that carries a sum of gradients in the least time.
 
-    ``item_bytes`` is the size of a gradient's element. No plan of a layout sums its gradients faster, because
-    ``bucket_size.fit_buckets`` chooses among the same codecs.
+    ``item_bytes`` is the size of a gradient's element. No bucket is summed faster, because ``bucket_size.fit_buckets``
+    chooses among the same codecs. Factors of dense layers (``factor_choice``) are not considered.
     """
 
     def __init__(self, cluster: Cluster, item_bytes: int) -> None:
@@ -59,8 +59,8 @@ class PieceCodecs:
             return None
         group = axis_group(mesh, piece.axis, piece.members)
         least_s, best = self.network.collective_s(piece.collective, piece.bytes, group), None
-        codecs = self._codecs.setdefault(mesh, BucketCodecs("", "", mesh, self.cluster, self.item_bytes))
-        for text in CANDIDATES:
+        codecs = self._codecs.setdefault(mesh, BucketCodecs(mesh, self.cluster, self.item_bytes))
+        for text in (*exact_codecs(self.cluster), *CANDIDATES):
             algorithm = codecs.algorithm(text, piece.axis, piece.collective, piece.bytes)
             elements = CodedElements(text, algorithm, self.item_bytes)
             seconds = coded_s(self.network, piece.collective, piece.bytes, group, elements)
