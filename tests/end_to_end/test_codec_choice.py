@@ -79,6 +79,26 @@ def test_auto_declines_in_shared_memory_and_says_so() -> None:
     assert "no codec" in plan.explain()
 
 
+def test_auto_says_what_rates_it_assumed() -> None:
+    cluster = boxes(8e-9)
+    bandwidth = cluster.device.memory_bandwidth_bytes_per_s
+    words = planned(cluster, "auto").explain()
+    assert f"qsgd(4) {bandwidth / 4 / 1e9:.3g} and {bandwidth / 2 / 1e9:.3g} GB/s" in words
+    assert "`meshwright calibrate` has not measured" in words
+    known = planned(with_rates(cluster, **dict.fromkeys(CANDIDATES, 1e-10)), "auto").explain()
+    assert "assumed" not in known
+    assert "assumed" not in planned(cluster, "qsgd(4)").explain()
+    assert "assumed" not in planned(cluster, "").explain()
+
+
+def test_auto_says_why_nothing_is_chosen() -> None:
+    unknown = plan_layout(graph(), mw.Layout(dp=4, codec="auto"), world_size=4)
+    assert not codecs_of(unknown)
+    assert "without a cluster" in unknown.explain()
+    unlike = mw.Layout(pp=2, microbatches=2, codec="auto", stage_sizes=({"dp": 2}, {"dp": 1}))
+    assert "planned one by one" in mw.plan(graph(), boxes(8e-9), devices=3, layout=unlike).explain()
+
+
 def test_auto_takes_no_codec_whose_memory_does_not_fit() -> None:
     cluster = boxes(8e-8)
     dense = foretell(PlanLowering(graph()), planned(cluster, ""), cluster).prediction.peak_memory_bytes

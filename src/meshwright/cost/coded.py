@@ -1,6 +1,6 @@
 """The times of collectives whose elements are coded when they cross (``ir/codec.py``)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from meshwright.cost.alpha_beta import Carried
 from meshwright.cost.collective import Group, Network
@@ -35,6 +35,12 @@ class CodecCosts:
     def __init__(self, cluster: Cluster) -> None:
         self._bandwidth = cluster.device.memory_bandwidth_bytes_per_s
         self._measured = {codec_of(row.codec).parts: row for row in cluster.codecs}
+
+    def assumed(self, texts: Iterable[str]) -> str:
+        """The rates at which codecs that were not measured are assumed to encode and to decode; empty if all were."""
+        unknown = [text for text in texts if codec_of(text).parts not in self._measured]
+        rates = ((text, *self.seconds_per_byte(codec_of(text))) for text in unknown)
+        return ", ".join(f"{text} {1e-9 / encode:.3g} and {1e-9 / decode:.3g} GB/s" for text, encode, decode in rates)
 
     def seconds_per_byte(self, codec: Codec) -> tuple[float, float]:
         """The seconds to encode, and to decode, a byte of elements."""

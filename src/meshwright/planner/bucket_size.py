@@ -7,7 +7,7 @@ from math import log2
 
 import msgspec
 
-from meshwright.cost.coded import is_cut
+from meshwright.cost.coded import CodecCosts, is_cut
 from meshwright.cost.collective import Network
 from meshwright.cost.exposed import Actions, BucketTransfer, computed_s, exposed_s, least_exposed, stage_actions
 from meshwright.cost.fabric import axis_group
@@ -102,6 +102,11 @@ def fit_buckets(
     elif len(texts) > 1:
         coded = any(bucket.codings for bucket in scale.reduced[choices[0].reduced_bytes])
         notes += [scale.codec_note(choices[0], texts)] if coded or plan.layout.codec == AUTO else []
+        if assumed := CodecCosts(cluster).assumed(text for text in texts if text):
+            reason = (
+                f"to encode and to decode; assumed, because `meshwright calibrate` has not measured them: {assumed}"
+            )
+            notes.append(Note(module="gradients", split="rates of codecs", reason=reason))
     return with_notes(scale.plan_of(choices[0]), notes)
 
 

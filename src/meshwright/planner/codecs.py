@@ -1,7 +1,6 @@
 """Give buckets the codecs that a layout asks for, each with the algorithm that carries it in the least time."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -12,10 +11,9 @@ from meshwright.cost.work import CodedElements
 from meshwright.errors import Problem
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import CANDIDATES, LOSSLESS, codec_of
-from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, Layout
 from meshwright.ir.mesh import Mesh, members
-from meshwright.ir.plan import Bucket, Coding, Plan, Strategy
+from meshwright.ir.plan import Bucket, Coding, Note, Plan
 from meshwright.ir.program import CollectiveKind
 from meshwright.planner.algorithms import in_a_box
 from meshwright.schedules.collectives import hierarchy
@@ -25,8 +23,6 @@ from meshwright.schedules.collectives.operations import DENSE_GATHER
 AUTO, NONE, FACTORS = "auto", "none", "factors"
 UNNAMED = ("", AUTO, NONE)
 """Values of ``Layout.codec`` that name no codec."""
-_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default", "aten._to_copy.default")
-"""Operators between the product of a dense layer's gradient and the gradient itself."""
 GAIN = 0.02
 """Codecs of all buckets are taken if they make the time for which computing waits shorter by more than this fraction of
 the step; the codec of one of n buckets if it saves an n-th part of this time."""
@@ -78,6 +74,17 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
         yield "layout", "parameter_codec with zero=0: no parameter is gathered", "leave it out, or give zero 1, 2 or 3"
     if layout.activation_codec and layout.pp == 1:
         yield "layout", "activation_codec with pp=1: nothing crosses between stages", "leave it out"
+
+
+def undecided(plan: Plan, cluster: Cluster | None) -> Plan:
+    """The plan, with a note if its layout asks for a choice of codecs that cannot be made: without a cluster, or for
+    stages that are planned one by one."""
+    if plan.layout.codec != AUTO:
+        return plan
+    reason = "without a cluster, nobody knows what gradients and codecs would take"
+    if cluster is not None:
+        reason = "stages of different sizes are planned one by one, without a timeline for codecs"
+    return msgspec.structs.replace(plan, notes=(*plan.notes, Note(module="gradients", split="no codec", reason=reason)))
 
 
 class BucketCodecs:
@@ -158,33 +165,6 @@ def follow_codings(plan: Plan, base: Plan) -> Plan:
 def _follow(buckets: Sequence[Bucket], base: Sequence[Bucket]) -> tuple[Bucket, ...]:
     home = {name: bucket.codings for bucket in base for name in bucket.parameters}
     return tuple(msgspec.structs.replace(bucket, codings=home.get(bucket.parameters[0], ())) for bucket in buckets)
-
-
-def factored(graph: Graph, num_ranks: int) -> list[str]:
-    """The operators of dense layers' weight gradients whose operands have fewer bytes than their sums over ranks:
-    (P-1) B (n+m) elements received, against 2 (P-1)/P n m, for B rows on each of P ranks (Xie et al. 2016, Sufficient
-    Factor Broadcasting)."""
-    producers, names = graph.producers(), []
-    for entry in graph.gradients if num_ranks > 1 else ():
-        operator = producers.get(entry.gradient or "")
-        while operator is not None and operator.target in _TURNS:
-            operator = producers.get(operator.inputs[0])
-        if operator is None or operator.target != "aten.mm.default":
-            continue
-        gradient = prod(graph.tensors[operator.outputs[0]].shape)
-        operands = sum(prod(graph.tensors[name].shape) for name in operator.inputs)  # B P (n + m)
-        if operands < 2 * gradient:
-            names.append(operator.name)
-    return names
-
-
-def gather_factors(graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
-    """Let ranks gather the operands of dense layers' weight gradients, instead of reducing the gradients, where that
-    moves fewer bytes (``factored``). The operator then runs with the whole batch on every rank."""
-    axes = [axis for axis in DATA_AXES if axis in sizes]
-    for name in factored(graph, prod(sizes[axis] for axis in axes)):
-        for axis in axes:
-            strategies[name].pop(axis, None)
 
 
 def candidates(layout: Layout, buckets: Sequence[Bucket], mesh: Mesh, cluster: Cluster) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
 from meshwright.planner.checks import batch_problems, check_microbatches, check_precision
-from meshwright.planner.codecs import FACTORS, NONE, BucketCodecs, codec_problems, follow_codings, gather_factors
+from meshwright.planner.codecs import FACTORS, NONE, BucketCodecs, codec_problems, follow_codings, undecided
 from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
-from meshwright.planner.factor_choice import better_by_factors
+from meshwright.planner.factor_choice import better_by_factors, gather_factors
 from meshwright.planner.factors import Factors, require_heads
 from meshwright.planner.follow import follow_storage, inherit
 from meshwright.planner.interiors import interiors
@@ -227,7 +227,7 @@ class _Planner:
         if base is not None:
             return follow_codings(plan, base)
         if self.cluster is None or self.lower is None or not self.ask.fits_buckets:
-            return BucketCodecs(self.mesh, self.cluster).of(plan)
+            return undecided(BucketCodecs(self.mesh, self.cluster).of(plan), self.cluster)
         room = self.room_bytes(self.cluster)
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 

@@ -1,6 +1,6 @@
-"""Decide whether ranks gather the factors of dense layers' gradients, beside codecs that the planner chooses."""
+"""Let ranks gather the factors of dense layers' gradients, and decide whether they should."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 
 import msgspec
@@ -9,11 +9,14 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES
-from meshwright.ir.plan import Note, Plan
+from meshwright.ir.plan import Note, Plan, Strategy
 from meshwright.ir.program import Lower
 from meshwright.planner.algorithms import in_a_box
-from meshwright.planner.codecs import AUTO, FACTORS, GAIN, factored
+from meshwright.planner.codecs import AUTO, FACTORS, GAIN
 from meshwright.planner.foretell import foretell
+
+_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default", "aten._to_copy.default")
+"""Operators between the product of a dense layer's gradient and the gradient itself."""
 
 
 def better_by_factors(
@@ -21,7 +24,7 @@ def better_by_factors(
     room_bytes: float,
 ) -> Plan:  # fmt: skip
     """``plan``, whose codecs the planner chose, or the plan that ``gathering`` makes: there, ranks gather the operands
-    of dense layers' weight gradients where that moves fewer bytes (``codecs.gather_factors``), and other gradients have
+    of dense layers' weight gradients where that moves fewer bytes (``gather_factors``), and other gradients have
     codecs. The second one is taken if it fits in ``room_bytes`` and its step is shorter by more than ``GAIN``."""
     layout, mesh = plan.layout, plan.mesh
     axes = [axis for axis in DATA_AXES if mesh.has(axis) and mesh.size(axis) > 1]
@@ -39,3 +42,30 @@ def better_by_factors(
     chosen = other if taken else plan
     note = Note(module="gradients", split=FACTORS if taken else f"no {FACTORS}", reason=reason)
     return msgspec.structs.replace(chosen, notes=(*chosen.notes, note))
+
+
+def factored(graph: Graph, num_ranks: int) -> list[str]:
+    """The operators of dense layers' weight gradients whose operands have fewer bytes than their sums over ranks:
+    (P-1) B (n+m) elements received, against 2 (P-1)/P n m, for B rows on each of P ranks (Xie et al. 2016, Sufficient
+    Factor Broadcasting)."""
+    producers, names = graph.producers(), []
+    for entry in graph.gradients if num_ranks > 1 else ():
+        operator = producers.get(entry.gradient or "")
+        while operator is not None and operator.target in _TURNS:
+            operator = producers.get(operator.inputs[0])
+        if operator is None or operator.target != "aten.mm.default":
+            continue
+        gradient = prod(graph.tensors[operator.outputs[0]].shape)
+        operands = sum(prod(graph.tensors[name].shape) for name in operator.inputs)  # B P (n + m)
+        if operands < 2 * gradient:
+            names.append(operator.name)
+    return names
+
+
+def gather_factors(graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
+    """Let ranks gather the operands of dense layers' weight gradients, instead of reducing the gradients, where that
+    moves fewer bytes (``factored``). The operator then runs with the whole batch on every rank."""
+    axes = [axis for axis in DATA_AXES if axis in sizes]
+    for name in factored(graph, prod(sizes[axis] for axis in axes)):
+        for axis in axes:
+            strategies[name].pop(axis, None)
