@@ -12,10 +12,12 @@ from meshwright.cli.layouts import varied
 from meshwright.cost.memory import estimate_memory, verdict
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
-from meshwright.errors import ClusterError, LayoutError
+from meshwright.errors import ClusterError, LayoutError, PlanError
+from meshwright.ir.codec import CANDIDATES, codec_of
 from meshwright.ir.layout import Layout
 from meshwright.ir.pipeline import SCHEDULES
 from meshwright.planner.candidates import runs
+from meshwright.planner.codecs import GAIN
 from meshwright.planner.remedy import single_changes, smallest_change
 from meshwright.planner.search import SEARCHED, search
 from meshwright.prediction import predict
@@ -176,3 +178,59 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "llama3-405b" in capsys.readouterr().out
     assert cli(["models", "lama3-8b"]) == 2
     assert "did you mean `llama3-8b`" in capsys.readouterr().err
+
+
+# --- codecs of gradients ---------------------------------------------------------------------------------------------
+
+SLOW = "a100-40gb-box1-eth10x1"
+
+
+def test_no_search_with_one_codec_finds_more_than_auto() -> None:
+    """By its sizes, gpt2 on four devices over slow Ethernet: every codec in a search of its own."""
+    cluster, model = load_cluster(SLOW, 4), load_model("gpt2")
+    best_s = {
+        codec: search(model, cluster, global_batch=16, codec=codec).options[0].step_s
+        for codec in ("none", *CANDIDATES, "auto")
+    }
+    auto_s = best_s.pop("auto")
+    assert auto_s <= (1 + GAIN) * min(best_s.values())
+    assert auto_s < 0.7 * best_s["none"]
+    assert best_s["none"] == search(model, cluster, global_batch=16).options[0].step_s
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("codec", ["qsgd(4)", "topk(1%)", "onebit"])
+def test_codecs_change_the_exchange_and_the_memory_of_a_setup(codec: str, zero: int) -> None:
+    sizes: dict[str, Any] = {"devices": 4, "global_batch": 16, "zero": zero}
+    dense, coded = (predict("gpt2", SLOW, codec=text, **sizes) for text in ("", codec))
+    assert dense.exchange is not None
+    assert coded.exchange is not None
+    saved_s = dense.exchange.seconds - coded.exchange.seconds
+    assert coded.estimate.data_comm_s == pytest.approx(dense.estimate.data_comm_s - saved_s)
+    assert dense.exchange.num_bytes is not None
+    assert coded.exchange.num_bytes is not None
+    assert coded.exchange.num_bytes < 0.4 * dense.exchange.num_bytes
+    assert coded.exchange.coding_s > 0
+    kept = 4 * dense.setup.model.parameters if codec_of(codec).feedback else 0
+    assert coded.memory.residuals_bytes == pytest.approx(kept, rel=1e-4)
+
+
+def test_codecs_by_sizes_decline_or_are_refused() -> None:
+    shared = predict("gpt2", "generic-cpu-box2", devices=2, global_batch=2, precision="fp32", codec="auto")
+    assert not shared.setup.codec, "ranks share memory"
+    alone = predict("gpt2", SLOW, devices=1, global_batch=1, codec="auto")
+    assert not alone.setup.codec
+    assert alone.exchange is None
+    for codec, zero, words in (("powersgd(4)", 0, "shape of each parameter"), ("randk(1%)", 1, "zero=1")):
+        with pytest.raises(LayoutError, match=words):
+            predict("gpt2", SLOW, devices=4, global_batch=4, codec=codec, zero=zero)
+    with pytest.raises(PlanError, match="3 bits"):
+        search(load_model("gpt2"), load_cluster(SLOW, 4), codec="qsgd(3)")
+
+
+def test_the_command_line_takes_codecs_by_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["gpt2", "--cluster", SLOW]
+    assert cli(["predict", *arguments, "--devices", "4", "--global-batch", "16", "--codec", "qsgd(4)"]) == 0
+    assert "gradients coded with qsgd(4)" in capsys.readouterr().out
+    assert cli(["plan", *arguments, "--ranks", "4", "--batch", "16", "--codec", "auto"]) == 0
+    assert "codec=" in capsys.readouterr().out

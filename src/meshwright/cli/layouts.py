@@ -20,11 +20,11 @@ VARIED = ("cluster", "devices", "seq", "batch")
 
 def show_layouts(
     model: str, cluster: str, devices: int, batch: int, sequence: int, vary: str, scaling: str, price: float,
-    software: str, as_json: bool,
+    software: str, codec: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Search layouts and print them; with ``vary``, print the best layout for each value. ``price``: US dollars per
-    device and hour; 0: the catalog's price. ``software``: a profile in place of the cluster's. Returns the exit code:
-    1 if a search found no layout that fits."""
+    device and hour; 0: the catalog's price. ``software``: a profile in place of the cluster's. ``codec``: that of
+    gradients. Returns the exit code: 1 if a search found no layout that fits."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -37,7 +37,12 @@ def show_layouts(
             started = time.perf_counter()
             machine = prediction.load_cluster(value["cluster"], value["devices"] or None, software or None)
             result = prediction.find_layouts(
-                model, machine, global_batch=value["batch"], sequence=value["seq"], usd_per_hour=price or None
+                model,
+                machine,
+                global_batch=value["batch"],
+                sequence=value["seq"],
+                usd_per_hour=price or None,
+                codec=codec,
             )
             rows.append((value, result, time.perf_counter() - started))
             bars.advance()

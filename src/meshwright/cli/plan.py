@@ -54,7 +54,7 @@ TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is lef
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = (
-    "dp", "tp", "codec", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only"
+    "dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only"
 )  # fmt: skip
 """Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "price", "software", "report")
@@ -126,10 +126,11 @@ def plan(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
         if network:
-            unfit = ("sequence", "price", "report", "scaling")
+            unfit = ("sequence", "price", "report", "scaling", "codec")
             refuse(context, unfit, f"{target} is a convolution network")
             return show_network(target, cluster, ranks, batch, vary, software, as_json)
         if report is not None:
+            refuse(context, ("codec",), "the page shows plans without codecs")
             if vary:
                 raise LayoutError(
                     "a report is of one plan", where="--report", remedy="leave out --vary: the page has a scaling curve"
@@ -144,7 +145,7 @@ def plan(
             }
             command = display.command("plan", target, options=options)
             return write_report(report, target, cluster, ranks, batch, sequence, price, software, command)
-        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, software, as_json)
+        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, software, codec, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
     limited += [f"--layout.codec={codec}"] * bool(codec)
     run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)

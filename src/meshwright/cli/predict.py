@@ -48,6 +48,7 @@ def predict(
     compiled: bool = typer.Option(False, help="With --zero 3: torch.compile fuses the model's own operations."),
     overlap: str = typer.Option("none", help="What of communication runs beside compute: none, dp, all."),
     inner: str = typer.Option("dp", help="Which of dp and pp has its ranks nearer to each other: dp, pp."),
+    codec: str = typer.Option("", help="The codec of gradients, as in qsgd(4); auto: the fastest, or none."),
     software: str = typer.Option(
         "",
         help="What runs it: a name of `meshwright clusters --software`, or a .toml file; default: the cluster's.",
@@ -64,6 +65,7 @@ def predict(
         "tp": tp, "pp": pp, "cp": cp, "ep": ep, "global_batch": global_batch, "micro_batch": micro_batch,
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
         "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
+        "codec": codec,
     } | ({"dp": dp} if dp else {})  # fmt: skip
     predicted = prediction.predict(
         model, cluster, devices=devices or None, sequence=sequence, memory_bytes=memory or None,
@@ -111,6 +113,12 @@ def _print(predicted: "Forecast") -> None:
             for key, name in PARTS.items()
         ]
     )
+    if (exchange := predicted.exchange) is not None and exchange.codec:
+        sent = "" if exchange.num_bytes is None else f", {exchange.num_bytes / 2**20:.4g} MiB from each rank"
+        terminal.print(
+            f"\ngradients coded with {exchange.codec} ({exchange.algorithm}): {exchange.seconds * 1e3:.4g} ms{sent}, "
+            f"{exchange.coding_s * 1e3:.4g} ms to encode and decode"
+        )
     limit = predicted.device_memory_bytes
     terminal.print(
         f"\nmemory {memory.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB: {predicted.verdict}, "

@@ -107,22 +107,31 @@ def foretold(plan: Plan, cluster: Cluster, stored_bytes: Mapping[str, int]) -> d
             item, length = coded_item_bytes(stored), bucket.num_bytes // stored
             if coding.axis in bucket.across and is_cut(plan, bucket):
                 length //= plan.mesh.size(bucket.axis)
-            built = build(operation, coding.algorithm, size, length)
-            steps = coded(built, codec, everywhere=codec.chooses_first)
-            sent = sent_bytes(steps, codec, item, chunk_of(codec, item))[0]
-            encode, decode = costs.seconds_per_byte(codec)
-            spans = [end - begin for begin, end in steps.atoms]
-            encoded = sum(spans[each.atom] for each in steps.encodings if each.rank == 0) * item
-            taken = sum(
-                spans[part.atom] * item
-                for moves in steps.rounds for move in moves if move.target == 0
-                for part in move.parts if part.code is not None
-            )  # fmt: skip
-            if codec.exchange == "merges":
-                share = codec.message_bytes(length, item) / (length * item)
-                encoded, taken = length * item, round(taken * min(1.0, share))
-            result[coding.axis, label] = sent, encoded * encode + taken * decode
+            rates = costs.seconds_per_byte(codec)
+            result[coding.axis, label] = sent_and_coding(codec, operation, coding.algorithm, size, length, item, rates)
     return result
+
+
+def sent_and_coding(
+    codec: Codec, operation: str, algorithm: str, num_ranks: int, length: int, item_bytes: int,
+    rates: tuple[float, float],
+) -> tuple[int, float]:  # fmt: skip
+    """The bytes that rank 0 sends in a coded collective of ``length`` elements, and its seconds of encoding and
+    decoding. ``rates``: the seconds to encode, and to decode, a byte of elements."""
+    built = build(operation, algorithm, num_ranks, length)
+    steps = coded(built, codec, everywhere=codec.chooses_first)
+    sent = sent_bytes(steps, codec, item_bytes, chunk_of(codec, item_bytes))[0]
+    spans = [end - begin for begin, end in steps.atoms]
+    encoded = sum(spans[each.atom] for each in steps.encodings if each.rank == 0) * item_bytes
+    taken = sum(
+        spans[part.atom] * item_bytes
+        for moves in steps.rounds for move in moves if move.target == 0
+        for part in move.parts if part.code is not None
+    )  # fmt: skip
+    if codec.exchange == "merges":
+        share = codec.message_bytes(length, item_bytes) / (length * item_bytes)
+        encoded, taken = length * item_bytes, round(taken * min(1.0, share))
+    return sent, encoded * rates[0] + taken * rates[1]
 
 
 def is_cut(plan: Plan, bucket: Bucket) -> bool:

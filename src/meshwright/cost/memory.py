@@ -2,10 +2,12 @@
 
 import msgspec
 
+from meshwright.cost.coded import coded_item_bytes
 from meshwright.cost.occupancy import Occupancy, box_of, memory_verdict, num_peers
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import codec_of
 from meshwright.ir.software import Software
 
 EAGER_NORM_BYTES = 4
@@ -18,7 +20,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     ``activations_bytes`` are saved by layers for backward, for all micro-batches in flight; ``ends_bytes`` are added by
     embedding, vocabulary head and loss; ``workspace_bytes`` live only during one layer's pass (gradients of
-    activations, recomputed activations, gathered parameters); ``buffers_bytes`` are buckets of gradients;
+    activations, recomputed activations, gathered parameters); ``buffers_bytes`` are buckets of gradients, and
+    ``residuals_bytes`` what codecs keep of gradients;
     ``context_bytes`` are taken outside of the framework's tensors, and ``peers_bytes`` by the buffers of collectives;
     ``fragmentation_bytes`` are taken by the allocator
     and not used. ``moment`` says when the peak is.
@@ -36,12 +39,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     context_bytes: float
     peers_bytes: float
     fragmentation_bytes: float
+    residuals_bytes: float = 0.0
 
     @property
     def allocated_bytes(self) -> float:
         """Bytes of the framework's live tensors: all parts but context, buffers of collectives and fragmentation."""
         states = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + self.buffers_bytes
+        kept = self.buffers_bytes + self.residuals_bytes
+        return states + self.activations_bytes + self.ends_bytes + self.workspace_bytes + kept
 
     @property
     def peak_bytes(self) -> float:
@@ -103,8 +108,17 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         context_bytes=outside * software.context_bytes,
         peers_bytes=outside * num_peers(groups, box_of(cluster)) * software.peer_bytes,
         fragmentation_bytes=0.0,
+        residuals_bytes=_residuals_bytes(setup, parameters) if data > 1 else 0.0,
     )
     return msgspec.structs.replace(memory, fragmentation_bytes=software.fragmentation * memory.allocated_bytes)
+
+
+def _residuals_bytes(setup: Setup, parameters: float) -> float:
+    """The bytes that the codec of gradients keeps between steps: vectors as long as the gradients."""
+    if not setup.codec:
+        return 0.0
+    lengths = codec_of(setup.codec).state_lengths([(round(parameters),)])
+    return sum(lengths.values()) * coded_item_bytes(setup.element_bytes)
 
 
 def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Occupancy:

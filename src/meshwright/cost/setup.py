@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.cost.kernels import element_bytes
 from meshwright.errors import LayoutError, Problem, refuse
+from meshwright.ir.codec import codec_of
 from meshwright.ir.files import did_you_mean
 from meshwright.ir.layout import Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline, ScheduleName
@@ -39,7 +40,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     attention is one fused kernel that keeps no scores. ``compiled``: the model's own operations are fused
     (torch.compile). ``overlap`` names the communication that overlaps independent compute: ``none``, ``dp`` (gradients,
     and parameters with ZeRO) or ``all`` (also collectives inside layers and messages between stages). With ZeRO 3 and
-    one stage, the communication of ``dp`` always overlaps.
+    one stage, the communication of ``dp`` always overlaps. ``codec`` is that of gradients (empty: none).
 
     Raises:
         LayoutError: a size is impossible, or is not divisible as the layout needs.
@@ -63,6 +64,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     compiled: bool = False
     overlap: Overlap = "none"
     inner: Inner = "dp"
+    codec: str = ""
 
     def __post_init__(self) -> None:
         refuse(LayoutError, self._problems())
@@ -78,6 +80,12 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if value not in known:
                 remedy = did_you_mean(str(value), known, f"one of {', '.join(known)}")
                 yield key, f"unknown {key} {value!r}", remedy
+        codec = codec_of(self.codec) if self.codec else None
+        if codec is not None and (codec.exchange == "factors" or codec.rank):
+            problem = f"codec {self.codec!r} by sizes: it depends on the shape of each parameter"
+            yield "codec", problem, "plan the captured model with it, or take another codec"
+        if codec is not None and codec.needs_whole_sum and self.zero:
+            yield "codec", f"codec {self.codec!r} with zero={self.zero}", "use zero 0, or another codec"
         for divisor, by, name, size in self._divisions():
             if not size or size % by:
                 yield name, f"{name} = {size} is not divisible by {divisor} = {by}", f"change {divisor} or {name}"

@@ -3,6 +3,7 @@
 import msgspec
 
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.exchange import data_group, exchange_s
 from meshwright.cost.host import launched_s
 from meshwright.cost.kernels import Rates
 from meshwright.cost.layer import Pass, PassCost, Summed, embedding_pass, head_pass, layer_pass
@@ -203,16 +204,16 @@ def _send_s(setup: Setup, network: Network) -> float:
 
 def _data_comm_s(setup: Setup, network: Network, hidden: float, parameters: float, microbatch_s: float) -> float:
     """Exposed seconds of the collectives of gradients (and of sharded parameters) over dp x cp."""
-    data = Group(setup.dp * setup.cp, setup.data_stride)
+    data = data_group(setup)
     if data.size < 2:
         return 0.0
     moved = parameters * setup.element_bytes
-    scatter_s, gather_s = (network.collective_s(name, moved, data) for name in ("reduce_scatter", "all_gather"))
+    sums_s, gather_s = exchange_s(setup, network, moved), network.collective_s("all_gather", moved, data)
     if setup.resharded:
         # Every micro-batch gathers for forward and again for backward, overlapped by the compute of other layers.
-        each_s = 2 * gather_s + scatter_s
+        each_s = 2 * gather_s + sums_s
         return setup.microbatches * max((1 - hidden) * each_s, each_s - hidden * microbatch_s)
-    once_s = scatter_s + gather_s if setup.zero else network.collective_s("all_reduce", moved, data)
+    once_s = sums_s + gather_s if setup.zero else sums_s
     if setup.overlap == "none":
         return once_s
     # Gradients overlap the last micro-batch's backward, parameters overlap the next step's forward.

@@ -6,8 +6,8 @@ import msgspec
 
 from meshwright.cost.coded import coded_s, is_cut
 from meshwright.cost.collective import Network
+from meshwright.cost.exchange import algorithms, elements_of, fastest
 from meshwright.cost.fabric import axis_group
-from meshwright.cost.work import CodedElements
 from meshwright.errors import Problem
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import CANDIDATES, LOSSLESS, codec_of
@@ -16,9 +16,6 @@ from meshwright.ir.mesh import Mesh, members
 from meshwright.ir.plan import Bucket, Coding, Note, Plan
 from meshwright.ir.program import CollectiveKind
 from meshwright.planner.algorithms import in_a_box
-from meshwright.schedules.collectives import hierarchy
-from meshwright.schedules.collectives.choice import NATIVE
-from meshwright.schedules.collectives.operations import DENSE_GATHER
 
 AUTO, NONE, FACTORS = "auto", "none", "factors"
 UNNAMED = ("", AUTO, NONE)
@@ -26,14 +23,6 @@ UNNAMED = ("", AUTO, NONE)
 GAIN = 0.02
 """Codecs of all buckets are taken if they make the time for which computing waits shorter by more than this fraction of
 the step; the codec of one of n buckets if it saves an n-th part of this time."""
-HALVES = ("star", "ring", "halving")
-ALGORITHMS: dict[CollectiveKind, tuple[str, ...]] = {
-    "all_reduce": ("shares", "ring", "rabenseifner"),
-    "reduce_scatter": HALVES,
-    "all_gather": HALVES,
-}
-"""Algorithms that any codec may ride (decision 0047): no two ranks encode the same sum."""
-ACROSS: dict[CollectiveKind, tuple[str, ...]] = {"all_reduce": ("ring", "rabenseifner"), "reduce_scatter": HALVES}
 
 
 def codec_problems(layout: Layout) -> Iterator[Problem]:
@@ -119,32 +108,15 @@ class BucketCodecs:
 
     def algorithm(self, text: str, axis: str, operation: CollectiveKind, num_bytes: int) -> str:
         """The algorithm that carries coded elements in the least time."""
-        if codec_of(text).exchange == "sums":
-            return NATIVE
-        names = [*ALGORITHMS[operation], *self._along_levels(axis, operation)]
-        if codec_of(text).exchange == "merges" and operation == "all_reduce":
-            # In a butterfly, several ranks hold the same sum: they may send it only if that loses nothing.
-            names += [DENSE_GATHER, *["butterfly"] * (codec_of(text).values is None)]
-        size = self._mesh.size(axis)
-        if size & (size - 1):
-            names = [name for name in names if name not in ("rabenseifner", "halving", "butterfly")]
         if self._network is None:
-            return names[0]
-        return min(names, key=lambda name: self.seconds(Coding(axis, text, name), operation, num_bytes))
-
-    def _along_levels(self, axis: str, operation: CollectiveKind) -> Iterator[str]:
-        fan_outs = self._network.fan_outs(axis_group(self._mesh, axis)) if self._network is not None else ()
-        if len(fan_outs) > 1:
-            boxes = hierarchy.equal_boxes(fan_outs)
-            for across in ACROSS.get(operation, ()):
-                yield hierarchy.written("star", across, boxes)
+            return next(algorithms(codec_of(text), operation, self._mesh.size(axis)))
+        group = axis_group(self._mesh, axis)
+        return fastest(self._network, text, operation, num_bytes, group, self._item_bytes).algorithm
 
     def seconds(self, coding: Coding, operation: CollectiveKind, num_bytes: float) -> float:
         """Seconds of a coded collective."""
         assert self._network is not None
-        codec = codec_of(coding.codec)
-        summed = codec.summed_lengths([(round(num_bytes / self._item_bytes),)]) if codec.exchange == "sums" else ()
-        elements = CodedElements(coding.codec, coding.algorithm, self._item_bytes, summed)
+        elements = elements_of(coding.codec, coding.algorithm, num_bytes, self._item_bytes)
         return coded_s(self._network, operation, num_bytes, axis_group(self._mesh, coding.axis), elements)
 
 

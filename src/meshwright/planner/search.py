@@ -15,12 +15,15 @@ from meshwright.cost.step import StepEstimate, estimate_step
 from meshwright.cost.uncertainty import estimate_deviation
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec import codec_of
 from meshwright.ir.interval import Interval, interval
 from meshwright.ir.layout import RECOMPUTE, Recompute
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, ScheduleName
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
+from meshwright.planner.codecs import UNNAMED
 from meshwright.planner.rehearse import rehearse
+from meshwright.planner.size_codecs import with_codec
 from meshwright.schedules.pipeline import least_microbatches
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -108,6 +111,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
             words.append("sequence_parallel")
         if setup.zero:
             words.append(f"zero={setup.zero}")
+        if setup.codec:
+            words.append(f"codec={setup.codec}")
         return " ".join(words)
 
 
@@ -158,14 +163,17 @@ def search(
     memory_bytes: float | None = None,
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SEARCHED,
+    codec: str = "",
 ) -> SearchResult:
     """Estimate all setups of a model on a cluster, and sort the setups that fit in memory.
 
     ``devices`` is the number of devices of a cluster that is given by name. ``sequence`` is the sequence length of a
     model that is given by name (0: the length in the catalog). ``usd_per_hour`` is the price of a device (default: the
-    price in the catalog). ``schedules`` are the pipeline schedules to consider.
+    price in the catalog). ``schedules`` are the pipeline schedules to consider. ``codec`` is that of gradients;
+    ``auto``: for each setup the fastest that fits, or none.
 
     Raises:
+        PlanError: ``codec`` names no codec.
         LayoutError: the model is unknown, or no layout divides the model, the batch and the devices.
         ClusterError: the cluster is unknown, or cannot have that many devices.
     """
@@ -176,10 +184,17 @@ def search(
     nearest: Option | None = None
     considered = 0
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
-    for setup in _setups(model, cluster, global_batch, precision, flash, schedules):
+    whole = codec not in UNNAMED and codec_of(codec).needs_whole_sum
+    for plain in _setups(model, cluster, global_batch, precision, flash, schedules):
         considered += 1
+        if whole and plain.zero:
+            continue
+        setup = with_codec(plain, codec, cluster)
         memory = estimate_memory(setup, cluster)
         fits = verdict(memory, cluster, memory_bytes) != "does not fit"
+        if not fits and setup.codec and codec in UNNAMED:
+            setup, memory = plain, estimate_memory(plain, cluster)
+            fits = verdict(memory, cluster, memory_bytes) != "does not fit"
         if not fits and nearest is not None and memory.peak_bytes >= nearest.memory.peak_bytes:
             continue
         option = _option(setup, memory, cluster, memory_bytes, price)

@@ -6,10 +6,12 @@ import msgspec
 
 from meshwright.catalog import load_cluster, load_software, software_names, with_software
 from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
+from meshwright.cost.collective import Network
+from meshwright.cost.exchange import GradientExchange, data_group, gradient_exchange
 from meshwright.cost.memory import Memory, estimate_memory, verdict
 from meshwright.cost.occupancy import Occupancy, fit_chance
 from meshwright.cost.setup import Setup
-from meshwright.cost.step import StepEstimate, estimate_step
+from meshwright.cost.step import StepEstimate, estimate_step, stage_parameters
 from meshwright.cost.uncertainty import memory_interval, step_interval
 from meshwright.errors import ClusterError, refuse
 from meshwright.ir.cluster import Cluster
@@ -22,6 +24,7 @@ from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.remedy import Change, smallest_change
 from meshwright.planner.search import PARTS, Option, SearchResult, front
 from meshwright.planner.search import search as find_layouts
+from meshwright.planner.size_codecs import with_codec
 from meshwright.planner.trials import Choices, Trials, choose, learning_trials
 from meshwright.planner.validate import Validation, compare, validate
 from meshwright.prediction.explain import explain
@@ -85,6 +88,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float
     """Model FLOP/s of all devices over their peak, in the setup's precision."""
     change: Change | None = None
+    exchange: GradientExchange | None = None
+    """How the gradients of the largest stage cross between data-parallel ranks; None: there are no such ranks."""
 
 
 def predict(
@@ -100,8 +105,8 @@ def predict(
     """Predict a training step of ``model`` on ``cluster``, in closed form. ``software`` is a profile or its name, in
     place of the cluster's own.
 
-    ``layout`` holds fields of ``cost.setup.Setup``. If ``dp`` is not given, it is ``devices`` divided by the sizes of
-    the other axes.
+    ``layout`` holds fields of ``cost.setup.Setup``; with the codec ``auto``, the fastest one is taken, or none. If
+    ``dp`` is not given, it is ``devices`` divided by the sizes of the other axes.
 
     Raises:
         LayoutError: the model is unknown, or the layout does not fit model, batch or devices.
@@ -113,6 +118,7 @@ def predict(
     inner = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     if "dp" not in layout and devices:
         layout["dp"] = max(1, devices // inner)
+    codec = layout.pop("codec", "")
     setup = Setup(model=known, **layout)
     if devices and setup.world_size != devices:
         raise ClusterError(
@@ -128,6 +134,9 @@ def predict(
             where=f"cluster {machine.name}",
             remedy="take a smaller layout or a larger cluster",
         )
+    setup = with_codec(setup, codec, machine)
+    moved = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes
+    exchange = gradient_exchange(setup, Network(machine), moved) if data_group(setup).size > 1 else None
     estimate, memory = estimate_step(setup, machine), estimate_memory(setup, machine)
     peaks = machine.device.peak_flops_per_s
     peak = peaks.get(setup.dtype) or max(peaks.values())
@@ -146,4 +155,5 @@ def predict(
         device_memory_bytes=limit,
         mfu=estimate.model_flops_per_s / (setup.world_size * peak),
         change=smallest_change(setup, machine, memory_bytes),
+        exchange=exchange,
     )

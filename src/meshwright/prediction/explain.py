@@ -28,6 +28,7 @@ MEANINGS = {
     "ends_bytes": "embedding, vocabulary head and loss",
     "workspace_bytes": "inside one layer's pass: gradients of activations, what is recomputed or gathered",
     "buffers_bytes": "buckets of gradients that are being reduced",
+    "residuals_bytes": "what the codec of gradients keeps between steps",
     "context_bytes": "the device's context and libraries",
     "peers_bytes": "buffers of the communicators, for each neighbour",
     "fragmentation_bytes": "taken by the allocator, but not used",
