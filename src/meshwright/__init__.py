@@ -38,7 +38,10 @@ def __getattr__(name: str) -> Any:
     if name in _TORCH_SIDE:
         from importlib import import_module
 
-        return getattr(import_module(_TORCH_SIDE[name]), name)
+        import torch
+
+        with torch.device("cpu"):  # modules make tables, and the first use may be under ``torch.device("meta")``
+            return getattr(import_module(_TORCH_SIDE[name]), name)
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
 
 

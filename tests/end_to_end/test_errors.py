@@ -323,6 +323,16 @@ def test_what_ranks_find_imported_can_be_forked() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_the_first_use_may_be_under_another_device() -> None:
+    program = (
+        "import torch, meshwright as mw\n"
+        "with torch.device('meta'): mw.capture\n"
+        "from meshwright.compress import elias\n"
+        "assert elias._PLACES.device.type == 'cpu'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 # --- a loss that becomes NaN, ranks that fail ------------------------------------------------------------------------
 
 
