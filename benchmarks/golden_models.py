@@ -123,13 +123,14 @@ class Depthwise(nn.Module):
 class DenseAndExperts(nn.Module):
     """Two dense layers, two products with one weight for each expert, and two dense layers."""
 
-    def __init__(self, width: int, experts: int) -> None:
+    def __init__(self, width: int, experts: int, inner: int) -> None:
         super().__init__()
         self.experts = experts
         self.one, self.two, self.three, self.four = (
             nn.Linear(experts * width, experts * width, bias=False) for _ in range(4)
         )
-        self.up, self.down = (nn.Parameter(torch.empty(experts, width, width)) for _ in range(2))
+        self.up = nn.Parameter(torch.empty(experts, width, inner))
+        self.down = nn.Parameter(torch.empty(experts, inner, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.two(self.one(x)).unflatten(1, (self.experts, -1))
@@ -241,9 +242,9 @@ def depthwise() -> Graph:
 
 
 @cache
-def dense_and_experts() -> Graph:
-    """``DenseAndExperts`` of 4 experts, 16 wide."""
-    return of_numbers(lambda: DenseAndExperts(16, 4), 256, 64)
+def dense_and_experts(inner: int = 256) -> Graph:
+    """``DenseAndExperts`` of 4 experts, 16 wide. The inner width of the experts is not published."""
+    return of_numbers(lambda: DenseAndExperts(16, 4, inner), 256, 64)
 
 
 @cache
