@@ -37,6 +37,7 @@ class Exchanges:
         self.lengths = codec_of(codec).state_lengths(SHAPES)
         self.measured = [MeasuredCoding() for _ in range(num_ranks)]
         self.states = [torch.zeros(sum(self.lengths.values()), dtype=torch.float64) for _ in range(num_ranks)]
+        self.written = [torch.full_like(state, torch.nan) for state in self.states]
 
     def kept(self, name: str) -> list[Tensor]:
         """A segment of the memory of each rank, copied."""
@@ -48,12 +49,11 @@ class Exchanges:
         results, num_ranks = [gradient.clone() for gradient in gradients], len(gradients)
 
         def call(ours: Any) -> None:
-            state = self.states[ours.rank]
-            coding = Coding(self.text, state, self.steps, SHAPES, num_ranks, self.measured[ours.rank])
+            coding = self._coding(ours.rank, num_ranks)
             coding.all_reduce(results[ours.rank], ours, ours, self.algorithm, "gradients").wait()
 
         each_rank(num_ranks, call)
-        self.steps += 1
+        self._accept()
         return results
 
     def scatter(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -63,13 +63,25 @@ class Exchanges:
 
         def call(ours: Any) -> None:
             rank = ours.rank
-            coding = Coding(self.text, self.states[rank], self.steps, SHAPES, num_ranks, self.measured[ours.rank])
+            coding = self._coding(rank, num_ranks)
             rows = gradients[rank].clone().view(num_ranks, -1)
             coding.reduce_scatter(rows, parts[rank], ours, self.algorithm, "gradients").wait()
 
         each_rank(num_ranks, call)
-        self.steps += 1
+        self._accept()
         return [torch.cat(parts)]
+
+    def _coding(self, rank: int, num_ranks: int) -> Coding:
+        before, state = self.states[rank], self.written[rank]
+        return Coding(self.text, before, state, self.steps, SHAPES, num_ranks, self.measured[rank])
+
+    def _accept(self) -> None:
+        self.states, self.written = self.written, self.states
+        self.steps += 1
+        for state in self.states if "steps" in self.lengths else ():
+            state.split([*self.lengths.values()])[[*self.lengths].index("steps")].fill_(self.steps)
+        for written in self.written:
+            written.fill_(torch.nan)  # all of it must be written in each step
 
 
 # --- Deep Gradient Compression ---------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.errors import LayoutError, NonFiniteLossError, PlanError
+from meshwright.ir.precision import Precision
 from meshwright.models import MLP, classification_loss
+from meshwright.optim import OneBitAdam
 from meshwright.planner.codecs import BucketCodecs
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
@@ -231,6 +233,27 @@ def test_residuals_of_lost_ranks_are_added_up(ranks: Ranks, codec: str, tmp_path
                 assert torch.allclose(after[name], total, rtol=0, atol=1e-12), (source, target, name)
 
 
+def steps_counted(layout: str, path: Path, first: bool) -> list[int]:
+    """The number of steps that each of this rank's warm-ups has counted: after three steps, or after a load and one
+    more step."""
+    given, trainer = subject(), trainer_of(layout, codec="topk(10%, warmup=9)")
+    if not first:
+        trainer.load(path)
+    for batch in given.batches[: 3 if first else 1]:
+        trainer.step(batch)
+    if first:
+        trainer.save(path)
+    return [int(memory.segment("steps")) for memory in trainer._codecs._known.values()]
+
+
+def test_a_warm_up_goes_on_under_another_layout_with_other_buckets(ranks: Ranks, tmp_path: Path) -> None:
+    for counted in ranks(4, steps_counted, "dp4", tmp_path, True):
+        assert set(counted) == {3}
+    for layout in ("dp2", "pp2", "zero3"):
+        found = ranks(mw.Layout(**LAYOUTS[layout]).num_ranks, steps_counted, layout, tmp_path, False)
+        assert {steps for counted in found for steps in counted} == {4}, layout
+
+
 def without_codec(path: Path) -> None:
     """A run without codecs reads a checkpoint with residuals, and a run with codecs one without."""
     given, plain = subject(), trainer_of("dp2")
@@ -321,6 +344,64 @@ def overflowing(codec: str) -> list[bool]:
 def test_what_is_not_finite_is_not_hidden_and_does_not_stay(ranks: Ranks, codec: str) -> None:
     for finite in ranks(2, overflowing, codec):
         assert all(finite)
+
+
+SKIPPED = (
+    *LOSSY,
+    "topk(10%, momentum=0.9, warmup=3)",
+    "randk(10%, momentum=0.9)",
+    "onebit(bucket=16, momentum=0.9, warmup=1)",
+)
+
+
+def skipping(layout: str, codec: str, precision: Precision, poisoned: bool) -> dict[str, Tensor]:
+    """The parameters and residuals of a training with a step that is not accepted, or without this step."""
+    given, scaled = subject(), precision == "float16"
+    batches = [{**batch, "inputs": batch["inputs"].float()} for batch in given.batches]
+    bad = {**batches[1], "inputs": batches[1]["inputs"].clone()}
+    bad["inputs"][0, 0] = float("inf")
+    adam = partial(OneBitAdam, betas=(0.9, 0.99), freeze_step=1)
+    trainer = mw.parallelize(
+        given.model.float(), given.loss_fn, batches[0], plan=mw.Layout(**LAYOUTS[layout], codec=codec),
+        precision=precision, optimizer=adam if "momentum=0.9, warmup=1" in codec else partial(torch.optim.SGD, lr=LR),
+    )  # fmt: skip
+    for place, batch in enumerate([*batches[:2], bad, batches[2], batches[0]]):
+        if batch is not bad:
+            trainer.step(batch)
+        elif not poisoned:
+            trainer.step_number += scaled  # it decides random numbers; a refused loss raises before it is counted
+            if trainer.loss_scale is not None:
+                trainer.loss_scale.value /= 2
+                trainer._codecs.rescale(0.5)
+        elif scaled:
+            trainer.step(bad)
+            assert trainer.metrics["skipped"] == 1, place
+        else:
+            with pytest.raises(NonFiniteLossError):
+                trainer.step(bad)
+    _, kept = trainer._codecs.extract(trainer.parameters)
+    return trainer.full_state_dict(all_ranks=True) | {name: part.value for name, part in kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "codec", "precision"),
+    [
+        *[("dp2", codec, precision) for codec in SKIPPED for precision in ("float16", "float32")],
+        ("zero2, m2", "topk(10%)", "float16"),
+        ("zero2, m2", "qsgd(4, feedback=on)", "float16"),
+        ("pp2", "onebit", "float16"),
+        ("hybrid", "topk(10%)+qsgd(8)", "float32"),
+    ],
+)
+def test_a_step_that_is_not_accepted_leaves_all_as_it_was(
+    ranks: Ranks, layout: str, codec: str, precision: Precision
+) -> None:
+    size = mw.Layout(**LAYOUTS[layout]).num_ranks
+    for found, expected in zip(
+        *(ranks(size, skipping, layout, codec, precision, bad) for bad in (True, False)), strict=True
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def refused_by_verify() -> str:

@@ -106,6 +106,7 @@ def all_reduce_start(
     algorithm: str,
     label: str = "",
     codec: str = "",
+    before: Tensor | None = None,
     state: Tensor | None = None,
     draw: int = 0,
     shapes: Sequence[int] = (),
@@ -115,7 +116,9 @@ def all_reduce_start(
         value = value.contiguous()
     ranks = _ranks(group)
     if codec:
-        coding = Coding(codec, state, _draw(draw, label), shapes_of(shapes), ranks.group.size(), ranks.coded(label))
+        coding = Coding(
+            codec, before, state, _draw(draw, label), shapes_of(shapes), ranks.group.size(), ranks.coded(label)
+        )
         by, ours, how = ranks.coded_carrier(algorithm, "all_reduce", value.nbytes, label)
         return ranks.in_flight(value, coding.all_reduce(value, ours, by, *how), "all_reduce", label)
     by, how = ranks.carrier(algorithm, "all_reduce", value.nbytes, label)
@@ -183,7 +186,7 @@ def gather_parts_start(
             for where, row in zip(places, rows.split(counts, 1), strict=True):
                 where.copy_(row)
 
-        coding = Coding(codec, None, _draw(draw, label), (), size, ranks.coded(label))
+        coding = Coding(codec, None, None, _draw(draw, label), (), size, ranks.coded(label))
         work = coding.all_gather(joined, rows, ours, *how)
         return ranks.in_flight(result, UnderWay(spread_all, joined, works=(work,)), "all_gather", label)
     by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
@@ -208,6 +211,7 @@ def reduce_to_parts_start(
     label: str = "",
     again: bool = False,
     codec: str = "",
+    before: Tensor | None = None,
     state: Tensor | None = None,
     draw: int = 0,
 ) -> Tensor:
@@ -221,7 +225,7 @@ def reduce_to_parts_start(
     if codec:
         _, ours, how = ranks.coded_carrier(algorithm, "reduce_scatter", num_bytes, label)
         flat_shapes = [(row.numel(),) for row in rows]
-        coding = Coding(codec, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
+        coding = Coding(codec, before, state, _draw(draw, label), flat_shapes, size, ranks.coded(label))
         work = coding.reduce_scatter(torch.cat(rows, 1), result, ours, *how)
         return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     by, how = ranks.carrier(algorithm, "reduce_scatter", num_bytes, label)

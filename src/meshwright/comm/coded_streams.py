@@ -150,9 +150,10 @@ class Streams:
     def _choose(self, span: Span) -> Stream:
         """Choose elements, of the sum of elements and residual; the others stay in the residual."""
         elements, residual = self._exchange.memory[slice(*span)], self._exchange.residual_of(span)
-        if residual is None:
+        before = self._exchange.before_of(span)
+        if residual is None or before is None:
             return Stream.select(elements, self._codec)
-        stream = select_with_feedback(elements, {"residual": residual}, self._feedback, 0)
+        stream = select_with_feedback(elements, {"residual": residual}, self._feedback, 0, before={"residual": before})
         if not bool(stream.values.isfinite().all()):
             residual.nan_to_num_(0, 0, 0)  # there may have been more of them than are chosen
         return stream

@@ -38,7 +38,8 @@ class Coding:
 
     Args:
         text: the codec.
-        state: the memory of the codec (``Codec.state_lengths``); None if it keeps nothing.
+        before: what the codec keeps (``Codec.state_lengths``), as the step before left it; None if it keeps nothing.
+        state: memory for what the codec keeps from now on. All of it is written. It may be ``before`` itself.
         draw: decides the random numbers; equal on all ranks of the group.
         shapes: the shapes of the gradients in the vector.
         num_ranks: the number of ranks of the group.
@@ -46,15 +47,18 @@ class Coding:
     """
 
     def __init__(
-        self, text: str, state: Tensor | None, draw: int, shapes: Sequence[tuple[int, ...]], num_ranks: int,
-        measured: MeasuredCoding,
+        self, text: str, before: Tensor | None, state: Tensor | None, draw: int, shapes: Sequence[tuple[int, ...]],
+        num_ranks: int, measured: MeasuredCoding,
     ) -> None:  # fmt: skip
         self._codec, self._draw, self._shapes, self._num_ranks = codec_of(text), draw, shapes, num_ranks
         self._measured, self._coding_s, self._summed, self._norm = measured, 0.0, 0, 0.0
-        self._kept: dict[str, Tensor] = {}
-        if state is not None:
-            lengths = self._codec.state_lengths(shapes)
-            self._kept = dict(zip(lengths, state.split([*lengths.values()]), strict=True))
+        self._old, self._kept = self._segments(before), self._segments(state)
+
+    def _segments(self, state: Tensor | None) -> dict[str, Tensor]:
+        if state is None:
+            return {}
+        lengths = self._codec.state_lengths(self._shapes)
+        return dict(zip(lengths, state.split([*lengths.values()]), strict=True))
 
     def all_reduce(self, value: Tensor, ours: Collectives, sums: Sums, algorithm: str, label: str) -> Work:
         """Sum a contiguous tensor over the group, in place. ``algorithm`` carries coded elements; ``sums`` adds up
@@ -66,7 +70,9 @@ class Coding:
         if self._is_dense_yet:
             work = ours.all_reduce(vector, "sum", algorithm, label)
         else:
-            work = ours.coded_all_reduce(vector, self._residual, self._codec, self._draw, algorithm, label, chosen)
+            work = ours.coded_all_reduce(
+                vector, self._residual, self._codec, self._draw, algorithm, label, chosen, self._old.get("residual")
+            )
         return UnderWay(lambda: self._end(vector, write, work), vector, works=(work,))
 
     def reduce_scatter(self, rows: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
@@ -78,8 +84,9 @@ class Coding:
             work = ours.reduce_scatter(vector, part, "sum", algorithm, label)
         else:
             work = ours.coded_reduce_scatter(
-                vector, part, self._residual, self._codec, self._draw, algorithm, label, chosen
-            )
+                vector, part, self._residual, self._codec, self._draw, algorithm, label, chosen,
+                self._old.get("residual"),
+            )  # fmt: skip
         return UnderWay(lambda: self._end(vector, write, work), vector, part, works=(work,))
 
     def all_gather(self, value: Tensor, into: Tensor, ours: Collectives, algorithm: str, label: str) -> Work:
@@ -107,7 +114,7 @@ class Coding:
     @property
     def _steps(self) -> int:
         """The number of finished steps, while a warm-up counts them."""
-        return int(self._kept["steps"]) if "steps" in self._kept else self._codec.warmup
+        return int(self._old["steps"]) if "steps" in self._old else self._codec.warmup
 
     @property
     def _is_dense_yet(self) -> bool:
@@ -124,11 +131,13 @@ class Coding:
         codec, beta = self._codec, self._codec.momentum
         self._note_norm(vector)
         if codec.shares_momentum and not self._is_dense_yet:
-            vector.mul_(1 - beta).add_(self._kept["momentum"], alpha=beta / self._num_ranks)
+            vector.mul_(1 - beta).add_(self._old["momentum"], alpha=beta / self._num_ranks)
+        if self._is_dense_yet and self._residual is not None:
+            self._residual.copy_(self._old["residual"])
         if codec.select is None or not (codec.chooses_first or self._steps < codec.warmup):
             return None
         with self._timed():
-            chosen = select_with_feedback(vector.view(-1), self._kept, codec, self._steps)
+            chosen = select_with_feedback(vector.view(-1), self._kept, codec, self._steps, before=self._old)
             if not bool(chosen.values.isfinite().all()):
                 self._drop_what_is_not_finite()
         return chosen
@@ -166,19 +175,15 @@ class Coding:
         self._note(vector, work)
         momentum, beta = self._kept.get("momentum"), self._codec.momentum
         if momentum is not None and self._codec.shares_momentum:
-            old = momentum.clone()
+            old = self._old["momentum"]
+            assert old is not momentum, "momenta of the sum are exchanged once a step"
             new = torch.lerp(old, vector, 1 - beta) if self._is_dense_yet else vector
             # Elements that are not finite arrive in the result, and leave the momentum of later steps as it was.
             torch.where(new.isfinite(), new, old, out=momentum)
             if not self._is_dense_yet:
                 # The optimizer makes the new momentum of this gradient, because it holds the old momentum.
                 vector.sub_(old, alpha=beta).div_(1 - beta)
-        self._count_step()
         write()
-
-    def _count_step(self) -> None:
-        if "steps" in self._kept:
-            self._kept["steps"].add_(1)
 
     # --- sums --------------------------------------------------------------------------------------------------------
 
@@ -188,9 +193,9 @@ class Coding:
         self._note_norm(flat)
         with self._timed():
             if (momentum := self._kept.get("momentum")) is not None:
-                flat.copy_(momentum.mul_(self._codec.momentum).add_(flat))
+                flat.copy_(torch.mul(self._old["momentum"], self._codec.momentum, out=momentum).add_(flat))
             if residual is not None:
-                flat.add_(residual)
+                flat.add_(self._old["residual"])
         if self._codec.select is not None:
             return self._sum_chosen(flat, write, sums, algorithm, label)
         return self._sum_factors(flat, write, sums, algorithm, label)
@@ -215,7 +220,6 @@ class Coding:
                 flat.zero_()
                 flat[chosen] = coded
             self._note(flat, None)
-            self._count_step()
             write()
 
         self._summed = coded.nbytes
@@ -234,6 +238,7 @@ class Coding:
         rights: list[Tensor] = []
         if matrices:
             widths = [rank * matrix.shape[1] for matrix in matrices]
+            self._kept["right"].copy_(self._old["right"])
             rights = [
                 part.view(matrix.shape[1], rank)
                 for part, matrix in zip(self._kept["right"].split(widths), matrices, strict=True)

@@ -129,12 +129,14 @@ class Collectives:
         algorithm: str = "ring",
         label: str = "",
         chosen: Stream | None = None,
+        before: Tensor | None = None,
     ) -> CodedRun:
         """Sum a contiguous tensor in place, in coded form. All ranks end with the same bits.
 
         ``residual`` has the shape of ``value``. It is added to the value, and then receives the errors of this rank's
-        encodings, so that all values plus all residuals are as before; None: errors are lost. ``draw`` decides the
-        random numbers, with the rank. With one rank nothing happens.
+        encodings, so that all values plus all residuals are as before; None: errors are lost. ``before``: what is added
+        in place of the residual, which is then only written. ``draw`` decides the random numbers, with the rank. With
+        one rank nothing happens.
 
         ``chosen``: what this rank has chosen of the value and residual already, for codecs that select; the residual
         holds the rest, and the value is only written. Else ranks choose before their first coded message: along levels,
@@ -145,7 +147,7 @@ class Collectives:
             PlanError: the residual has another length or dtype.
         """
         flat = value.view(-1)
-        return self._start_coded("all_reduce", algorithm, flat, residual, codec, draw, label, chosen=chosen)
+        return self._start_coded("all_reduce", algorithm, flat, residual, codec, draw, label, None, chosen, before)
 
     def coded_reduce_scatter(
         self,
@@ -157,14 +159,17 @@ class Collectives:
         algorithm: str = "star",
         label: str = "",
         chosen: Stream | None = None,
+        before: Tensor | None = None,
     ) -> CodedRun:
         """Sum a contiguous tensor ``[size, ...]`` in coded form, and write this rank's row to ``into``; ``value`` is
         unchanged. The row is not coded at the end. ``residual`` has the shape of ``value``, as in
-        ``coded_all_reduce``, and ``chosen`` is as there."""
+        ``coded_all_reduce``; ``chosen`` and ``before`` are as there."""
         memory, part = value.view(-1).clone(), into.view(-1)
         row = memory[self.rank * part.numel() : (self.rank + 1) * part.numel()]
         finish = partial(part.copy_, row)
-        return self._start_coded("reduce_scatter", algorithm, memory, residual, codec, draw, label, finish, chosen)
+        return self._start_coded(
+            "reduce_scatter", algorithm, memory, residual, codec, draw, label, finish, chosen, before
+        )
 
     def coded_all_gather(
         self,
@@ -196,6 +201,7 @@ class Collectives:
         label: str,
         finish: Callable[[], object] | None = None,
         chosen: Stream | None = None,
+        before: Tensor | None = None,
     ) -> CodedRun:
         if self._failed is not None:
             raise self._failed
@@ -203,7 +209,7 @@ class Collectives:
         if operation == "all_gather":
             part = memory.numel() // self.num_ranks
             own = slice(self.rank * part, (self.rank + 1) * part)
-        exchange = Exchange(memory, residual, draw, own, finish, chosen)
+        exchange = Exchange(memory, residual, draw, own, finish, chosen, before)
         key = (operation, algorithm, memory.numel(), memory.dtype, codec, chosen is not None)
         kind = self._coded_kinds.get(key)
         if kind is None:

@@ -17,8 +17,9 @@ class Exchange:
     """The tensors of one coded collective.
 
     ``memory``: the elements, summed in place. ``residual``: the errors of this rank's encodings, for the elements from
-    ``offset`` on; None: errors are lost. ``draw`` decides the random numbers. ``finish`` is called at the end.
-    ``chosen``: the elements that this rank has chosen already; the residual then holds the others.
+    ``offset`` on; None: errors are lost. ``before``: the residual of the step before, which is added to the elements
+    and does not change; None: it is in ``residual``. ``draw`` decides the random numbers. ``finish`` is called at the
+    end. ``chosen``: the elements that this rank has chosen already; the residual then holds the others.
 
     Raises:
         PlanError: the residual has another length or dtype than the elements that this rank contributes.
@@ -32,11 +33,13 @@ class Exchange:
         own: slice,
         finish: Callable[[], object] | None = None,
         chosen: Stream | None = None,
+        before: Tensor | None = None,
     ) -> None:
         self.chosen = chosen
         self.memory, self.draw, self.finish, self.offset = memory, draw, finish, own.start
         self.own, self._own = (own.start, own.stop), memory[own]
         self.residual = None if residual is None else residual.view(-1)
+        self._before = self.residual if before is None else before.view(-1)
         if self.residual is not None and _described(self.residual) != _described(self._own):
             raise PlanError(
                 f"a residual of {_described(self.residual)} for {_described(self._own)}",
@@ -46,9 +49,18 @@ class Exchange:
 
     def begin(self) -> None:
         """Add the residual to the elements; errors are then collected from 0 on."""
-        if self.residual is not None:
-            self._own.add_(self.residual)
-            self.residual.zero_()
+        if self.residual is not None and self._before is not None:
+            self._own.add_(self._before)
+            self._before = self.residual.zero_()
+
+    def keep(self) -> None:
+        """Leave the residual as the step before left it."""
+        if self.residual is not None and self._before is not None and self.chosen is None:
+            self.residual.copy_(self._before)
+
+    def before_of(self, span: Span) -> Tensor | None:
+        """The residual of these elements that is not yet added to them."""
+        return None if self._before is None else self._before[span[0] - self.offset : span[1] - self.offset]
 
     def add_error(self, begin: int, error: Tensor) -> None:
         """Add the error of elements from ``begin`` on to the residual. What is not finite is left out: it has
@@ -105,7 +117,10 @@ class CodedRun(Run):
 
     def _end(self) -> None:
         exchange = self._exchange
-        if exchange is not None and exchange.finish is not None:
-            exchange.finish()
+        if exchange is not None:
+            if not self._begun:
+                exchange.keep()
+            if exchange.finish is not None:
+                exchange.finish()
         self.done = True
         self._exchange = None

@@ -143,7 +143,10 @@ def read_coded(message: Tensor, codec: Codec, length: int, dtype: torch.dtype) -
     return Stream(length, indices, values)
 
 
-def select_with_feedback(value: Tensor, state: dict[str, Tensor], codec: Codec, step: int, draw: int = 0) -> Stream:
+def select_with_feedback(
+    value: Tensor, state: dict[str, Tensor], codec: Codec, step: int, draw: int = 0,
+    before: dict[str, Tensor] | None = None,
+) -> Stream:  # fmt: skip
     """The elements that are sent in a step. Others stay in the residual: sent + new residual = value + old residual.
 
     With a momentum, this is Deep Gradient Compression (Lin et al. 2018, arXiv:1712.01887, equations 4 to 6): a momentum
@@ -151,18 +154,18 @@ def select_with_feedback(value: Tensor, state: dict[str, Tensor], codec: Codec, 
 
     Args:
         value: flat and contiguous. It does not change.
-        state: ``residual`` and ``momentum``, where the codec has them, which change.
+        state: ``residual`` and ``momentum``, where the codec has them, which are written.
+        before: these of the step before, which do not change; None: they are in ``state``.
         step: counts from 0, for the warm-up.
         draw: decides the elements of ``randk``.
     """
     share = share_of(codec, step)
     if not codec.feedback:
         return Stream.select(value, codec, share, draw)
-    residual = state["residual"]
+    residual, old, added = state["residual"], before or state, value
     if codec.momentum:
-        residual.add_(state["momentum"].mul_(codec.momentum).add_(value))
-    else:
-        residual.add_(value)
+        added = torch.mul(old["momentum"], codec.momentum, out=state["momentum"]).add_(value)
+    torch.add(old["residual"], added, out=residual)
     assert codec.select is not None
     indices = chosen(residual, codec.select, share, draw)
     sent = Stream(len(value), indices, residual.index_select(0, indices))

@@ -21,7 +21,7 @@ from meshwright.ir.mesh import Mesh, members
 from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Accumulator, CodecState, Collective, Node, Program, Transfer, Value
+from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
 from meshwright.schedules.reshard import Box, transfer
@@ -343,7 +343,7 @@ class _Stage:
             gathered_bytes=sum(self.sizes[storage] for storage in whole),
             prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),
             gradients_bytes=_num_bytes(program.accumulators),
-            codecs_bytes=_num_bytes(program.codec_states),
+            codecs_bytes=sum(state.num_bytes for state in program.codec_states),
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
             # A rank holds them once, not once per chunk.
@@ -435,5 +435,5 @@ def _crossing_bytes(transfer: Transfer) -> int:
     return codec_of(transfer.codec).message_bytes(prod(value.shape), ITEM_BYTES[value.dtype])
 
 
-def _num_bytes(holders: Iterable[Transfer | Accumulator | CodecState]) -> int:
+def _num_bytes(holders: Iterable[Transfer | Accumulator]) -> int:
     return sum(holder.value.num_bytes for holder in holders)

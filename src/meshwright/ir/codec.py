@@ -233,7 +233,7 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     def state_lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """The numbers that a rank keeps between steps for tensors of these shapes, one segment after the other, each
         with its length: ``residual`` (what messages left out), ``momentum``, ``right`` (the right factors of the step
-        before, with which PowerSGD starts), and ``steps`` (the number of steps, while a warm-up counts them). Empty if
+        before, with which PowerSGD starts), and ``steps`` (the number of accepted steps, for a warm-up). Empty if
         the codec keeps nothing."""
         length = sum(map(prod, shapes))
         lengths = {"residual": length} if self.feedback else {}

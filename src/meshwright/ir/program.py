@@ -151,15 +151,23 @@ class CodecState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The codec codes what crosses over the first of ``axes``. Ranks keep different residuals over all of ``axes``: the
     gradients are summed over the others later. ``shapes`` are those of the gradients on this rank, in the order of
-    ``parameters``. ``value`` is the memory: a vector that the executor provides. ``rows``: each gradient is cut into so
-    many rows of equal length, and a residual holds the first row of all gradients, then the second, and so on."""
+    ``parameters``. ``value`` and ``before`` are the memory: vectors that the executor provides. The step reads
+    ``before``, and writes what it keeps to ``value``. If the step is accepted, they change places. ``rows``: each
+    gradient is cut into so many rows of equal length, and a residual holds the first row of all gradients, then the
+    second, and so on."""
 
     codec: str
     axes: tuple[str, ...]
     parameters: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     value: Value
+    before: Value
     rows: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of both vectors."""
+        return self.value.num_bytes + self.before.num_bytes
 
     @property
     def segments(self) -> dict[str, tuple[int, int]]:

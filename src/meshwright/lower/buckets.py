@@ -151,12 +151,13 @@ class Codecs:
         result: dict[str, Any] = {"codec": text, "draw": self.random_key}
         if length := sum(codec_of(text).state_lengths(coded_shapes(shapes, rows)).values()):
             kept = torch.promote_types(dtype, torch.float32)
-            node = self._given("codec_state", STEP, (length,), kept)
-            value = Value(node.name, (length,), str(kept).removeprefix("torch."), node.name)
+            nodes = [self._given(name, STEP, (length,), kept) for name in ("codec_state", "codec_state_before")]
+            text_of = str(kept).removeprefix("torch.")
+            value, before = (Value(node.name, (length,), text_of, node.name) for node in nodes)
             order = (bucket.axis, *bucket.across)
             axes = tuple(each for joined in order[order.index(axis) :] for each in members(joined))
-            self.states.append(CodecState(text, axes, tuple(names), tuple(map(tuple, shapes)), value, rows))
-            result["state"] = node
+            self.states.append(CodecState(text, axes, tuple(names), tuple(map(tuple, shapes)), value, before, rows))
+            result |= {"state": nodes[0], "before": nodes[1]}
         return result
 
 

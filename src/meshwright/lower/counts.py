@@ -176,8 +176,9 @@ def started(call: Call, axes: Mapping[str, int]) -> Collective | None:
         (value,), ranges = call.tensors, tuple(zip(given["lows"], given["highs"], strict=True))
         size = num_bytes(value) // value.shape[given["dim"]] * most_rows(ranges, given["edges"])
     else:
-        state = given.get("state")
-        size = max(num_bytes(*call.outputs), num_bytes(*(tensor for tensor in call.tensors if tensor is not state)))
+        states = (given.get("state"), given.get("before"))
+        crossing = [tensor for tensor in call.tensors if not any(tensor is state for state in states)]
+        size = max(num_bytes(*call.outputs), num_bytes(*crossing))
     if given.get("codec"):
         return Collective(kind, axis, axes[axis], size, given["algorithm"], given["label"], *_coded(call, given))
     return Collective(kind, axis, axes[axis], size, given.get("algorithm", ""), given["label"])

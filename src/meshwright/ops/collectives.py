@@ -17,8 +17,9 @@ tensors lie one after the other, each with its padding. The parts of the sums th
 
 ``again`` says that the result is freed soon and that similar results follow. On a CPU they reuse the same memory.
 
-``codec`` is the text of a codec (``ir/codec.py``) for what crosses. ``state`` is what the codec keeps between steps
-(``Codec.state_lengths``), in one vector that the collective updates. ``draw`` decides the codec's random numbers.
+``codec`` is the text of a codec (``ir/codec.py``) for what crosses. ``before`` is what the codec keeps between steps
+(``Codec.state_lengths``), in one vector, as the step before left it. The collective writes what it now keeps to
+``state``, all of it; both may be the same vector. ``draw`` decides the codec's random numbers.
 ``shapes`` has the number of dims and the dims of each tensor in the vector.
 
 Halos (``ir.halo``): part ``index`` of a dim owns the rows from ``edges[index]`` up to ``edges[index + 1]`` and reads
@@ -74,7 +75,7 @@ def _halo(
 
 _HALO = "int dim, int[] lows, int[] highs, int[] edges"
 _PARTS = "str group, int size, str algorithm, str label='', bool again=False"
-_CODEC = "str codec='', Tensor(b!)? state=None, SymInt draw=0"
+_CODEC = "str codec='', Tensor? before=None, Tensor(b!)? state=None, SymInt draw=0"
 _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
     "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='', "
     f"{_CODEC}, int[] shapes=[]) -> Tensor(a!)": lambda value, *_: value,

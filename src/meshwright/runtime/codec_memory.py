@@ -4,6 +4,10 @@ Each rank has its own residual of a gradient, because messages of each rank leav
 holds one tensor for each parameter and each rank of the codec's axis: ``codec.residual.NAME.RANK``. If a run goes on
 with another number of ranks, its ranks add up the residuals: of n ranks, rank r takes those of ranks r, r + n, r + 2n
 and so on. So no part of a gradient is lost. 1-bit Adam's momentum, which all ranks share, is saved once.
+
+A step that is not accepted, because its loss or a gradient is not finite, must leave all of it as it was. Each memory
+has two vectors: a step reads the first and writes the second, and they change places when the step is accepted.
+Warm-ups count accepted steps of the whole training, as optimizers do.
 """
 
 import zlib
@@ -34,35 +38,61 @@ class CodecMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[CodecState, Tensor]] = {}
+        self._known: dict[_Key, _Memory] = {}
+        self._in_step: set[_Key] = set()
+        self._accepted_steps = 0
 
-    def of(self, state: CodecState) -> Tensor:
-        """The memory for a codec; it is made at first use."""
+    def provide(self, state: CodecState) -> None:
+        """Make the memory for a codec, unless there is one."""
         key = state.axes, state.parameters
         if key not in self._known:
-            self._known[key] = state, _fresh(state, self._device)
-        return self._known[key][1]
+            memory = _fresh(state, self._device, self._accepted_steps)
+            self._known[key] = _Memory(state, memory, torch.empty_like(memory))
+
+    def begin(self) -> None:
+        """Begin a step. If the step before was not accepted, all is as it was before it."""
+        self._in_step.clear()
+
+    def values(self, states: Iterable[CodecState]) -> dict[str, Tensor]:
+        """The values of a program's codecs in this step, by name."""
+        values: dict[str, Tensor] = {}
+        for state in states:
+            key = state.axes, state.parameters
+            self._in_step.add(key)
+            memory = self._known[key]
+            values |= {state.before.name: memory.kept, state.value.name: memory.written}
+        return values
+
+    def accept(self) -> None:
+        """Keep what the step has written."""
+        self._accepted_steps += 1
+        for key in self._in_step:
+            memory = self._known[key]
+            memory.kept, memory.written = memory.written, memory.kept
+        self._in_step.clear()
+        self._count_steps()
 
     def rescale(self, factor: float) -> None:
         """Multiply what is left of gradients by a factor, because the scale of the loss has changed by it."""
-        for state, memory in self._known.values() if factor != 1.0 else ():
+        for memory in self._known.values() if factor != 1.0 else ():
             for segment in _KEPT:
-                if segment in state.segments:
-                    memory[slice(*state.segments[segment])].mul_(factor)
+                if segment in memory.state.segments:
+                    memory.segment(segment).mul_(factor)
+
+    def _count_steps(self) -> None:
+        for memory in self._known.values():
+            if "steps" in memory.state.segments:
+                memory.segment("steps").fill_(self._accepted_steps)
 
     def extract(self, parameters: LocalParameters) -> tuple[dict[str, Any], dict[str, StoredPart]]:
         """Return plain data, and this rank's parts of tensors by their names in a checkpoint. The plain data has the
-        number of tensors of each segment (``ranks``), and the number of steps of each warm-up (``steps``)."""
+        number of tensors of each segment (``ranks``), and the number of accepted steps (``steps``)."""
         ranks: dict[str, int] = {}
-        steps: dict[str, int] = {}
         parts: dict[str, StoredPart] = {}
         for piece in self._pieces(parameters):
             ranks[piece.name] = piece.count
             parts[f"{piece.name}.{piece.index}"] = piece.part(piece.value())
-        for state, memory in self._known.values():
-            if "steps" in state.segments:
-                steps[_entry("steps", state.parameters[0])] = int(memory[slice(*state.segments["steps"])])
-        return {"ranks": ranks, "steps": steps}, parts
+        return {"ranks": ranks, "steps": self._accepted_steps}, parts
 
     def make_room(self, parameters: LocalParameters, saved: dict[str, Any]) -> "CodecRoom":
         """The room into which a checkpoint's tensors are read. ``saved`` is the plain data of ``extract``."""
@@ -78,22 +108,21 @@ class CodecMemory:
 
     def take(self, room: "CodecRoom", saved: dict[str, Any]) -> None:
         """Take over what was read into the room. What was not saved begins as in a new run."""
-        for state, memory in self._known.values():
-            memory.copy_(_fresh(state, self._device))
-            if "steps" in state.segments:
-                steps = saved["steps"].get(_entry("steps", state.parameters[0]), 0)
-                memory[slice(*state.segments["steps"])].fill_(steps)
+        self._in_step.clear()
+        self._accepted_steps = saved["steps"]
+        for memory in self._known.values():
+            memory.kept.copy_(_fresh(memory.state, self._device, self._accepted_steps))
         for piece, values in room.pieces:
             if values:
                 piece.put(torch.stack(values).sum(0) if len(values) > 1 else values[0])
 
     def _pieces(self, parameters: LocalParameters) -> Iterator["_Piece"]:
-        for state, memory in self._known.values():
-            for segment, span in state.segments.items():
+        for memory in self._known.values():
+            for segment in memory.state.segments:
                 if segment in _KEPT:
-                    yield from _of_gradients(parameters, state, segment, memory[slice(*span)])
+                    yield from _of_gradients(parameters, memory.state, segment, memory.segment(segment))
                 elif segment == "right":
-                    yield from _of_factors(parameters, state, memory[slice(*span)])
+                    yield from _of_factors(parameters, memory.state, memory.segment(segment))
 
 
 def check_clipping(plan: Plan, max_grad_norm: float | None) -> None:
@@ -114,17 +143,34 @@ def check_clipping(plan: Plan, max_grad_norm: float | None) -> None:
         )
 
 
-NOTHING_SAVED: dict[str, Any] = {"ranks": {}, "steps": {}}
+NOTHING_SAVED: dict[str, Any] = {"ranks": {}, "steps": 0}
 """The plain data of a run without codecs."""
 
 
 def joined(every: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The plain data of all ranks as one: ranks of a pipeline hold different parameters."""
-    result: dict[str, Any] = {"ranks": {}, "steps": {}}
+    result: dict[str, Any] = {"ranks": {}, "steps": 0}
     for plain in every:
-        for key, entries in plain.items():
-            result[key] |= entries
+        result = {"ranks": result["ranks"] | plain["ranks"], "steps": plain["steps"]}  # all ranks accept the same steps
     return result
+
+
+_Key = tuple[tuple[str, ...], tuple[str, ...]]
+"""The axes and the parameters of a codec's memory."""
+
+
+@dataclass
+class _Memory:
+    """The two vectors of a codec's memory: ``kept`` from the last accepted step, and ``written`` by the step that
+    runs."""
+
+    state: CodecState
+    kept: Tensor
+    written: Tensor
+
+    def segment(self, name: str) -> Tensor:
+        """A segment of what is kept."""
+        return self.kept[slice(*self.state.segments[name])]
 
 
 @dataclass
@@ -207,13 +253,15 @@ def _entry(segment: str, parameter: str) -> str:
     return f"codec.{segment}.{parameter}"
 
 
-def _fresh(state: CodecState, device: torch.device) -> Tensor:
+def _fresh(state: CodecState, device: torch.device, steps: int) -> Tensor:
     """The memory of a codec before the first step: zeros, and right factors that are equal on all ranks and at random,
-    because a product with zeros would stay zero."""
+    because a product with zeros would stay zero. ``steps``: the number of accepted steps."""
     memory = torch.zeros(state.value.shape, dtype=getattr(torch, state.value.dtype), device=device)
     if "right" in state.segments:
         codec, seed = codec_of(state.codec), zlib.crc32(" ".join(state.parameters).encode())
         pairs = [pair for shape in state.shapes if (pair := codec.factored(shape)) is not None]
         rights = start_right(pairs, codec.rank, seed, memory.dtype)
         memory[slice(*state.segments["right"])] = torch.cat([right.reshape(-1) for right in rights]).to(device)
+    if "steps" in state.segments:
+        memory[slice(*state.segments["steps"])] = steps
     return memory

@@ -94,8 +94,8 @@ class Executor:
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
         phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
-        codecs = codecs or CodecMemory(device)
-        self.stages = {stage: RunningStage(lowered, phases, device, codecs) for stage, lowered in stages.items()}
+        self._codecs = codecs or CodecMemory(device)
+        self.stages = {stage: RunningStage(lowered, phases, device, self._codecs) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         # Of stages and micro-batches between I and W: whether the gradients of their inputs have left the stage.
@@ -131,6 +131,7 @@ class Executor:
         self.live_activations = 0
         self._keys = keys
         self._begun = time.perf_counter()
+        self._codecs.begin()
         for number, stage in self.stages.items():
             self._be_at(number)
             self._begin(stage, parameters, buffers, inputs)
@@ -183,7 +184,7 @@ class Executor:
         step.update({held.value: buffers[held.name] for held in program.buffers})
         step.update({held.value: inputs[held.name] for held in program.inputs if held.value})
         step.update(stage.totals)
-        step.update(stage.codec_states)
+        step.update(self._codecs.values(program.codec_states))
         self._call(stage, PROLOGUE)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
             memory.zero_()
@@ -230,6 +231,8 @@ class Executor:
             else:
                 assert name == stage.program.random_key, name
                 values.append(self._keys(microbatch))
+        for name in stage.goes_on.keys() & phase.inputs:
+            stage.step[name] = stage.step[stage.goes_on[name]]
         return values
 
     # --- computing -------------------------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ class RunningStage:
         self.totals = {
             accumulator.value.name: self._memory(accumulator, device) for accumulator in program.accumulators
         }
-        self.codec_states = {state.value.name: codecs.of(state) for state in program.codec_states}
+        for state in program.codec_states:
+            codecs.provide(state)
+        # Where gradients are exchanged in each micro-batch, a micro-batch goes on from what the one before has kept.
+        self.goes_on = {state.before.name: state.value.name for state in program.codec_states}
         late = {name for phase in LATE for name in self.phases[phase].inputs}
         ready = (
             *self.phases[FORWARD].outputs,

@@ -349,6 +349,8 @@ class Trainer(Resumable):
             refuse_unless_finite(loss, step, UNCHANGED)
         finite, before = self.loss_scale.unscale(gradients, self.groups, loss), self.loss_scale.value
         self.loss_scale.note(finite, step, tells=self.rank == 0)
+        if finite:
+            self._codecs.accept()
         self._codecs.rescale(self.loss_scale.value / before)
         result.scalars["skipped"] = torch.tensor(0 if finite else 1)
         if self.loss_scale.dynamic:
@@ -360,6 +362,8 @@ class Trainer(Resumable):
 
     def _finish(self, result: StepResult) -> None:
         self.losses.check(result.scalars["loss"], self.step_number + 1)
+        if self.loss_scale is None:
+            self._codecs.accept()
         self.metrics = result.scalars
         for name, value in result.buffers.items():
             buffer = self.parameters.named_buffers[name]
