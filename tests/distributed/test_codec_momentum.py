@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.codec import codec_of
 from meshwright.ir.plan_check import check_fits
 from meshwright.models import classification_loss
-from meshwright.optim import OneBitAdam
+from meshwright.optim import OneBitAdam, ZeroOneAdam
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
 from tests.distributed.test_codecs import LAYOUTS, subject
@@ -315,3 +316,31 @@ def test_zero_refuses_a_momentum_of_the_sum() -> None:
         with pytest.raises(PlanError, match="its sums are whole, and ranks keep parts of them") as refused:
             check_fits(changed, graph)
         assert refused.value.remedy
+
+
+def refusal(make: Callable[[Any], torch.optim.Optimizer]) -> str:
+    given = subject()
+    try:
+        mw.parallelize(given.model, given.loss_fn, given.batches[0], plan=mw.Layout(dp=2, codec=CODEC), optimizer=make)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (partial(torch.optim.Adam, betas=(BETA, 0.99)), ("the optimizer is Adam", "OneBitAdam or ZeroOneAdam")),
+        (partial(OneBitAdam, betas=(0.8, 0.99), freeze_step=2), ("betas=(0.8, 0.99)", "first of the optimizer's")),
+        (partial(OneBitAdam, betas=(BETA, 0.99), freeze_step=3), ("freeze_step=3", "as its warmup")),
+        (partial(ZeroOneAdam, betas=(0.8, 0.99)), ("betas=(0.8, 0.99)", "first of the optimizer's")),
+        (partial(ZeroOneAdam, betas=(BETA, 0.99)), ()),
+        (partial(OneBitAdam, betas=(BETA, 0.99), freeze_step=1), ()),
+    ],
+)
+def test_momenta_of_the_sum_need_an_optimizer_that_has_them(
+    ranks: Ranks, make: Callable[[Any], torch.optim.Optimizer], words: tuple[str, ...]
+) -> None:
+    for message in ranks(2, refusal, make):
+        assert bool(message) == bool(words)
+        assert all(each in message for each in words), message

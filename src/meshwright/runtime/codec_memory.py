@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshwright.compress.low_rank import start_right
 from meshwright.errors import LayoutError
@@ -26,6 +27,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements, flat_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import CodecState
+from meshwright.optim.frozen_variance import OneBitAdam, ZeroOneAdam
 from meshwright.runtime.shards import Chunk, StoredPart, part_at
 from meshwright.runtime.state import LocalParameters
 
@@ -125,12 +127,12 @@ class CodecMemory:
                     yield from _of_factors(parameters, memory.state, memory.segment(segment))
 
 
-def check_clipping(plan: Plan, max_grad_norm: float | None) -> None:
-    """Refuse to clip gradients behind which a codec exchanges momenta: the codec and the optimizer would no longer have
-    the same momentum.
+def check_momentum(plan: Plan, optimizer: Optimizer | None, max_grad_norm: float | None) -> None:
+    """Refuse settings with which the optimizer would not have the momentum that a codec exchanges.
 
     Raises:
-        LayoutError: a codec of the plan exchanges momenta, and gradients are clipped.
+        LayoutError: a codec of the plan exchanges momenta, and gradients are clipped, or the optimizer is not 1-bit
+            Adam or 0/1 Adam, or has another first beta, or 1-bit Adam's variance is frozen after the codec's warm-up.
     """
     texts = {coding.codec for bucket in plan.buckets for coding in bucket.codings}
     codecs = (codec for text in texts if (codec := codec_of(text)).shares_momentum)
@@ -141,6 +143,29 @@ def check_clipping(plan: Plan, max_grad_norm: float | None) -> None:
             where="trainer",
             remedy="leave out max_grad_norm, or the codec's momentum",
         )
+    if momenta is None or optimizer is None:
+        return
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, OneBitAdam | ZeroOneAdam):
+        raise LayoutError(
+            f"codec {momenta} exchanges momenta, and the optimizer is {name}",
+            where="trainer",
+            remedy="take meshwright.optim.OneBitAdam or ZeroOneAdam, or leave out the codec's momentum",
+        )
+    for group in optimizer.param_groups:
+        if group["betas"][0] != momenta.momentum:
+            raise LayoutError(
+                f"codec {momenta} has momentum={momenta.momentum:g}, and {name} has betas={group['betas']}",
+                where="trainer",
+                remedy="give the codec the first of the optimizer's betas as its momentum",
+            )
+        if isinstance(optimizer, OneBitAdam) and group["freeze_step"] > momenta.warmup:
+            raise LayoutError(
+                f"codec {momenta} has warmup={momenta.warmup}, and {name} has freeze_step={group['freeze_step']}: its "
+                "variance would be that of decoded momenta",
+                where="trainer",
+                remedy="give the codec the optimizer's freeze_step as its warmup",
+            )
 
 
 NOTHING_SAVED: dict[str, Any] = {"ranks": {}, "steps": 0}

@@ -29,7 +29,7 @@ from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.ops.library import mix
-from meshwright.runtime.codec_memory import CodecMemory, check_clipping
+from meshwright.runtime.codec_memory import CodecMemory, check_momentum
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
@@ -94,10 +94,10 @@ class Trainer(Resumable):
         # lowering may fail, so it comes before any change of the caller's model
         self._compiler = Compiler(device) if compile else None
         self._codecs = CodecMemory(device)
-        check_clipping(plan, max_grad_norm)
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
+        check_momentum(plan, self._optimizer, max_grad_norm)
         self._offloader = Offloader(device) if plan.offload == "optimizer" else None
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
