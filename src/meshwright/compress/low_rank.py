@@ -44,11 +44,6 @@ def right_factors(matrices: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[T
     return [matrix.t() @ left for matrix, left in zip(matrices, lefts, strict=True)]
 
 
-def restore(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
-    """The matrices [rows, columns] that the factors stand for."""
-    return [left @ right.t() for left, right in zip(lefts, rights, strict=True)]
-
-
 def orthogonalize(factor: Tensor) -> None:
     """Make the columns of a factor [rows, rank] orthonormal, in place: modified Gram-Schmidt, twice.
 

@@ -9,8 +9,6 @@ number of its entries (int64), which is -1 if all elements follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -90,18 +88,6 @@ def merge(first: Stream, second: Stream) -> Stream:
     return Stream(first.length, indices, values.new_zeros(len(indices)).index_add_(0, places, values))
 
 
-def join(streams: Sequence[Stream]) -> Stream:
-    """Streams one after the other. The whole is dense if a part is dense."""
-    length = sum(stream.length for stream in streams)
-    indices, offset = [], 0
-    for stream in streams:
-        if stream.indices is None:
-            return Stream(length, None, torch.cat([part.dense() for part in streams]))
-        indices.append(stream.indices + offset)
-        offset += stream.length
-    return Stream(length, torch.cat(indices), torch.cat([stream.values for stream in streams]))
-
-
 def recode(stream: Stream, codec: Codec, draw: int) -> tuple[Stream, Tensor]:
     """The message in which a codec writes a stream, and the stream that its receivers decode.
 
@@ -172,11 +158,6 @@ def select_with_feedback(
     for kept in (state[name] for name in ("residual", "momentum") if name in state):
         kept.index_fill_(0, indices.long(), 0)
     return sent
-
-
-def keep_error(stream: Stream, decoded: Stream, residual: Tensor) -> None:
-    """Add to a residual the error that ``recode`` made, where ``decoded`` is its stream."""
-    _same_form(stream, stream.values - decoded.values).add_to(residual)
 
 
 def _same_form(stream: Stream, values: Tensor) -> Stream:
