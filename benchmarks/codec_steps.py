@@ -267,7 +267,9 @@ def judged(name: str, gbit: float, measured: Measured) -> list[Finding]:
             ratio(seconds[best], seconds[fastest_hook]), 1.0, f"; medians over {fastest_hook}'s: {shares}",
         )
     )  # fmt: skip
-    found.append(_check(f"{place}: auto takes at most {SLOWER:g} x no codec", ratio(seconds["auto"], seconds[""]), SLOWER))
+    found.append(
+        _check(f"{place}: auto takes at most {SLOWER:g} x no codec", ratio(seconds["auto"], seconds[""]), SLOWER)
+    )
     times = {side: steps * medians[side] for side, steps in measured.steps.items()}
     quickest = min((side for side in times if side != "DDP"), key=times.__getitem__, default="")
     text = ", ".join(
