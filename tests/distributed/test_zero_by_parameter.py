@@ -12,15 +12,24 @@ from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.intra_op.assign import Assigned
-from tests.distributed import oracle, pipelines
+from tests.distributed import hugging_face, oracle, pipelines
 from tests.distributed.pool import Ranks
 
 CASES = {
     "dp2": (mw.Layout(dp=2, zero=-1), 0.99),
     "dp2 x tp2": (mw.Layout(dp=2, tp=2, zero=-1), 0.98),
     "m4": (mw.Layout(dp=2, microbatches=4, zero=-1), 0.95),
+    "dp2 x cp2": (mw.Layout(dp=2, cp=2, zero=-1), 0.98),
+    "dp2 x cp2, ring": (mw.Layout(dp=2, cp=2, context="ring", zero=-1), 0.98),
+    "dp2 x pp2": (mw.Layout(dp=2, pp=2, microbatches=4, zero=-1), 0.98),
+    "dp4 x ep2": (mw.Layout(dp=4, ep=2, zero=-1), 0.98),
 }
 """Layouts, and the fraction of the memory that makes the planner mix stages."""
+
+
+def subject_of(layout: mw.Layout) -> oracle.Subject:
+    """A GPT; with expert parallelism, a Mixtral."""
+    return hugging_face.subject("Mixtral") if layout.ep > 1 else pipelines.subject_of("GPT", "ragged")
 
 
 def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[mw.Plan, set[int]]:
@@ -37,21 +46,22 @@ def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[mw.Plan, set
     _, free = solved(1e15)
     problem = free.formulated.problem
     spare = float(np.min(problem.limits[:-1] - problem.memory(free.solution.choices)[:-1]))
-    plan, found = solved(share * (1e15 - spare))
+    plan, found = solved(share * (1e15 - spare / layout.pp))  # the limit is of the mean rank
     return plan, {found.zero.get(name, 0) for name in found.storage}
 
 
 def compare(name: str) -> tuple[set[int], oracle.LargestErrors | None]:
     """The ZeRO stages in the plan, and on rank 0 the comparison with one process."""
     (layout, share), settings = CASES[name], (oracle.OPTIMIZERS["AdamW"], oracle.CLIPPING["clipped"])
-    subject = pipelines.subject_of("GPT", "ragged")
-    plan, stages = planned(mw.capture(subject.model, subject.loss_fn, subject.batches[0]), layout, share)
-    found, trainer = oracle.in_parallel(subject, plan, *settings)
-    if trainer.rank != 0:
-        return stages, None
-    serial = pipelines.subject_of("GPT", "ragged")
-    before: dict[str, Any] = {key: value.clone() for key, value in serial.model.state_dict().items()}
-    return stages, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer)
+    with oracle.WiderCasts():
+        subject = subject_of(layout)
+        plan, stages = planned(mw.capture(subject.model, subject.loss_fn, subject.batches[0]), layout, share)
+        found, trainer = oracle.in_parallel(subject, plan, *settings)
+        if trainer.rank != 0:
+            return stages, None
+        serial = subject_of(layout)
+        before: dict[str, Any] = {key: value.clone() for key, value in serial.model.state_dict().items()}
+        return stages, oracle.compared(before, oracle.in_one_process(serial, *settings), found, trainer)
 
 
 @pytest.mark.parametrize("name", CASES)

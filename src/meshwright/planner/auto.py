@@ -39,13 +39,14 @@ def plan_auto(
     mixed axes, which may split any factor of an operator.
 
     Layouts are estimated in the order of their lower bounds until six of them have shorter estimates than the lower
-    bounds of all others. Of these, all within ``ALIKE`` of the fastest count as equally fast, and the planner takes the
-    simplest. It is planned and lowered for the whole model, and simulated, so that its prediction is that of the
-    program that runs. The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It
-    keeps ``batch_statistics`` global, because other values would change the results of training. The plan lists the
-    next-best layouts, and why each was not taken (see ``Plan.explain``). ``only`` restricts the search to divided
-    operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, layouts are compared with
-    the best codecs of their gradients, so that data parallelism may win over a slow network.
+    bounds of all others. The cuts of the fastest are tried in the simulator (``inter_op.recut``). Of these layouts, all
+    within ``ALIKE`` of the fastest count as equally fast, and the planner takes the simplest. It is planned and lowered
+    for the whole model, and simulated, so that its prediction is that of the program that runs. The search leaves out
+    the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps ``batch_statistics`` global,
+    because other values would change the results of training. The plan lists the next-best layouts, and why each was
+    not taken (see ``Plan.explain``). ``only`` restricts the search to divided operators (``intra``) or to stages of one
+    rank each (``inter``). With ``codec="auto"``, layouts are compared with the best codecs of their gradients, so that
+    data parallelism may win over a slow network.
 
     ``lowering`` makes the lowering of a graph, from whose programs costs are computed. The other arguments are the same
     as in ``mw.plan``. When the time of ``clock`` is over, the planner estimates no further layouts and makes the plan

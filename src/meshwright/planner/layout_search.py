@@ -37,6 +37,7 @@ from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.recut import recut
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
 from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
@@ -109,8 +110,7 @@ class Search:
         # Entries: seconds, complexity, a number that orders equal entries, and what they belong to.
         self._heap: list[tuple[float, tuple[int, ...], int, Entry]] = []
         self._numbers = itertools.count()
-        self._seen: set[str] = set()
-        self._lightened: set[str] = set()
+        self._seen, self._lightened = set[str](), set[str]()
 
     def _priced(self) -> tuple[WholeModel, LayerPrices]:
         """The whole model, and its layers, which have no prices yet."""
@@ -376,6 +376,7 @@ class Search:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
         fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
+        fitting = recut(fitting, self.pipelines) if self.cluster.homogeneous else fitting
         unlike = UnlikeStages(
             self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,
@@ -389,8 +390,7 @@ class Search:
         timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)
         others = [option for option in timed if option.name != best.name and option.step_s < math.inf]
-        others.sort(key=lambda option: option.step_s)
-        lost = [alternative(option, winner) for option in others[:SHOWN]]
+        lost = [alternative(option, winner) for option in sorted(others, key=lambda other: other.step_s)[:SHOWN]]
         nearest = sorted(self.too_large.values(), key=lambda each: each[0].step_s)[: SHOWN // 2]
         lost += [needs_memory(plain, self.limit, smallest) for plain, smallest in nearest]
         if self.stopped or finalists.stopped:

@@ -1,6 +1,5 @@
 """Options whose stages differ in dp, in tp, in their number of ranks, or in their devices, from the fastest layouts."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -8,18 +7,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from meshwright.cost.occupancy import peak_memory, room_of
+from meshwright.cost.occupancy import room_of
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import layout_text
 from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS
-from meshwright.planner.inter_op.assemble import assemble
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.pipelines import Option, Pipelines
-from meshwright.planner.inter_op.rounds import periods, simulated_s
+from meshwright.planner.inter_op.recut import Recut
 from meshwright.planner.inter_op.unequal import Pool, UnequalStages
 from meshwright.planner.lighter import Lighter
 from meshwright.planner.time_limit import TimeLimit
@@ -126,25 +124,11 @@ class UnlikeStages:
             works.append(pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)))
             busy.append(pipelines.busy_s(layout, works[-1]))
         limits = [self.memory_bytes or room_of(self.cluster, home.ranks) for home in homes]
-        chain = self.pipelines.chain
-        names = [layer.first for layer in chain.layers]
-        firsts = [0, *map(names.index, option.firsts)]
-        before = [range(first, end) for first, end in itertools.pairwise([*firsts, len(names)])]
-        for stages in (balanced(firsts, places, busy), before):
-            work = assemble(
-                works, chain.priced(stages), pipeline, self.pipelines.prices.optimizer,
-                accumulates=layout.microbatches > 1, codecs=self.pipelines.prices.codecs,
-            )  # fmt: skip
-            memory = peak_memory(work, periods(layout)[0])
-            if all(rank.peak_bytes <= limit for rank, limit in zip(memory, limits, strict=True)):
-                yield msgspec.structs.replace(
-                    option,
-                    firsts=chain.firsts_of(stages),
-                    work=work,
-                    predicted=self.pipelines.predicted(layout, work, self.cluster),
-                    step_s=simulated_s(layout, work, self.cluster),
-                    memory=max(memory, key=lambda rank: rank.peak_bytes),
-                )
+        anew = Recut(self.pipelines, self.cluster, option, works, limits)
+        for stages in (balanced([stage.start for stage in anew.before], places, busy), anew.before):
+            found = anew.best(stages)
+            if found is not None:
+                yield found
                 return
 
     def _unequal(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
