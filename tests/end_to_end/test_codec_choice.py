@@ -147,7 +147,7 @@ def test_memory_counts_what_codecs_keep(codec: str) -> None:
     dense, coded = (planned(cluster, text, microbatches=2) for text in ("", codec))
     peaks = [foretell(PlanLowering(graph()), plan, cluster).prediction.peak_memory_bytes for plan in (dense, coded)]
     parameters = sum(graph().tensors[name].num_bytes for name in graph().parameters)
-    kept = parameters if codec_of(codec).feedback else 0
+    kept = 2 * parameters if codec_of(codec).feedback else 0  # before and after a step that may be skipped
     assert kept <= peaks[1] - peaks[0] <= 1.5 * kept + 2**16
 
 

@@ -211,7 +211,7 @@ def test_codecs_change_the_exchange_and_the_memory_of_a_setup(codec: str, zero: 
     assert coded.exchange.num_bytes is not None
     assert coded.exchange.num_bytes < 0.4 * dense.exchange.num_bytes
     assert coded.exchange.coding_s > 0
-    kept = 4 * dense.setup.model.parameters if codec_of(codec).feedback else 0
+    kept = 2 * 4 * dense.setup.model.parameters if codec_of(codec).feedback else 0
     assert coded.memory.residuals_bytes == pytest.approx(kept, rel=1e-4)
 
 

@@ -114,11 +114,12 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
 
 
 def _residuals_bytes(setup: Setup, parameters: float) -> float:
-    """The bytes that the codec of gradients keeps between steps: vectors as long as the gradients."""
+    """The bytes that the codec of gradients keeps between steps: vectors as long as the gradients, before a
+    step and after it, because a step may be skipped."""
     if not setup.codec:
         return 0.0
     lengths = codec_of(setup.codec).state_lengths([(round(parameters),)])
-    return sum(lengths.values()) * coded_item_bytes(setup.element_bytes)
+    return 2 * sum(lengths.values()) * coded_item_bytes(setup.element_bytes)
 
 
 def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None) -> Occupancy:
