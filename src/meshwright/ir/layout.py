@@ -93,6 +93,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     activation_codec: str = ""
     """The codec of activations and their gradients between pipeline stages, such as ``bf16``. Nothing makes up for its
     errors, so gradients are biased."""
+    replicas: int = 1
+    """The number of replicas of the model, each divided as the other sizes say. ``consistency`` joins them."""
+    consistency: str = "sync"
+    """When a replica may go on, and how the states of replicas are mixed: ``server(ssp=3)``, ``gossip(ring)``,
+    ``local(16)``, ``diloco(50)``, ... (``ir/consistency.py``). With ``sync``, replicas are more data parallelism."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
@@ -217,10 +222,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield "layout", f"zero_ranks={share} does not divide dp={dp}", "give a divisor of dp"
         if self.stage_sizes and self.zero_ranks:
             yield "layout", "zero_ranks with stage_sizes", "leave zero_ranks out: all dp ranks of a stage share"
-        ruled = self.ep > 1 or self.cp > 1 or self.sequence_parallel
-        if self.zero == -1 and (ruled or self.pp > 1):
+        if self.zero == -1 and self.sequence_parallel:
             # The integer program chooses the ZeRO stages of parameters only where it chooses all splits.
-            yield "layout", "zero=-1 with ep, cp, sequence_parallel or pp", "give zero 0, 1, 2 or 3"
+            yield "layout", "zero=-1 with sequence_parallel", "give zero 0, 1, 2 or 3"
         if self.ep > 1 and self.zero_ranks:
             yield "layout", "zero_ranks with ep", "leave one of them out"
 
@@ -323,5 +327,6 @@ def layout_text(layout: Layout) -> str:
         (layout.codec not in ("", "none"), f"gradients in {layout.codec}"),
         (layout.parameter_codec, f"parameters in {layout.parameter_codec}"),
         (layout.activation_codec, f"activations in {layout.activation_codec}"),
+        (layout.replicas > 1, f"{layout.replicas} replicas, {layout.consistency}"),
     )
     return ", ".join([axes or "one rank", *(str(word) for shown, word in words if shown)])

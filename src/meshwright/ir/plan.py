@@ -131,7 +131,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     that compute the interior of their output while the halo rows of neighbouring ranks travel. These operators compute
     the borders of the output afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments``
     are changes to the plan during a run. ``border_codec`` is the codec of
-    floating-point tensors, except scalars, that cross between stages."""
+    floating-point tensors, except scalars, that cross between stages. The plan is that of one replica;
+    ``layout.replicas`` of them are joined by the rule ``consistency`` (``ir/consistency.py``)."""
 
     VERSION: ClassVar[int] = 3
     version: int = 3
@@ -244,6 +245,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if self.interiors:
             lines.append(f"  computed while halos travel: the interior of {', '.join(self.interiors)}")
         lines += _communicated(self)
+        if self.layout.replicas > 1:
+            lines.append(f"  {self.layout.replicas} replicas like this, joined by {self.consistency}")
         lines += [f"  amended: {amendment}" for amendment in self.amendments]
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")

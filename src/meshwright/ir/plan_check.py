@@ -53,8 +53,9 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     if len(plan.stages) != held:
         problem = f"there are {len(plan.stages)} stages, but the mesh holds {held}"
         yield "stages", problem, "there is one stage for every coordinate of pp, times chunks"
-    if plan.consistency != "sync":
-        yield "consistency", f"{plan.consistency!r} cannot be run by this version", "it must be 'sync'"
+    if plan.consistency != plan.layout.consistency:
+        problem = f"it is {plan.consistency!r}, but the layout has {plan.layout.consistency!r}"
+        yield "consistency", problem, "give the same rule in both places"
     yield from _storage_problems(plan, graph)
     yield from _gather_problems(plan, graph)
     names = {operator.name for operator in graph.operators}

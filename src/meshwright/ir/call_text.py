@@ -1,0 +1,109 @@
+"""Values that a plan names in a text such as ``server(ssp=3, servers=2)``: a name, words, and options."""
+
+import re
+from collections.abc import Callable
+
+from meshwright.errors import MeshwrightError
+
+Wrong = Callable[[str, str], MeshwrightError]
+"""A function that makes the error of a problem and its remedy."""
+
+_CALL = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?\s*")
+
+
+class CallText:
+    """A text, taken apart: ``name(word, ..., key=value, ...)``. Texts in parentheses, such as ``codec=qsgd(4)``, stay
+    whole.
+
+    The methods take what the name knows; ``end`` refuses what is left.
+
+    Raises:
+        MeshwrightError: made by ``wrong``, if the text is malformed.
+    """
+
+    def __init__(self, text: str, wrong: Wrong, names: str) -> None:
+        match = _CALL.fullmatch(text)
+        if match is None:
+            raise wrong(f"{text!r} cannot be read", f"write {names}")
+        self.name, self._wrong = match[1], wrong
+        self._words: list[str] = []
+        self._options: dict[str, str] = {}
+        for piece in re.split(r",(?![^(]*\))", match[2]) if match[2] and match[2].strip() else ():
+            key, equals, value = piece.partition("=")
+            if not equals:
+                self._words.append(key.strip())
+            elif key.strip() in self._options:
+                raise wrong(f"{key.strip()} stands twice", "give each option once")
+            else:
+                self._options[key.strip()] = value.strip()
+        self._known: list[str] = []
+
+    def word(self, choices: tuple[str, ...], default: str = "") -> str:
+        """The next word, one of ``choices``. Without a word, ``default``."""
+        if not self._words and default:
+            return default
+        word = self._words.pop(0) if self._words else ""
+        if word not in choices:
+            problem = f"{self.name} with {word!r}" if word else f"{self.name} alone"
+            raise self._wrong(problem, f"write {' or '.join(f'{self.name}({each})' for each in choices)}")
+        return word
+
+    def has_number(self) -> bool:
+        """Whether the next word is a number."""
+        return bool(self._words) and self._words[0].lstrip("-").isdecimal()
+
+    def has(self, key: str) -> bool:
+        """Whether there is an option of this name."""
+        self._known.append(key)
+        return key in self._options
+
+    def text(self, key: str, default: str = "") -> str:
+        """The option's text."""
+        self._known.append(key)
+        return self._options.pop(key, default)
+
+    def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
+        """The option, one of ``choices``."""
+        value = self.text(key, default)
+        if value not in choices:
+            raise self._wrong(f"{key}={value}", f"{key} is {' or '.join(choices)}")
+        return value
+
+    def whole(self, key: str, least: int, default: int | None = None) -> int:
+        """The option as a whole number of at least ``least``; also the first word, if the option has no default."""
+        word = self.text(key)
+        if not word and default is None and self._words:
+            word = self._words.pop(0)
+        if not word and default is not None:
+            return default
+        try:
+            value = int(word)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            problem = f"{key}={word}" if word else f"{self.name} without a number"
+            raise self._wrong(problem, f"{key} is a whole number of at least {least}")
+        return value
+
+    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
+        """The option as a number; also the first word, if the option has no default."""
+        word = self.text(key)
+        if not word and default is None and self._words:
+            word = self._words.pop(0)
+        if not word and default is not None:
+            return default
+        try:
+            value = float(word)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            problem = f"{key}={word}" if word else f"{self.name} without a number"
+            raise self._wrong(problem, f"{key} is at least {least:g} and at most {most:g}")
+        return value
+
+    def end(self) -> None:
+        """Refuse words and options that nothing has taken."""
+        left = [*self._words, *(f"{key}={value}" for key, value in self._options.items())]
+        if left:
+            known = f"its options are {', '.join(dict.fromkeys(self._known))}" if self._known else "it has no options"
+            raise self._wrong(f"{self.name} with {left[0]}", known)

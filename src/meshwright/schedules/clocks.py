@@ -1,0 +1,78 @@
+"""Clocks of replicas: when a replica may begin its next step. The runtime, the simulator and the tests ask these
+functions.
+
+The clock of a replica is the number of steps whose results it has handed over: pushed, sent, or counted in a mean.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from meshwright.ir.consistency import (
+    ASYNC,
+    Consistency,
+    DiLoCo,
+    ElasticAverage,
+    Ensemble,
+    Gossip,
+    Local,
+    Partial,
+    Server,
+    Sync,
+)  # fmt: skip
+from meshwright.schedules.mixing import incoming
+
+
+def awaited(rule: Consistency, members: Sequence[int], mine: int, clock: int) -> tuple[int, ...]:
+    """The replicas on whose clocks replica ``mine`` depends before the step that follows its clock. ``members``: the
+    replicas that live."""
+    if isinstance(rule, Ensemble):
+        return ()
+    if isinstance(rule, Gossip):
+        return tuple(peer for peer in incoming(rule, members, mine, clock - 1) if peer != mine) if clock else ()
+    return tuple(peer for peer in members if peer != mine)
+
+
+def least_clock(rule: Consistency, clock: int) -> int:
+    """The clock that the awaited replicas must have reached before a replica with this clock begins its next step; 0 or
+    less if it waits for nobody. With ``partial``, not all of them must (see ``may_proceed``)."""
+    match rule:
+        case Sync() | Partial():
+            return clock
+        case Server(staleness=staleness) | Gossip(staleness=staleness):
+            return 0 if staleness == ASYNC else clock - staleness
+        case Local(every=every):
+            return clock if clock % every == 0 else 0
+        case ElasticAverage(every=every, asynchronous=asynchronous):
+            return clock if clock % every == 0 and not asynchronous else 0
+        case DiLoCo():
+            sent = clock - rule.delay
+            return sent if sent > 0 and fragment_due(rule, sent) is not None else 0
+        case _:
+            return 0
+
+
+def may_proceed(rule: Consistency, clocks: Mapping[int, int], mine: int) -> bool:
+    """Whether replica ``mine`` may begin its next step. ``clocks`` maps the replicas that live, ``mine`` included, to
+    their clocks.
+
+    This is the whole rule about time: stale synchronous parallel with bound s lets a replica be s steps ahead of the
+    slowest; local SGD lets it go on within ``every`` steps; a partial collective wants the first ``least`` replicas."""
+    clock = clocks[mine]
+    wanted = least_clock(rule, clock)
+    if wanted <= 0:
+        return True
+    if isinstance(rule, Partial):
+        return sum(other >= wanted for other in clocks.values()) >= rule.least(len(clocks))
+    return all(clocks[peer] >= wanted for peer in awaited(rule, sorted(clocks), mine, clock))
+
+
+def fragment_due(rule: DiLoCo, clock: int) -> int | None:
+    """The fragment whose change replicas send after step ``clock`` (counted from 1); None: no fragment."""
+    part = rule.every // rule.fragments
+    if clock <= 0 or clock % part:
+        return None
+    return (clock // part - 1) % rule.fragments
+
+
+def staleness(clocks: Mapping[int, int], mine: int) -> int:
+    """By how many steps the slowest replica is behind replica ``mine``; 0 if replica ``mine`` is the slowest."""
+    return clocks[mine] - min(clocks.values())
