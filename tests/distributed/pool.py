@@ -48,7 +48,7 @@ HOST = "127.0.0.1"
 STOP = b""
 PRELOAD = [
     "torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "transformers.models.gpt2.modeling_gpt2",
-    "meshwright.api", "meshwright.models",
+    "meshwright.api", "meshwright.comm.mail", "meshwright.models",
 ]  # fmt: skip
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0

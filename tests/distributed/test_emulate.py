@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.emulation.devices import emulate
-from meshwright.emulation.slow import slow_down
+from meshwright.emulation.slow import slow_down, stretch
 from meshwright.emulation.stages import Doing, EmulatedStage, emulated_stages
 from meshwright.errors import LayoutError, RankError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
@@ -130,3 +130,30 @@ def test_a_slow_device_sleeps_after_it_has_computed() -> None:
     begun = time.perf_counter()
     assert stage.functions["forward"]([1]) == [1]
     assert time.perf_counter() - begun >= 4 * computed[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "slept_before"), [("reduce", ["prologue"]), ("finish", ["prologue", "reduce", "finish"])]
+)
+def test_a_stretched_step_sleeps_before_gradients_are_late_or_at_its_end(where: Any, slept_before: list[str]) -> None:
+    called: list[str] = []
+    past: list[float] = []
+
+    def phase(name: str) -> Any:
+        def run(values: Any) -> Any:
+            called.append(name)
+            return values
+
+        return run
+
+    def until_s(past_s: float) -> float:
+        past.append(past_s)
+        assert called == slept_before
+        return 0.03
+
+    stage = SimpleNamespace(functions={name: phase(name) for name in ("prologue", "reduce", "finish")})
+    stretch(cast(Executor, SimpleNamespace(stages={0: stage})), until_s, where)
+    begun = time.perf_counter()
+    assert [function([7]) for function in stage.functions.values()] == 3 * [[7]]
+    assert time.perf_counter() - begun >= 0.03
+    assert len(past) == 1

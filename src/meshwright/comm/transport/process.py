@@ -25,17 +25,18 @@ class Process:
     """Another process of this box. ``number`` is its process id.
 
     A descriptor (``pidfd``) identifies the process. If the kernel or the container refuses a descriptor, the start time
-    in ``/proc`` identifies the process, and ``refused`` holds the reason.
+    in ``/proc`` identifies the process, and ``refused`` holds the reason. ``descriptor`` becomes readable when the
+    process ends; it is -1 if it was refused.
 
     Raises:
         ProcessLookupError: there is no such process.
     """
 
     def __init__(self, number: int) -> None:
-        self._descriptor, self.refused = -1, ""
+        self.descriptor, self.refused = -1, ""
         self._stat = Path(f"/proc/{number}/stat")
         try:
-            self._descriptor = os.pidfd_open(number)
+            self.descriptor = os.pidfd_open(number)
         except ProcessLookupError:
             raise
         except (AttributeError, OSError) as error:  # an old C library, an old kernel, a container's filter
@@ -46,11 +47,11 @@ class Process:
 
     def has_ended(self) -> bool:
         """Whether the process has ended, even if its parent has not collected it yet."""
-        if self._descriptor < 0:
+        if self.descriptor < 0:
             state, began = self._look()
             return state in ("", "Z", "X") or began != self._began
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def _look(self) -> tuple[str, str]:
@@ -62,6 +63,6 @@ class Process:
         return fields[0], fields[19]
 
     def __del__(self) -> None:
-        if self._descriptor >= 0:
+        if self.descriptor >= 0:
             with suppress(OSError):
-                os.close(self._descriptor)
+                os.close(self.descriptor)

@@ -80,20 +80,25 @@ class Segment:
 
 
 def allocate(slots: int, rank: int) -> int:
-    """Make the file of a rank's segment, and return its descriptor. The memory is reserved now: a lack of memory is
-    only an error now, but would kill the process later.
+    """Make the file of a rank's segment, and return its descriptor. Raise the errors of ``reserve``."""
+    return reserve(_arena_at(slots) + slots * MESSAGE_BYTES, "meshwright", f"rank {rank}")
+
+
+def reserve(num_bytes: int, name: str, where: str) -> int:
+    """Make an anonymous file in memory, and return its descriptor. The memory is reserved now: a lack of memory is only
+    an error now, but would kill the process later. ``where`` names the owner in the error.
 
     Raises:
         RankError: the machine has too little memory.
     """
-    descriptor, num_bytes = os.memfd_create("meshwright"), _arena_at(slots) + slots * MESSAGE_BYTES
+    descriptor = os.memfd_create(name)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         os.close(descriptor)
         raise RankError(
             f"no {num_bytes / 2**20:.0f} MiB of memory to share with another rank: {error.strerror}",
-            where=f"rank {rank}",
+            where=where,
             remedy="free memory, raise the container's limit, or run fewer ranks on this machine",
         ) from None
     return descriptor

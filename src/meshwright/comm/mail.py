@@ -1,0 +1,292 @@
+"""The mailbox between real processes: ZeroMQ carries letters between boxes, shared memory carries tensors inside a box.
+
+    sender                                             receiver
+    send ── copies the tensors into a block ──▶
+            Head, with the block's name     ──DEALER──▶ ROUTER ── copies out of the block ──▶ receive
+            lends the block again           ◀──────── Reply: so many letters taken
+
+Between boxes, the tensors follow the head in the same message. A letter is *under way* until the receiver has taken it.
+The receiver takes letters in ``receive``, and also while it waits in ``send`` and ``leave``, into its own memory: so
+participants that send to each other do not wait for each other forever.
+"""
+
+import atexit
+import math
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.comm.mailbox import WAIT_S, Letter, Mailbox, View
+from meshwright.comm.membership import REMEDY, Membership, Place, silence
+from meshwright.comm.transport.incoming import Incoming
+from meshwright.comm.transport.outgoing import Outgoing
+from meshwright.comm.transport.process import box
+from meshwright.comm.transport.shared_blocks import LEAST_BYTES, Block, Blocks
+from meshwright.comm.transport.zeromq import NAMES, Hello, connection, zmq
+from meshwright.errors import LostRankError, RankError
+
+SILENCE_S = 5.0
+"""Seconds without a sign of life after which a participant of another box counts as dead, unless another time is
+given."""
+MOST_BYTES, MOST_LETTERS = 2**28, 64
+"""Upper limits on the bytes and letters under way to one participant. A larger letter is under way alone."""
+
+MOST_SLEEP_S = 3600.0
+
+
+class ZmqMailbox(Mailbox):
+    """The mailbox of one rank of a participant. Only one thread may use it.
+
+    Participants meet through ``store``, of torch.distributed, whose host must outlive them. Those of ``names`` begin
+    together: they are the members of the first view. A participant that was started again, or has no ``names``, joins
+    those that are there.
+
+    Args:
+        store: the same store, with the same prefix, for all ranks of all participants.
+        name: the participant's name.
+        names: the names of all participants of the first view; None: join.
+        life: how often this participant was started before; a greater number than any former life of this name had.
+        column, num_columns: the rank in this participant, and the number of its ranks. Ranks of equal columns write to
+            each other. The participant is a member as a whole: if one of its ranks dies, it is removed from the view.
+        host: the address of this box for others.
+        silence_s: the time without a sign of life after which a participant of another box counts as dead.
+        wait_s: how long to wait for others to come, and to take letters.
+        most_bytes, most_letters: upper limits on what is under way to each participant.
+
+    Raises:
+        LostRankError: another participant does not come; and in every method, when others have declared this
+            participant dead, or the store does not answer.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        names: Sequence[str] | None,
+        *,
+        life: int = 0,
+        column: int = 0,
+        num_columns: int = 1,
+        host: str = "127.0.0.1",
+        silence_s: float = SILENCE_S,
+        wait_s: float = WAIT_S,
+        most_bytes: int = MOST_BYTES,
+        most_letters: int = MOST_LETTERS,
+    ) -> None:
+        self.name, self.sent_bytes = name, 0
+        self._silence_s, self._wait_s = silence_s, wait_s
+        self._most_bytes, self._most_letters = most_bytes, most_letters
+        secret = secrets.token_hex(8)
+        self._blocks = Blocks(f"meshwright-{secret}", name)
+        self._probe = Block(LEAST_BYTES, f"meshwright-{secret}-probe", name)
+        self._context = zmq.Context()
+        try:
+            self._incoming = Incoming(self._context, host, secret)
+            self._place = Place(self._incoming.near, self._incoming.far, box(), os.getpid(), secret)
+            self._membership = Membership(store, self._place, name, life, column, num_columns, wait_s)
+            if names is None or life:
+                self._membership.join()
+            else:
+                self._membership.begin(names)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._peers: dict[str, Outgoing] = {}
+        self._last_joined: dict[str, int] = {}
+        self._num_seen = 0
+        self._left = self._told = False
+        self._advance()
+        atexit.register(self._end_with_program)
+
+    # --- the view ----------------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        """The newest view that ``receive`` has announced. It changes nowhere else."""
+        return self._view
+
+    def _advance(self) -> None:
+        """Go on to the next view: greet its new members, and forget letters of former lives."""
+        membership = self._membership
+        entry = membership.entries[self._num_seen]
+        self._view = entry.view(membership.joined + self._num_seen)
+        self._num_seen += 1
+        self._last_joined.update(self._view.joined)
+        for peer in list(self._peers.values()):
+            self._lives(peer)
+        for name, joined in self._view.joined.items():
+            known = self._peers.get(name)
+            if name != self.name and membership.newest.has(name, joined) and (known is None or known.joined != joined):
+                self._greet(name, joined)
+
+    def _greet(self, name: str, joined: int) -> None:
+        place = self._membership.place(name, joined)
+        if place is None:
+            return
+        near = place.box == self._place.box
+        socket, events = connection(self._context, place.near if near else place.far, self._silence_s, watched=not near)
+        if events is not None:  # inside a box, the watcher watches the process
+            self._membership.watch(name, joined, events, self._silence_s)
+        probe = self._probe.handle if near else None
+        hello = Hello(self.name, self._membership.joined, place.secret, os.getpid(), probe)
+        self._peers[name] = Outgoing(name, joined, socket, hello, self._blocks)
+
+    def _lives(self, peer: Outgoing) -> bool:
+        """Whether a participant is in the newest view; else forget it."""
+        lives = self._membership.newest.has(peer.name, peer.joined)
+        if not lives and self._peers.get(peer.name) is peer:
+            self._peers.pop(peer.name).close()
+        return lives
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self, to: str, kind: str, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = (), text: str = ""
+    ) -> None:
+        """As the base says. While it waits, it takes letters of all participants."""
+        if self._left:
+            return
+        self._check()
+        for tensor in tensors:
+            if tensor.dim() != 1 or tensor.device.type != "cpu" or tensor.dtype not in NAMES:
+                found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+                raise RankError(
+                    f"letters carry one-dimensional tensors on the CPU, not {found}", where=f"letter {kind}"
+                )
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if to == self.name:
+            self.sent_bytes += num_bytes
+            copies = tuple(tensor.detach().clone() for tensor in tensors)
+            self._incoming.letters.append((self._membership.joined, Letter(to, kind, tuple(numbers), copies, text)))
+            return
+        peer = self._peers.get(to)
+        if peer is None or not self._wait_for(peer, self._most_letters, self._most_bytes - num_bytes):
+            return
+        self.sent_bytes += num_bytes
+        for other in self._peers.values():  # they may give blocks back
+            other.take_replies()
+        peer.send(kind, tuple(numbers), tensors, text, num_bytes)
+
+    def _wait_for(self, peer: Outgoing, few: int, few_bytes: int = 0) -> bool:
+        """Wait until no letters, or fewer than ``few`` with up to ``few_bytes`` together, are under way to ``peer``;
+        False if it is gone. Meanwhile take letters of all."""
+        deadline = time.monotonic() + self._wait_s
+        while self._lives(peer):
+            if peer.take_replies():
+                deadline = time.monotonic() + self._wait_s
+            if peer.num_letters == 0 or (peer.num_letters < few and peer.num_bytes <= few_bytes):
+                return True
+            self._check()
+            while self._incoming.take():
+                pass
+            if not self._sleep(deadline, peer.socket):
+                problem = f"it has taken none of {peer.num_letters} letters for {self._wait_s:g} s"
+                raise LostRankError(problem, where=peer.name, remedy=REMEDY)
+        return False
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def receive(self, wait_s: float = 0.0) -> Letter | None:
+        """As the base says. A view comes before the letters that wait."""
+        deadline = time.monotonic() + wait_s
+        while not self._left:
+            self._check()
+            if self._num_seen < len(self._membership.entries):
+                self._advance()
+                return None
+            letter = self._next()
+            if letter is not None:
+                return letter
+            if not self._incoming.take() and not self._sleep(deadline):
+                return None
+        return None
+
+    def _next(self) -> Letter | None:
+        """The first letter that has come and that the present view permits."""
+        letters, index = self._incoming.letters, 0
+        while index < len(letters):
+            joined, letter = letters[index]
+            if joined > self._view.epoch:  # the view in which its sender joined is still to come
+                index += 1
+                continue
+            del letters[index]
+            if joined == self._last_joined.get(letter.sender):  # else it is of a former life
+                return letter
+        return None
+
+    def _sleep(self, deadline: float, *sockets: Any) -> bool:
+        """Sleep until there is something new; False if the deadline has passed."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        poller = zmq.Poller()
+        for source in (self._incoming.socket, self._membership.bell, *sockets):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(math.ceil(1000 * min(left_s, MOST_SLEEP_S)))
+        silence(self._membership.bell)
+        return True
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Wait until all letters under way are taken, and until all ranks of this participant want to leave. Raise a
+        LostRankError, and leave all the same, if that takes too long, or if letters are lost because this participant
+        was declared dead; but not if another method has told so before."""
+        if self._left:
+            return
+        if self._told:
+            self.close()
+            return
+        try:
+            self._check()
+            for peer in list(self._peers.values()):
+                self._wait_for(peer, few=0)
+            if not self._membership.ready_to_leave():
+                self._wait_to_be_removed()
+        finally:
+            self.close("it has left")
+
+    def _wait_to_be_removed(self) -> None:
+        """Wait until the last rank of this participant is ready to leave. Take letters meanwhile."""
+        deadline = time.monotonic() + self._wait_s
+        while not self._membership.trouble and self._membership.is_member:
+            while self._incoming.take():
+                pass
+            if not self._sleep(deadline):
+                problem = f"its ranks do not leave together within {self._wait_s:g} s"
+                raise LostRankError(problem, where=self.name, remedy=REMEDY)
+
+    def close(self, why: str = "it has given up") -> None:
+        """Stop at once, as if this participant had died: letters under way may be lost."""
+        if self._left:
+            return
+        self._left = True
+        atexit.unregister(self._end_with_program)
+        self._leave_view(why)
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        self._context.destroy(linger=0)
+        self._membership.close()
+
+    def _end_with_program(self) -> None:
+        """Stop the threads that sleep in the store: they must end before the interpreter does. A thread may still use
+        the mailbox, so its sockets stay."""
+        self._leave_view("its program has ended without leaving")
+
+    def _leave_view(self, why: str) -> None:
+        with suppress(RuntimeError):  # the store may be gone
+            self._membership.leave(f"{self.name}: {why}")
+        self._membership.stop()
+
+    def _check(self) -> None:
+        try:
+            self._membership.check()
+        except LostRankError:
+            self._told = True
+            raise

@@ -1,0 +1,113 @@
+"""Letters from other participants to one mailbox."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from meshwright.comm.mailbox import Letter
+from meshwright.comm.transport.shared_blocks import OpenedBlocks, offsets
+from meshwright.comm.transport.zeromq import (
+    DTYPES,
+    Head,
+    Hello,
+    Reply,
+    decode_message,
+    encode,
+    listener,
+    tensor_of,
+    zmq,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+class _Source:
+    """A participant that sends over one connection. ``cut``: a letter could not be read, so no later one counts."""
+
+    def __init__(self, sender: str, joined: int, opened: OpenedBlocks | None) -> None:
+        self.sender, self.joined, self.opened = sender, joined, opened
+        self.num_taken, self.cut = 0, False
+
+
+class Incoming:
+    """Takes letters from all connections.
+
+    Attributes:
+        socket: it is readable when ``take`` may have something to do.
+        near, far: its addresses for this box and for others.
+        letters: the letters that were taken, in the order of arrival, with the epoch in which their sender joined.
+    """
+
+    def __init__(self, context: Any, host: str, secret: str) -> None:
+        self.socket, self.near, self.far = listener(context, host, secret)
+        self.letters: deque[tuple[int, Letter]] = deque()
+        self._secret = secret
+        self._sources: dict[bytes, _Source] = {}
+
+    def take(self) -> bool:
+        """Take a message, if there is one: put its letter to the others, and reply to its sender."""
+        try:
+            identity, head, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        try:
+            message = decode_message(head.buffer)
+        except msgspec.MsgspecError:
+            return True  # a stranger's
+        if isinstance(message, Hello):
+            self._take_hello(identity.bytes, message)
+        elif (source := self._sources.get(identity.bytes)) is not None and not source.cut:
+            tensors = _tensors(source.opened, message, frames)
+            if tensors is None or message.number != source.num_taken + 1:
+                source.cut = True
+                return True
+            source.num_taken += 1
+            letter = Letter(source.sender, message.kind, message.numbers, tensors, message.text)
+            self.letters.append((source.joined, letter))
+            self._reply(identity.bytes, source)
+        return True
+
+    def _take_hello(self, identity: bytes, hello: Hello) -> None:
+        if hello.secret != self._secret:
+            return
+        for key, known in list(self._sources.items()):
+            if known.sender == hello.sender:
+                if known.joined >= hello.joined:
+                    return  # the last words of a former life
+                del self._sources[key]  # so those that come after its new life's first are lost
+        opened = None
+        if hello.probe is not None:
+            opened = OpenedBlocks(hello.process)
+            if opened.find(hello.probe) is None:
+                log.info("the memory of %s cannot be opened: its letters carry their tensors", hello.sender)
+                opened = None
+        self._sources[identity] = _Source(hello.sender, hello.joined, opened)
+        self._reply(identity, self._sources[identity])
+
+    def _reply(self, identity: bytes, source: _Source) -> None:
+        self.socket.send_multipart([identity, encode(Reply(source.num_taken, source.opened is not None))])
+
+
+def _tensors(opened: OpenedBlocks | None, head: Head, frames: Sequence[Any]) -> tuple[Tensor, ...] | None:
+    """Copies of a letter's tensors; None if they cannot be had."""
+    if len(head.dtypes) != len(head.sizes) or not DTYPES.keys() >= set(head.dtypes) or min(head.sizes, default=0) < 0:
+        return None
+    dtypes = [DTYPES[name] for name in head.dtypes]
+    if head.block is not None:
+        sizes = [size * dtype.itemsize for size, dtype in zip(head.sizes, dtypes, strict=True)]
+        begins, num_bytes = offsets(sizes)
+        memory = None if opened is None else opened.find(head.block)
+        if memory is None or num_bytes > len(memory):
+            return None
+        parts: list[Any] = [memory[begin : begin + size].numpy() for begin, size in zip(begins, sizes, strict=True)]
+    else:
+        parts = [frame.buffer for frame in frames]
+    if len(parts) != len(dtypes):
+        return None
+    found = [tensor_of(part, dtype, size) for part, dtype, size in zip(parts, dtypes, head.sizes, strict=True)]
+    tensors = tuple(tensor for tensor in found if tensor is not None)
+    return tensors if len(tensors) == len(found) else None

@@ -1,0 +1,148 @@
+"""Sockets of ZeroMQ for letters between replicas, and the messages that cross them.
+
+Each participant listens with one socket (ROUTER), and has one socket (DEALER) to each other participant. Letters go
+from DEALER to ROUTER; the receiver's replies go back over the same connection.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.comm.transport.shared_blocks import Handle
+from meshwright.errors import LaunchError
+
+try:
+    import zmq
+    from zmq.utils.monitor import recv_monitor_message as recv_monitor_message
+except ImportError as error:
+    raise LaunchError(
+        f"replicas send each other letters by ZeroMQ, and pyzmq cannot be loaded: {error}",
+        where="consistency",
+        remedy="pip install 'meshwright[replicas]'",
+    ) from None
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+        "uint8", "uint16", "uint32", "uint64", "bool",
+    )
+}  # fmt: skip
+"""The types of tensors in letters, by name."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PINGS = 5
+"""How many times a participant of another box is asked for a sign of life before it counts as dead."""
+BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Events of a socket whose connection is over."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Opens a connection. ``secret`` is the receiver's, so that a stranger's port is noticed. ``process`` and ``probe``
+    (None: another box) let the receiver try whether it can open the sender's memory."""
+
+    sender: str
+    joined: int
+    secret: str
+    process: int
+    probe: Handle | None
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, tag="letter"):
+    """A letter without its tensors. ``number`` counts the letters of this connection. The tensors lie in ``block``, or
+    follow as frames of the same message."""
+
+    number: int
+    kind: str
+    numbers: tuple[int, ...]
+    text: str
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    block: Handle | None
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """A receiver's reply: how many letters of this connection it has taken so far, and whether it can open the sender's
+    memory."""
+
+    taken: int
+    opens: bool
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_message = msgspec.msgpack.Decoder(Hello | Head).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def listener(context: Any, host: str, secret: str) -> tuple[Any, str, str]:
+    """A socket that receives letters, and its addresses for processes of this box and of others.
+
+    Raises:
+        LaunchError: ``host`` is no address of this machine.
+    """
+    socket = context.socket(zmq.ROUTER)
+    _unbounded(socket)
+    near = f"ipc://@meshwright-{secret}"  # an address without a file, in this box's network
+    try:
+        port = socket.bind_to_random_port(f"tcp://{host}")
+        socket.bind(near)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise LaunchError(
+            f"no port can be opened: {error}", where=host, remedy="give the address of an interface of this machine"
+        ) from None
+    return socket, near, f"tcp://{host}:{port}"
+
+
+def connection(context: Any, address: str, silence_s: float, *, watched: bool) -> tuple[Any, Any]:
+    """A socket that sends letters to an address. If ``watched``, also a socket that tells of its events (``BROKEN``),
+    which another thread may use; keep it open until it has told that the first is closed.
+
+    A connection that broke is not made again: letters may have been lost. A watched connection breaks when the other
+    end shows no sign of life for ``silence_s`` seconds; ZeroMQ's threads see to that, whatever Python does.
+    """
+    socket = context.socket(zmq.DEALER)
+    _unbounded(socket)
+    silence_ms = round(1000 * silence_s)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    if watched:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, silence_ms // PINGS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms - silence_ms // PINGS)
+        socket.setsockopt(zmq.TCP_MAXRT, silence_ms)  # while a large letter is under way, nobody asks
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, silence_ms)
+    events = socket.get_monitor_socket(BROKEN | zmq.EVENT_MONITOR_STOPPED) if watched else None
+    socket.connect(address)
+    return socket, events
+
+
+def _unbounded(socket: Any) -> None:
+    """Let ZeroMQ keep any number of messages: mailboxes count what is under way themselves."""
+    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+        socket.setsockopt(option, 0)
+
+
+def post(socket: Any, frames: Sequence[Any]) -> None:
+    """Send a message. If the connection has broken, it is lost: the receiver is dead, or will be declared dead."""
+    with suppress(zmq.Again):
+        socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+def raw(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a one-dimensional tensor, without a copy if it is contiguous."""
+    flat: np.ndarray[Any, Any] = tensor.detach().contiguous().view(torch.uint8).numpy()
+    return flat
+
+
+def tensor_of(part: Any, dtype: torch.dtype, size: int) -> Tensor | None:
+    """A new tensor from bytes; None if they are not as many as ``size`` elements have."""
+    source = np.frombuffer(part, np.uint8) if len(part) else np.empty(0, np.uint8)
+    if source.nbytes != size * dtype.itemsize:
+        return None
+    with torch.inference_mode(False):
+        tensor = torch.empty(size, dtype=dtype)
+    tensor.view(torch.uint8).numpy()[:] = source
+    return tensor

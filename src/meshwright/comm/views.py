@@ -1,0 +1,106 @@
+"""The log of views: who lives, in an order that all participants see alike. It lies in a store of torch.distributed.
+
+    view/0   replica 0, replica 1, replica 2
+    view/1   replica 0, replica 2              replica 1: its process has ended
+    view/2   replica 0, replica 1, replica 2   replica 1 has joined (its life 1)
+
+A view is written once, by ``compare_set``: of several participants that propose a next view, one succeeds, and the
+others read its view before they propose another. So there is one sequence, whoever dies when.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.comm.mailbox import View
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A participant in a view: the epoch in which it joined, and its life (how often it was restarted)."""
+
+    joined: int
+    life: int
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A view in the log. ``change`` says why it differs from the view before."""
+
+    members: dict[str, Member]
+    change: str = ""
+
+    def view(self, epoch: int) -> View:
+        """The view that participants see."""
+        return View(epoch, tuple(sorted(self.members)), {name: member.joined for name, member in self.members.items()})
+
+    def has(self, name: str, joined: int) -> bool:
+        """Whether the participant that joined in this epoch is a member."""
+        return name in self.members and self.members[name].joined == joined
+
+
+class ViewLog:
+    """Reads and continues the log in ``store``. Threads may share it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._known: tuple[int, Entry] = (-1, Entry({}))
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Write the first view, unless another participant has done so."""
+        self._propose(0, Entry(dict.fromkeys(sorted(names), Member(0, 0))))
+
+    def newest(self) -> tuple[int, Entry]:
+        """The epoch and entry of the newest view; epoch -1 if there is no view yet."""
+        epoch, entry = self._known
+        while self._store.check([key(epoch + 1)]):
+            epoch, entry = epoch + 1, self.read(epoch + 1)
+        self._known = (epoch, entry)
+        return epoch, entry
+
+    def read(self, epoch: int) -> Entry:
+        """The entry of a view that is in the log."""
+        return msgspec.json.decode(self._store.get(key(epoch)), type=Entry)
+
+    def epochs_of(self, name: str, life: int) -> Iterator[int]:
+        """The epoch in which a life joined, again and again; -1 as long as it has not joined."""
+        epoch = 0
+        while True:
+            if not self._store.check([key(epoch)]):
+                yield -1
+            elif (member := self.read(epoch).members.get(name)) is not None and member.life == life:
+                yield member.joined
+            else:
+                epoch += 1
+
+    def remove(self, name: str, joined: int, why: str) -> None:
+        """Continue the log by a view without the participant that joined in epoch ``joined``, unless it is removed
+        already."""
+        while True:
+            epoch, entry = self.newest()
+            if not entry.has(name, joined):
+                return
+            others = {other: member for other, member in entry.members.items() if other != name}
+            if self._propose(epoch + 1, Entry(others, why)):
+                return
+
+    def join(self, name: str, life: int) -> int:
+        """Continue the log by a view with a new participant; return its epoch. A former life that is still a member is
+        removed first, in a view of its own."""
+        while True:
+            epoch, entry = self.newest()
+            if name in entry.members:
+                self.remove(name, entry.members[name].joined, f"life {life} of {name} wants to join")
+                continue
+            members = entry.members | {name: Member(epoch + 1, life)}
+            if self._propose(epoch + 1, Entry(members, f"{name} has joined (its life {life})")):
+                return epoch + 1
+
+    def _propose(self, epoch: int, entry: Entry) -> bool:
+        """Write an entry, unless there is another one of this epoch. Return whether the log has this entry."""
+        text = msgspec.json.encode(entry)
+        return bool(self._store.compare_set(key(epoch), "", text.decode()) == text)
+
+
+def key(epoch: int) -> str:
+    """Where in the store a view lies."""
+    return f"view/{epoch}"
