@@ -1,0 +1,65 @@
+"""Ranges of the parameters: flat tensors, laid end to end and cut into parts of equal length, one for each server."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meshwright.errors import PlanError
+
+Named = Sequence[Sequence[tuple[str, int]]]
+"""The parameters of each flat tensor, in order: their names and numbers of elements."""
+
+
+class Span(NamedTuple):
+    """The elements from ``begin`` to ``end`` of a flat tensor."""
+
+    flat: int
+    begin: int
+    end: int
+
+
+def cut(sizes: Sequence[int], servers: int) -> list[list[Span]]:
+    """Cut flat tensors of these sizes into ``servers`` ranges. The lengths of two ranges differ by at most 1. A range
+    may have parts of several tensors, and of none if there are more servers than elements."""
+    total = sum(sizes)
+    bounds = [total * index // servers for index in range(servers + 1)]
+    ranges: list[list[Span]] = []
+    for low, high in pairwise(bounds):
+        spans, before = [], 0
+        for flat, size in enumerate(sizes):
+            begin, end = max(low - before, 0), min(high - before, size)
+            if begin < end:
+                spans.append(Span(flat, begin, end))
+            before += size
+        ranges.append(spans)
+    return ranges
+
+
+def check_servers(servers: int, num_elements: int) -> None:
+    """Check that each server gets a part of the parameters.
+
+    Raises:
+        PlanError: there are more servers than elements of parameters.
+    """
+    if servers > num_elements:
+        problem = f"{servers} servers share {num_elements} elements of parameters"
+        raise PlanError(problem, where="consistency", remedy=f"give at most {num_elements} servers")
+
+
+def parts(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
+    """The elements of a range, as views of the flat tensors."""
+    return [flats[flat][begin:end] for flat, begin, end in spans]
+
+
+def pieces(named: Named, spans: Sequence[Span], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a range: the name of each, and the part that lies in the range, as a view of ``tensors``, the
+    elements of the range."""
+    for (flat, begin, end), tensor in zip(spans, tensors, strict=True):
+        first = 0
+        for name, size in named[flat]:
+            low, high = max(first, begin), min(first + size, end)
+            if low < high:
+                yield name, tensor[low - begin : high - begin]
+            first += size
