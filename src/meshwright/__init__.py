@@ -12,19 +12,20 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.api import auto_parallelize, calibrate, capture, parallelize, plan, simulate, verify
+    from meshwright.api import auto_parallelize, calibrate, capture, joint, parallelize, plan, simulate, verify
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "auto_parallelize", "calibrate",
-    "capture", "parallelize", "plan", "simulate", "verify",
+    "capture", "joint", "parallelize", "plan", "simulate", "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
     "auto_parallelize": "meshwright.api",
     "calibrate": "meshwright.api",
     "capture": "meshwright.api",
+    "joint": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",
     "simulate": "meshwright.api",
@@ -38,8 +39,7 @@ def __getattr__(name: str) -> Any:
     if name in _TORCH_SIDE:
         from importlib import import_module
 
-        import torch
-
+        torch = import_module("torch")  # the plan side imports this file, and does without torch
         with torch.device("cpu"):  # modules make tables, and the first use may be under ``torch.device("meta")``
             return getattr(import_module(_TORCH_SIDE[name]), name)
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

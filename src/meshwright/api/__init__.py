@@ -1,6 +1,7 @@
 """The public functions, which join planning and running. The command line calls only these functions."""
 
 from meshwright.api.alpa import recompute_alpa
+from meshwright.api.ensembles import joint
 from meshwright.api.machine import (
     calibrate,
     calibrated,
@@ -12,12 +13,14 @@ from meshwright.api.machine import (
 )
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
-from meshwright.api.runs import Trained, train, trainer_of, verify_run
+from meshwright.api.replicas import compare_rules_of_run
+from meshwright.api.runs import Trained, ranks_of_replica, replicas_of, train, trainer_of, verify_run
 from meshwright.api.sweeps import PlanSize, sweep_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
 from meshwright.runtime.launch import launched, launched_rank, num_devices
+from meshwright.runtime.launch_replicas import run_replicas
 from meshwright.runtime.loop import HeldOut, Progress
 from meshwright.runtime.ranks import run_ranks
 from meshwright.runtime.restarts import Restarts
@@ -37,7 +40,9 @@ __all__ = [
     "calibration_file",
     "capture",
     "cluster_names",
+    "compare_rules_of_run",
     "is_busy",
+    "joint",
     "launched",
     "launched_rank",
     "learn_from_runs",
@@ -47,9 +52,12 @@ __all__ = [
     "parallelize",
     "plan",
     "plan_run",
+    "ranks_of_replica",
     "recalibrate",
     "recompute_alpa",
+    "replicas_of",
     "run_ranks",
+    "run_replicas",
     "searches_of",
     "simulate",
     "simulate_run",

@@ -1,6 +1,7 @@
 """Plans and simulates the run that a RUN.toml describes, without starting processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -8,7 +9,7 @@ import torch
 
 from meshwright import build
 from meshwright.api.machine import known_cluster
-from meshwright.api.plans import capture, choose, cost_of, plan, precision_of, simulate
+from meshwright.api.plans import capture, choose, cost_of, loaded, plan, precision_of, simulate
 from meshwright.cost.occupancy import Occupancy, box_of, fit_chance, memory_verdict, num_peers, taken_bytes
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
@@ -26,7 +27,10 @@ from meshwright.planner.checks import check_strict
 from meshwright.planner.compare import SearchComparison, SearchCosts
 from meshwright.planner.foretell import foretell
 from meshwright.planner.remedy import Change
+from meshwright.planner.replicas import choose_rule
 from meshwright.runtime import launch
+from meshwright.runtime.worlds import World
+from meshwright.schedules.replicas import of_replica
 from meshwright.simulate.faults import Faults
 
 CPU = torch.device("cpu")
@@ -60,17 +64,20 @@ def plan_run(
     *,
     fresh: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    allow: Sequence[str] = (),
 ) -> Planned:
     """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has).
 
     ``program_of``: also the programs of this rank. ``why_not``: also the reason why this layout was not chosen. Each
     rank has ``memory_bytes`` (default: those of a device of the cluster). ``progress`` is called with each layout that
-    the search considers. ``fresh`` and ``stop`` are as in ``mw.plan``.
+    the search considers. ``fresh``, ``stop`` and ``allow`` are as in ``mw.plan``.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
     """
-    graph, chosen, optimizer = _planned(run, ranks, memory_bytes, progress, fresh=fresh, stop=stop)
+    graph, chosen, optimizer = planned(
+        run, ranks, memory_bytes, progress, fresh=fresh, stop=stop, allow=allow
+    )  # fmt: skip
     known = cluster_of(run, CPU, chosen.mesh.world_size)
     programs = _programs(graph, chosen, program_of) if program_of is not None else None
     clips = run.train.max_grad_norm > 0
@@ -145,7 +152,7 @@ def simulate_run(
     seed: int = 0,
 ) -> Trace:
     """Simulate one step of a run file; see ``simulate``."""
-    graph, chosen, optimizer = _planned(run, ranks, None)
+    graph, chosen, optimizer = planned(run, ranks)
     return simulate(
         graph,
         run.layout.cluster or None,
@@ -157,49 +164,69 @@ def simulate_run(
     )
 
 
-def _planned(
+def planned(
     run: Run,
     ranks: int,
-    memory_bytes: float | None,
+    memory_bytes: float | None = None,
     progress: Callable[[str], None] = lambda what: None,
     *,
     fresh: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    allow: Sequence[str] = (),
 ) -> tuple[Graph, Plan, OptimizerCost]:
+    """The graph of a run, its plan, and the cost of its optimizer. The arguments are those of ``plan_run``."""
     graph, optimizer, world_size = captured(run, ranks)
     cluster, clips = run.layout.cluster or None, run.train.max_grad_norm > 0
+    if allow and not run.layout.searched:
+        remedy = "leave out dp, tp, ..., and set layout.plan = auto"
+        raise LayoutError("a layout is given, so there is no rule to choose", where="allow", remedy=remedy)
     if not run.layout.searched:
         chosen = choose(run.layout.chosen(), graph, world_size, cluster, CPU, optimizer, clips=clips)
         return graph, chosen, optimizer
-    chosen = plan(
-        graph,
-        cluster,
-        devices=world_size,
-        memory_bytes=memory_bytes,
-        optimizer=optimizer,
-        clips=clips,
-        offload=run.layout.offload != "none",
-        codec=run.layout.codec,
-        seconds=run.layout.seconds,
-        fresh=fresh,
-        progress=progress,
-        stop=stop,
-    )
-    return graph, chosen, optimizer
+    known = known_cluster(cluster, CPU, world_size)
+
+    def search(graph: Graph, devices: int) -> Plan:
+        return plan(
+            graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
+            offload=run.layout.offload != "none", codec=run.layout.codec, seconds=run.layout.seconds, fresh=fresh,
+            progress=progress, stop=stop,
+        )  # fmt: skip
+
+    if allow:
+        return *choose_rule(graph, world_size, known, allow, partial(_graph, run), search, optimizer), optimizer
+    return graph, search(graph, world_size), optimizer
 
 
 def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
-    """The graph of a run, the cost of its optimizer, and the number of ranks."""
-    graph = capture(
-        build.model(run),
-        build.loss_function(run),
-        build.example_batch(run),
-        precision=precision_of(run.layout.chosen(), run.layout.precision),
-    )
+    """The graph of a run, the cost of its optimizer, and the number of ranks; if replicas are worlds of their own,
+    those of one replica."""
+    world_size = ranks or run.num_ranks(cluster_of(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
+    replicas = 1
+    if not run.layout.searched:
+        one, each = of_replica(layout_of(run), world_size)
+        replicas, world_size = one.replicas, world_size if run.layout.file else each
+    graph = _graph(run, replicas)
     if run.layout.strict:
         check_strict(graph)
-    world_size = ranks or run.num_ranks(cluster_of(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
     return graph, cost_of(build.optimizer(run), graph), world_size
+
+
+def _graph(run: Run, replicas: int) -> Graph:
+    """The graph of one of so many replicas, with its part of the batch."""
+    return capture(
+        build.model(run),
+        build.loss_function(run),
+        World(num_replicas=replicas).part(build.example_batch(run)),
+        precision=precision_of(run.layout.chosen(), run.layout.precision),
+    )
+
+
+def layout_of(run: Run) -> Layout:
+    """The layout of a run; that of its plan file if it has one, and one rank of each kind if the planner searches."""
+    if run.layout.file:
+        return loaded(run.layout.file)[0].layout
+    chosen = run.layout.chosen()
+    return chosen if isinstance(chosen, Layout) else Layout()
 
 
 def cluster_of(run: Run, device: torch.device, num_ranks: int = 0) -> Cluster:

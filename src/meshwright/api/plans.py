@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.replicas import choose_rule
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
+from meshwright.schedules.replicas import all_ranks, num_ranks, of_replica
 from meshwright.simulate.faults import Faults
 
 log = logging.getLogger("meshwright")
@@ -74,6 +76,8 @@ def plan(
     offload: bool = False,
     codec: str = "",
     strict: bool = False,
+    allow: Sequence[str] = (),
+    graph_of: Callable[[int], Graph] | None = None,
     rules: Rules | None = None,
     seconds: float | None = None,
     fresh: bool = False,
@@ -85,15 +89,22 @@ def plan(
 
     ``memory_bytes`` is the memory of each rank (default: that of a device of the cluster). Without ``layout``, the
     planner searches for the fastest layout that fits in this memory (``planner.auto``). With ``layout``, the memory
-    limits the size of buckets. ``optimizer`` gives the state that the optimizer keeps and the memory that it moves
-    (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``only="intra"`` divides operators and
-    makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer state on the
-    host if no layout fits otherwise. ``codec="auto"`` compares layouts with the best codecs of their gradients, which
-    may lose something (``docs/how-to/compress-gradients.md``); ``none`` takes none at all. An operator without a rule
-    runs whole on every rank, and the plan says what that costs; ``strict`` refuses it. ``rules`` are the rules that
-    ``capture`` was given. A search calls ``progress`` with each layout that it considers, and the best so far. After
-    about ``seconds``, or once ``stop`` returns true, the search ends with the best layout so far, and a note in the
-    plan says so (None: the search ends by itself).
+    limits the size of buckets. If the layout has replicas, ``devices`` counts the ranks of all, and ``graph`` is that
+    of one replica's part of the batch. ``optimizer`` gives the state that the optimizer keeps and the memory that it
+    moves (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``only="intra"`` divides
+    operators and makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer
+    state on the host if no layout fits otherwise. ``codec="auto"`` compares layouts with the best codecs of their
+    gradients, which may lose something (``docs/how-to/compress-gradients.md``); ``none`` takes none at all. An operator
+    without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it. ``rules`` are the
+    rules that ``capture`` was given. A search calls ``progress`` with each layout that it considers, and the best so
+    far. After about ``seconds``, or once ``stop`` returns true, the search ends with the best layout so far, and a note
+    in the plan says so (None: the search ends by itself).
+
+    ``allow`` names consistency rules (``["local(16)", "diloco(50)"]``) under which a search may join replicas. It
+    compares the best synchronous plan with replicas under each of these rules, by simulated time for as many samples,
+    and a note in the plan says what it expects. Of ``local`` or ``diloco`` without a number, it takes the fewest steps
+    between exchanges that cost little. ``graph_of(count)`` is then the captured graph of one of ``count``
+    replicas, with its part of the batch; the plan is that of one replica.
 
     The plan of a search that ended by itself is kept in the user's cache. An equal request gets it from there without
     a search, and the log says so; its costs are computed again. ``fresh`` searches in any case. With ``rules``, nothing
@@ -109,6 +120,19 @@ def plan(
         check_strict(graph)
     _check_numbers(devices, memory_bytes)
     known = known_cluster(cluster, torch.device("cpu"), devices or 0)
+    if allow:
+        if layout is not None or graph_of is None:
+            problem = "a layout is given too" if layout is not None else "there is no graph of a replica"
+            remedy = "allow rules only where the planner searches, and give graph_of"
+            raise LayoutError(problem, where="allow", remedy=remedy)
+
+        def search(graph: Graph, devices: int) -> Plan:
+            return plan(
+                graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
+                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, progress=progress, stop=stop,
+            )  # fmt: skip
+
+        return choose_rule(graph, devices or known.num_devices, known, allow, graph_of, search, optimizer)[1]
     if layout is None:
         clock = TimeLimit(seconds, progress, stop)
         request = SearchRequest(
@@ -127,7 +151,9 @@ def plan(
         return found
     check_codec(codec, layout)
     refuse(LayoutError, layout.contradictions())
-    world_size = devices or (layout.num_ranks if layout.num_ranks > 0 else known.num_devices)
+    layout, world_size = of_replica(
+        layout, devices or (num_ranks(layout) if layout.num_ranks > 0 else known.num_devices)
+    )
     return plan_layout(
         graph, layout, world_size=world_size, cluster=known,
         ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules)),
@@ -207,8 +233,8 @@ def choose(
         known = known_cluster(cluster, device, world_size)
         check_size(known, world_size)
         return plan(
-            graph, known, devices=world_size, layout=layout, optimizer=optimizer, clips=clips, offload=offload,
-            codec=codec, seconds=seconds, rules=rules,
+            graph, known, devices=all_ranks(layout, world_size), layout=layout, optimizer=optimizer, clips=clips,
+            offload=offload, codec=codec, seconds=seconds, rules=rules,
         )  # fmt: skip
     chosen, where = loaded(wanted)
     check_fits(chosen, graph, where)

@@ -1,15 +1,15 @@
 """Verifies and trains the run that a RUN.toml describes."""
 
 import logging
+import statistics
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from meshwright import build, config
-from meshwright.api.planned_runs import cluster_of
+from meshwright.api.planned_runs import cluster_of, layout_of
 from meshwright.api.plans import cost_of
 from meshwright.api.trainers import parallelize, verify
 from meshwright.comm.clock import on_rank_0
@@ -19,22 +19,28 @@ from meshwright.cost.occupancy import box_of, num_peers
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.consistency import Ensemble, Sync, consistency_of
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import CodecUse, Ledger
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Plan
+from meshwright.ir.replica_use import ReplicaUse
 from meshwright.ir.run import Run, TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.runtime import launch, manifest
+from meshwright.planner.replicas import replica_step
+from meshwright.runtime import launch, manifest, worlds
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
 from meshwright.runtime.memory import memory_reader, taken_bytes
 from meshwright.runtime.metrics import Meter
+from meshwright.runtime.replica import EXCHANGE
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Verification
+from meshwright.schedules.replicas import all_ranks, of_replica, server_ranks
+from meshwright.simulate.replicas import simulate_replicas
 
 log = logging.getLogger("meshwright")
 
@@ -93,6 +99,24 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Ledger | None = None
 
 
+def replicas_of(run: Run) -> int:
+    """The number of replicas that are jobs of their own; 1 if there are none."""
+    layout = layout_of(run)
+    return 1 if isinstance(consistency_of(layout.consistency), Sync) or server_ranks(layout) else layout.replicas
+
+
+def ranks_of_replica(run: Run) -> int:
+    """The number of ranks of each replica of a run on this machine."""
+    num_ranks = run.num_ranks(launch.num_devices())
+    return num_ranks if run.layout.file else of_replica(layout_of(run), num_ranks)[1]
+
+
+def directory_of(run: Run, replica: int) -> Path:
+    """The directory of a run, or of another replica than the first in it."""
+    directory = Path(run.train.directory or "runs/run")
+    return directory / f"replica-{replica}" if replica > 0 else directory
+
+
 def train(run: Run, progress: Progress | None = None) -> Trained:
     """Train the run of a RUN.toml on the ranks that were started. Every rank must call it.
 
@@ -104,9 +128,12 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         MeshwrightError: the model, the data, the layout or the checkpoint is wrong.
     """
     progress = progress or Silent()
-    launch.start()
-    directory = Path(run.train.directory or "runs/run")
-    rank = launch.launched_rank()
+    replica, rank = worlds.place(layout_of(run))
+    directory = directory_of(run, replica)
+    if isinstance(
+        consistency_of(layout_of(run).consistency), Ensemble
+    ):  # members begin otherwise, and see other orders
+        run = msgspec.structs.replace(run, train=msgspec.structs.replace(run.train, seed=run.train.seed + replica))
     status = Status(directory, rank)
     status.set("while reading the data")
     progress.begin("reading the data")
@@ -121,7 +148,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     loop = Loop(
         trainer,
         source.training(trainer.data_shard),
-        source.held_out(trainer.data_shard),
+        source.held_out(trainer.own_shard),
         Meter(
             path=directory / "metrics.jsonl" if rank == 0 else None,
             steps=run.train.steps,
@@ -179,10 +206,9 @@ def _asked(run: Run, directory: Path) -> Layout | str:
     """The layout or plan of the run. A continued run with a searched layout keeps the plan of its first part if the
     number of ranks is the same. Its results then stay the same bit for bit."""
     file = directory / "plan.json"
-    if run.layout.searched and manifest.steps_in(directory / "checkpoints") and file.exists():
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if files.load(file, Plan).mesh.world_size == world_size:
-            return str(file)
+    kept = run.layout.searched and bool(manifest.steps_in(directory / "checkpoints")) and file.exists()
+    if kept and files.load(file, Plan).mesh.world_size == launch.what_is_launched().size:
+        return str(file)
     return run.layout.chosen()
 
 
@@ -208,12 +234,40 @@ def _ledger(
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
     codecs = _codecs(trainer, cluster)
     ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers, codecs)
+    ledger = msgspec.structs.replace(ledger, replicas=_replicas(run, trainer, measured, foretold.played.step_s))
     try:
         for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(content, directory / name)
     except OSError as error:
         log.warning("the ledger is not kept: %s", error)
     return ledger
+
+
+def _replicas(run: Run, trainer: Trainer, measured: list[Trace], step_s: float) -> ReplicaUse | None:
+    """What this rank exchanged with other replicas, beside a simulation of replicas that are equally fast; None without
+    replicas, or if they cannot be simulated."""
+    replica = trainer.replica
+    if replica is None or replica.exchange is None:
+        return None
+    exchange, layout = replica.exchange, trainer.plan.layout
+    cluster = cluster_of(run, trainer.device, all_ranks(layout, trainer.plan.mesh.world_size))
+    step = replica_step(trainer.graph, trainer.plan, step_s, cost_of(build.optimizer(run), trainer.graph))
+    try:
+        times = simulate_replicas(exchange.rule, layout.replicas, step, cluster)
+    except MeshwrightError as error:
+        log.warning("the exchange of replicas is not predicted: %s", error)
+        return None
+    waits = [
+        sum(span.end_s - span.start_s for span in trace.spans if span.what.startswith(EXCHANGE)) for trace in measured
+    ]
+    num_steps = max(1, sum(exchange.staleness.values()))
+    return ReplicaUse(
+        rule=str(exchange.rule), num_replicas=layout.replicas, num_steps=num_steps,
+        waited_s=statistics.fmean(waits) / trainer.plan.mesh.world_size,
+        sent_bytes=exchange.mailbox.sent_bytes / num_steps, staleness=dict(sorted(exchange.staleness.items())),
+        predicted_waited_s=sum(times.waited_s) / times.num_steps, predicted_bytes=times.bytes_per_step,
+        predicted_staleness=times.staleness,
+    )  # fmt: skip
 
 
 def _codecs(trainer: Trainer, cluster: Cluster) -> tuple[CodecUse, ...]:

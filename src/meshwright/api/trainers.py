@@ -1,7 +1,7 @@
 """Makes trainers of unmodified models, and compares their training with training in one process."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.api.allowed import plan_before_start, search_allowed
 from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
@@ -19,6 +20,7 @@ from meshwright.errors import LayoutError, RankError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
+from meshwright.ir.consistency import Sync, consistency_of
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
@@ -27,7 +29,7 @@ from meshwright.ir.precision import Precision
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.time_limit import check_seconds
-from meshwright.runtime import launch
+from meshwright.runtime import joining, launch
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.optimizer import OptimizerFactory, check_factory
 from meshwright.runtime.precision import check_device
@@ -64,6 +66,7 @@ def parallelize(
     offload: bool = False,
     codec: str = "",
     seconds: float | None = None,
+    allow: Sequence[str] = (),
     device: torch.device | str | None = None,
     cluster: Cluster | str | None = None,
     rules: Rules | None = None,
@@ -102,7 +105,9 @@ def parallelize(
             of a model takes seconds to a minute longer; inductor caches its kernels. CPU only.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: if a launcher has set its
-    environment, torch.distributed is started here.
+    environment, torch.distributed is started here. With ``Layout(replicas=...)`` and a rule other than ``sync``, it is
+    started for the ranks of each replica alone, and ``batch`` is that of all replicas. A rank that is a server serves
+    here, and ends with SystemExit when all replicas have left.
 
     Raises:
         CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError,
@@ -112,7 +117,13 @@ def parallelize(
     check_codec(codec, plan)
     check_factory(optimizer, max_grad_norm)
     check_seconds(seconds)
-    target = launch.start(device)
+    if allow:
+        plan = plan_before_start(plan, lambda: search_allowed(
+            model, loss_fn, batch, allow, optimizer=optimizer, clips=max_grad_norm is not None, precision=precision,
+            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules,
+        ))  # fmt: skip
+    plan, target, place = joining.start(plan, _layout_of(plan), device)
+    batch = place.part(batch)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     computed_in = from_rank_0(lambda: precision_of(plan, precision))
     check_device(computed_in, target, tells=not dist.is_initialized() or dist.get_rank() == 0)
@@ -131,7 +142,7 @@ def parallelize(
             rules=rules,
         )  # fmt: skip
 
-    return Trainer(
+    trainer = Trainer(
         model,
         loss_fn,
         captured,
@@ -144,6 +155,11 @@ def parallelize(
         rules=rules,
         compile=compile,
     )
+    if place.server >= 0:
+        joining.serve_only(trainer, place)
+    if place.num_replicas > 1:
+        joining.join(trainer, place)
+    return trainer
 
 
 def verify(
@@ -173,6 +189,12 @@ def verify(
     """
     progress = progress or Silent()
     check_plan(plan)
+    if not isinstance(consistency_of(_layout_of(plan).consistency), Sync):
+        raise LayoutError(
+            f"replicas joined by {_layout_of(plan).consistency} train otherwise than one process",
+            where="verify",
+            remedy="verify one replica: the same layout with replicas=1 and consistency='sync'",
+        )
     factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     doubled = batch_in_float64(batch)
     progress.begin("capturing and planning")
@@ -200,6 +222,13 @@ def verify(
     rows = from_rank_0(against_eager)
     progress.end()
     return rows
+
+
+def _layout_of(plan: Any) -> Layout:
+    """The layout that ``plan`` has or is; one rank of each kind for ``"auto"``, which plans no replicas."""
+    if isinstance(plan, Layout):
+        return plan
+    return Layout() if plan == "auto" else loaded(plan)[0].layout
 
 
 def _check_comparable(trainer: Trainer) -> None:

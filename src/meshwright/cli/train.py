@@ -74,6 +74,9 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
         )
     if (run.layout.searched and not run.layout.cluster) or feed_back:
         calibrate_once()
+    if api.replicas_of(run) > 1:
+        summarize(run, run_replicas(run), feed_back)
+        return
     num_ranks = run.num_ranks(api.num_devices())
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
     directory = Path(run.train.directory)
@@ -90,6 +93,20 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
             display.console().print(f"{whole[-1].parent} is saved: --train.directory {directory} goes on from there")
         raise
     summarize(run, result, feed_back)
+
+
+def run_replicas(run: Run) -> "Trained":
+    """Start each replica as a job of its own, so that the others go on if one dies."""
+    from meshwright import api
+
+    num_replicas, each = api.replicas_of(run), api.ranks_of_replica(run)
+    ranks = f" of {each} ranks" if each > 1 else ""
+    display.console().print(f"starting {num_replicas} replicas{ranks} in {run.train.directory}")
+    with display.cursor_kept():
+        return api.run_replicas(
+            display.on_rank, api.train, run, num_replicas=num_replicas, num_ranks=each,
+            directory=Path(run.train.directory), tell=display.console().print,
+        )  # fmt: skip
 
 
 def summarize(run: Run, result: "Trained", feed_back: bool) -> None:

@@ -76,7 +76,7 @@ class EmulatedNetwork:
                     f"ip link set {port} master switch up", limit(port, rate),
                 )  # fmt: skip
                 box.run(
-                    "ip link set lo up", f"ip address add 10.77.0.{index + 1}/24 dev {LINK}", f"ip link set {LINK} up",
+                    "ip link set lo up", f"ip address add {_address(index)}/24 dev {LINK}", f"ip link set {LINK} up",
                     limit(LINK, rate),
                 )  # fmt: skip
             self.places = tuple(Place(os.getpid(), box.task) for box in boxes)
@@ -96,11 +96,13 @@ def limit(link: str, rate_bits_per_s: float) -> str:
 
 
 def run_in_boxes(
-    function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path
-) -> T:
+    function: Callable[..., T], *args: object, boxes: Sequence[int], rates_bits_per_s: Sequence[float], directory: Path,
+    worlds: bool = False,
+) -> T:  # fmt: skip
     """Call ``run_ranks`` in emulated boxes, with rank i in box ``boxes[i]`` and torch.distributed (gloo) over the
-    links. Raise the errors of ``run_ranks``, and a LaunchError if boxes and rates do not match or this machine cannot
-    emulate networks (``why_not``).
+    links. With ``worlds``, torch.distributed is left to ``parallelize``, which starts it for each replica alone; rank 0
+    keeps the store of all ranks. Raise the errors of ``run_ranks``, and a LaunchError if boxes and rates do not match
+    or this machine cannot emulate networks (``why_not``).
     """
     if set(boxes) != set(range(len(rates_bits_per_s))):
         raise LaunchError(
@@ -111,14 +113,23 @@ def run_in_boxes(
     with EmulatedNetwork(rates_bits_per_s) as network, tempfile.TemporaryDirectory(prefix="meshwright-") as meeting:
         places = tuple(network.places[box] for box in boxes)
         result: T = run_ranks(
-            _in_box, places, str(Path(meeting, "store")), function, args, num_ranks=len(boxes), directory=directory
-        )
+            _in_box, places, "" if worlds else str(Path(meeting, "store")), _address(boxes[0]), function, args,
+            num_ranks=len(boxes), directory=directory,
+        )  # fmt: skip
         return result
 
 
-def _in_box(places: Sequence[Place], store: str, function: Callable[..., T], args: tuple[object, ...]) -> T:
+def _address(box: int) -> str:
+    return f"10.77.0.{box + 1}"
+
+
+def _in_box(places: Sequence[Place], store: str, first: str, function: Callable[..., T], args: tuple[object, ...]) -> T:
+    """``store``: the file of the store; empty: rank 0, at the address ``first``, keeps it."""
     enter(places[launch.launched_rank()])
-    launch.join_by_file(store, LINK)
+    if store:
+        launch.join_by_file(store, LINK)
+    else:
+        launch.meet_at(first, LINK)
     return function(*args)
 
 

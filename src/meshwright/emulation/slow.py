@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+from meshwright.ir.stages import FINISH, PROLOGUE, REDUCE
 from meshwright.runtime.executor import Executor
+
+Phase = Callable[[list[Any]], list[Any]]
 
 
 def slow_down(executor: Executor, factor: float) -> None:
@@ -18,7 +21,7 @@ def slow_down(executor: Executor, factor: float) -> None:
         stage.functions = {name: _slowed(function, factor) for name, function in stage.functions.items()}
 
 
-def _slowed(function: Callable[[list[Any]], list[Any]], factor: float) -> Callable[[list[Any]], list[Any]]:
+def _slowed(function: Phase, factor: float) -> Phase:
     def slowed(values: list[Any]) -> list[Any]:
         begun = time.thread_time()
         results = function(values)
@@ -26,3 +29,36 @@ def _slowed(function: Callable[[list[Any]], list[Any]], factor: float) -> Callab
         return results
 
     return slowed
+
+
+def stretch(executor: Executor, until_s: Callable[[float], float], where: Literal["reduce", "finish"]) -> None:
+    """Make the computing of every step last as long as on a device of its own. ``until_s`` maps the seconds since the
+    step began to those that it should last at least; it is called once a step.
+
+    The rank sleeps before the phase ``reduce``, so that gradients that accumulate over micro-batches are late for other
+    ranks, or after ``finish``: then what follows the step is late. Ranks may so share cores as long as they compute for
+    a small part of their steps.
+    """
+    begun = time.perf_counter()
+
+    def begins(function: Phase) -> Phase:
+        def beginning(values: list[Any]) -> list[Any]:
+            nonlocal begun
+            begun = time.perf_counter()
+            return function(values)
+
+        return beginning
+
+    def ends(function: Phase) -> Phase:
+        def ending(values: list[Any]) -> list[Any]:
+            results = function(values) if where == FINISH else []
+            past_s = time.perf_counter() - begun
+            time.sleep(max(0.0, until_s(past_s) - past_s))
+            return results if where == FINISH else function(values)
+
+        return ending
+
+    assert where in (REDUCE, FINISH)
+    (stage,) = executor.stages.values()
+    stage.functions[PROLOGUE] = begins(stage.functions[PROLOGUE])
+    stage.functions[where] = ends(stage.functions[where])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from meshwright.ir.interval import Interval, interval
+from meshwright.ir.replica_use import ReplicaUse
 from meshwright.ir.summary import RankTimes
 from meshwright.ir.trace import TraceSource
 from meshwright.ir.units import seconds, size
@@ -162,6 +163,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     num_steps: int
     ranks: Annotated[tuple[RankEntry, ...], msgspec.Meta(min_length=1)]
     codecs: tuple[CodecUse, ...] = ()
+    replicas: ReplicaUse | None = None
 
     @property
     def predicted_step_s(self) -> float:
@@ -289,7 +291,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if (about := self.interval_bytes) is not None and (peak_bytes := self.highest_bytes[1]):
             where = "inside" if about.holds(peak_bytes) else "outside"
             lines.append(f"and the highest peak is {size(about.low)} to {size(about.high)}: this run is {where}")
-        return "\n".join([*lines, *self.codec_lines(), f"{self.worst}", self.explanation])
+        more = [*self.codec_lines(), *(self.replicas.lines() if self.replicas is not None else ())]
+        return "\n".join([*lines, *more, f"{self.worst}", self.explanation])
 
     def codec_lines(self) -> list[str]:
         """The codecs as text: for each bucket, predicted and measured bytes and seconds."""

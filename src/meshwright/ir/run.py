@@ -332,9 +332,13 @@ class Run(Section, frozen=True, kw_only=True):
     """Text to generate after training."""
 
     def num_ranks(self, num_cores: int) -> int:
-        """The number of processes to start on ``num_cores`` cores (or GPUs): as many as layout and batch can use."""
+        """The number of processes to start on ``num_cores`` cores (or GPUs): as many as layout and batch can use.
+        With a plan file, the number of one replica."""
         if self.layout.file:
             return files.load(Path(self.layout.file), Plan).mesh.world_size
+        if self.layout.replicas > 1 and self.train.ranks == "auto":
+            one = msgspec.structs.replace(self, layout=msgspec.structs.replace(self.layout, replicas=1))
+            return one.num_ranks(max(1, num_cores // self.layout.replicas)) * self.layout.replicas
         if self.train.ranks != "auto":
             return self.train.ranks
         if self.layout.stage_sizes:

@@ -9,6 +9,7 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from meshwright.errors import LaunchError
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
+BOX_PORT = 29511
+"""The port of the store in an emulated box, where nobody else listens."""
 TOGETHER_S = 0.3
 """If all ranks end within this many seconds, they count as ending together."""
 HEAR_S = 3.0
@@ -32,8 +35,27 @@ _MPI = {
 _SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|TORCH_NCCL_ASYNC)_\w+")
 
 
-def start(device: torch.device | str | None = None) -> torch.device:
-    """Start torch.distributed if a launcher has set its environment variables and it is not started yet.
+class Launched(NamedTuple):
+    """What a launcher has set in the environment of this process: its rank and the number of ranks; and, if it started
+    a replica alone, the replica's number and the address at which replicas meet (else -1 and an empty text)."""
+
+    rank: int
+    size: int
+    replica: int
+    meet: str
+
+
+class Within(NamedTuple):
+    """A part of the launched ranks that is a world of its own: their store, and this process's rank among ``size``."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+
+def start(device: torch.device | str | None = None, within: Within | None = None) -> torch.device:
+    """Start torch.distributed if a launcher has set its environment variables and it is not started yet. ``within``:
+    only for these of the launched ranks.
 
     It is shut down at the end of the program. Ranks wait at most ``MESHWRIGHT_TIMEOUT_S`` seconds (default: 600) for
     each other.
@@ -53,13 +75,72 @@ def start(device: torch.device | str | None = None) -> torch.device:
         torch.cuda.set_device(device)
     else:
         keep_memory()
-    if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
-        _join("nccl" if device.type == "cuda" else "gloo")
-        # torchrun's agent keeps the store; otherwise rank 0 does
-        keeps_store = launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        atexit.register(_finish_at_exit, attend(), keeps_store)
+    if not dist.is_initialized() and (within.size if within is not None else _number("WORLD_SIZE", "1")) > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if within is None:
+            _join(backend)
+        else:
+            _use_loopback()
+            dist.init_process_group(
+                backend, store=within.store, rank=within.rank, world_size=within.size, timeout=timeout()
+            )
+        atexit.register(_finish_at_exit, attend(), keeps_store())
     attend()
     return device
+
+
+def what_is_launched() -> Launched:
+    """What the launcher says of this process and of the others; one rank without a launcher."""
+    _take_over_from_mpi()
+    rank = launched_rank() if launched() else 0
+    return Launched(rank, _number("WORLD_SIZE", "1"), launched_replica(), os.environ.get("MESHWRIGHT_MEET", ""))
+
+
+def launched_replica() -> int:
+    """The number of the replica that a launcher has started alone; -1 if it started all ranks together."""
+    return _number("MESHWRIGHT_REPLICA", "0") if os.environ.get("MESHWRIGHT_MEET") else -1
+
+
+def keeps_store() -> bool:
+    """Whether this process keeps the store of all launched ranks: torchrun's agent does, or else rank 0."""
+    return launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def store_of_all() -> dist.Store:
+    """The store at which all launched ranks meet."""
+    _check_environment()
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout())))
+    store.set_timeout(timeout())
+    return store
+
+
+def own_address() -> str:
+    """The address of this machine for other boxes: that of the network through which the store is reached."""
+    host = os.environ.get("MESHWRIGHT_MEET", "").rpartition(":")[0] or os.environ.get("MASTER_ADDR", HOST)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        remedy = "give an IPv4 address, or a name that has one"
+        raise LaunchError(f"{host!r} cannot be reached: {error}", where="MASTER_ADDR", remedy=remedy) from error
+
+
+def store_at(meet: str) -> dist.Store:
+    """The store at an address, ``host:port``, at which replicas meet.
+
+    Raises:
+        LaunchError: nobody answers there.
+    """
+    host, _, port = meet.rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout())
+    except (ValueError, dist.DistError) as error:
+        raise LaunchError(
+            f"no store answers at {meet!r} ({str(error).splitlines()[0]})",
+            where="environment variable MESHWRIGHT_MEET",
+            remedy="start the replicas with meshwright train, which keeps the store",
+        ) from error
 
 
 def join_by_file(path: str, interface: str) -> None:
@@ -67,12 +148,20 @@ def join_by_file(path: str, interface: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
-        timeout=_timeout(),
+        timeout=timeout(),
     )  # fmt: skip
     atexit.register(_finish_at_exit, attend(), False)
 
 
-def _timeout() -> timedelta:
+def meet_at(address: str, interface: str) -> None:
+    """Let the launched ranks meet at the store of rank 0, which this address has, in place of the launcher's; they
+    communicate over this network interface. ``start`` and ``store_of_all`` do the rest."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": f"{BOX_PORT}", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def timeout() -> timedelta:
+    """How long ranks wait for each other."""
     return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
 
 
@@ -207,7 +296,7 @@ def _take_over_from_mpi() -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(endpoint, root=0)
 
 
-def _join(backend: str) -> None:
+def _check_environment() -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LaunchError(
@@ -215,25 +304,35 @@ def _join(backend: str) -> None:
             where="environment",
             remedy="start the ranks with torchrun or meshwright train, or unset WORLD_SIZE",
         )
-    rank, world_size, port = _number("RANK", ""), _number("WORLD_SIZE", ""), _number("MASTER_PORT", "")
+    rank, world_size = _number("RANK", ""), _number("WORLD_SIZE", "")
     if rank >= world_size:
         raise LaunchError(
             f"RANK is {rank}, but WORLD_SIZE is {world_size}",
             where="environment",
             remedy=f"ranks are 0 to {world_size - 1}",
         )
-    if os.environ["MASTER_ADDR"] in (HOST, "localhost"):
-        # Otherwise gloo looks up the address of this machine's host name, which fails on some machines.
+
+
+def _use_loopback() -> None:
+    """If all ranks are on this machine, gloo uses its loopback interface. Otherwise gloo looks up the address of this
+    machine's host name, which fails on some machines."""
+    if os.environ.get("MASTER_ADDR", HOST) in (HOST, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    timeout = _timeout()
+
+
+def _join(backend: str) -> None:
+    _check_environment()
+    _use_loopback()
+    rank, world_size, port = _number("RANK", ""), _number("WORLD_SIZE", ""), _number("MASTER_PORT", "")
+    limit = timeout()
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=limit)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         text = str(error)
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
             raise _port_error(port, "another program uses it") from error
         raise LaunchError(
-            f"not all {world_size} ranks met within {timeout.total_seconds():g} s ({text.splitlines()[0]})",
+            f"not all {world_size} ranks met within {limit.total_seconds():g} s ({text.splitlines()[0]})",
             where=f"rank {rank}, {os.environ['MASTER_ADDR']}:{port}",
             remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
         ) from error

@@ -14,6 +14,7 @@ from meshwright.comm.groups import from_rank_0
 from meshwright.errors import CheckpointError, LayoutError
 from meshwright.ir.run import Train
 from meshwright.ir.trace import Trace
+from meshwright.runtime import joining
 from meshwright.runtime.data import Loader
 from meshwright.runtime.failures import Status, lost_peer
 from meshwright.runtime.metrics import Meter
@@ -106,7 +107,14 @@ class Loop:
     def resume(self) -> Path | None:
         """Load the latest checkpoint and return its path; None if no checkpoint exists."""
         self.status.set("while loading a checkpoint")
-        path = self.trainer.load_latest(self.checkpoints, loader=self.loader)
+        replica = self.trainer.replica
+        if replica is not None:
+            replica.loader = self.loader
+        joined = replica is not None and replica.has_state_of_another
+        path = None if joined else self.trainer.load_latest(self.checkpoints, loader=self.loader)
+        joining.align(self.trainer)
+        if replica is not None and replica.loader_state is not None:
+            self.loader.load_state_dict(replica.loader_state)
         # Only rank 0 has the file. Ranks that disagree on the remaining work would wait for each other for ever.
         rows = from_rank_0(lambda: self.meter.rewind(self.trainer.step_number))
         self.evaluations = [HeldOut(step=row["step"], **row["held_out"]) for row in rows if "held_out" in row]
@@ -147,6 +155,8 @@ class Loop:
         self.meter.finish()
         self.status.set("while saving the last step")
         trainer.wait_for_save()
+        if trainer.replica is not None:
+            trainer.replica.leave()
 
     def evaluate(self) -> HeldOut:
         """Evaluate on all held-out data, record the result and return it."""
@@ -157,7 +167,7 @@ class Loop:
         total, correct, samples = 0.0, 0, 0
         self.held_out.rewind()
         for batch in self.held_out:
-            count = len(next(iter(batch.values()))) * trainer.data_shard[1]
+            count = len(next(iter(batch.values()))) * trainer.own_shard[1]
             total += float(trainer.evaluate(batch, local=True)) * count
             correct += int(trainer.metrics["correct"]) if "correct" in trainer.metrics else 0
             samples += count
@@ -235,6 +245,7 @@ def resumed_schedule(
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         group.update(hyperparameters, initial_lr=hyperparameters["lr"])
+    trainer.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns where servers make the steps
     # The constructor advances the schedule by one step: it then gives the learning rate of the next training step.
     return torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: factors[min(step, len(factors) - 1)], last_epoch=trainer.step_number - 1

@@ -50,6 +50,7 @@ def run_ranks(
     directory: Path | None = None,
     port: int = 0,
     again: Again | None = None,
+    environment: dict[str, str] | None = None,
 ) -> T:
     """Run ``function(*args)`` on ``num_ranks`` ranks of this machine, and return rank 0's result.
 
@@ -60,6 +61,7 @@ def run_ranks(
         directory: directory for the files that ranks leave behind; no other ``run_ranks`` may use it at the same time.
             None: a temporary directory, which is kept if a rank fails, because the error names it.
         port: port of this machine through which the ranks find each other; 0: any free port.
+        environment: more variables for the ranks; a single rank then runs in a process of its own.
         again: called if one of several ranks was killed, lost the others, or raised an error that is not a
             MeshwrightError. If it returns True, all ranks are started again.
 
@@ -87,15 +89,17 @@ def run_ranks(
         launch.check_port(port)
     if directory is None:
         with _scratch() as scratch:
-            return run_ranks(function, *args, num_ranks=num_ranks, directory=scratch, port=port, again=again)
+            return run_ranks(
+                function, *args, num_ranks=num_ranks, directory=scratch, port=port, again=again, environment=environment
+            )
     with _locked(directory):
         shutil.rmtree(directory / "ranks", ignore_errors=True)
-        if num_ranks == 1:
+        if num_ranks == 1 and environment is None:
             return _alone(function, args, directory)
         for attempt in itertools.count(1):
             kept = directory / "ranks" / f"failed-{attempt}"
             try:
-                return _together(function, args, num_ranks, directory, port)
+                return _together(function, args, num_ranks, directory, port, environment or {})
             except (FailedRankError, LostRankError) as error:
                 if again is None or not again(error, kept):
                     raise
@@ -116,7 +120,10 @@ def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -
         raise as_error(failure, directory) from error
 
 
-def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, port: int) -> T:
+def _together(
+    function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, port: int,
+    environment: dict[str, str],
+) -> T:  # fmt: skip
     # Imported here because it takes half a second that one rank does not need.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -141,7 +148,7 @@ def _together(function: Callable[..., T], args: tuple[Any, ...], num_ranks: int,
         )
         _start_server()
         try:
-            given = function, args, num_ranks, directory, launch.environment()
+            given = function, args, num_ranks, directory, launch.environment() | environment
             results: dict[int, T] = elastic_launch(config, _rank)(*given)
         except ChildFailedError as error:
             signals.raise_received()
@@ -172,15 +179,25 @@ def _rank(
     try:
         status = Status(directory, rank)
         status.set("while starting")
-        _redirect_output(file_of(directory, rank, "log"), keep_python=rank == 0)
+        _redirect_output(file_of(directory, rank, "log"), keep_python=rank == 0 and launch.launched_replica() <= 0)
         launch.share_cores(num_ranks)
-        result = function(*args)
+        result = _result(function, args)
         status.set("while ending")
         launch.finish()
         atexit._run_exitfuncs()  # a fork does not, before Python 3.13
         return result if rank == 0 else None
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must be told
         _fail(record(error, directory, rank))
+
+
+def _result(function: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+    """The function's result; None if it has ended the program with success, as servers do."""
+    try:
+        return function(*args)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+        return None
 
 
 def _end_with_launcher() -> None:

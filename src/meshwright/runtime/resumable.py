@@ -28,6 +28,7 @@ from meshwright.runtime.loss_check import LossCheck
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.precision import LossScale
+from meshwright.runtime.replica import Replica
 from meshwright.runtime.saving import TRAINER, Save, Saver
 from meshwright.runtime.shards import Share, StoredPart
 from meshwright.runtime.state import LocalParameters, full_state_dict, load_state_dict
@@ -57,6 +58,7 @@ class Resumable:
     losses: LossCheck
     _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
+    replica: Replica | None
     _codecs: CodecMemory
     _callers: CallersTensors
 
@@ -107,6 +109,8 @@ class Resumable:
             state["optimizer"] = optimizer_state.joined(from_every_rank(state["optimizer"]))
         if "pp" in self.groups:
             state["codecs"] = codec_memory.joined(from_every_rank(state["codecs"]))
+        if self.replica is not None:
+            state["replica"] = from_every_rank(self.replica.state())
         packed, share = checkpoint.packed(state), Share(parts)
         num_bytes = share.num_bytes + len(packed) + OTHER_BYTES
         try:
@@ -176,6 +180,7 @@ class Resumable:
                 raise the error.
             DataError: the saved position belongs to other data than the loader has; nothing has changed.
         """
+        self._check_may_load()
         self.saver.wait()  # a failure was already logged, and does not concern the checkpoint that is loaded
         taker, extra = self._optimizer if optimizer else None, extra or {}
         path, where = same_path(path)
@@ -204,6 +209,7 @@ class Resumable:
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state.get("loss_scale"))
             self._codecs.rescale(self.loss_scale.value)
+        self._take_exchanged(state.get("replica"), where)
         everywhere(where, lambda: checkpoint.give_back(extra, state["extra"]))
         self._callers.accept()
         if self.rank == 0:
@@ -252,6 +258,16 @@ class Resumable:
             told_of = "; ".join(map(str, saved))
             log.info("%s: its plan is another, whose amendments do not hold here: %s", where, told_of)
 
+    def _take_exchanged(self, saved: list[dict[str, Tensor]] | None, where: str) -> None:
+        """Restore what the consistency rule kept on this rank, if the replica has as many ranks as it had then."""
+        if self.replica is None:
+            return
+        if saved is not None and len(saved) == self.plan.mesh.world_size:
+            self.replica.load_state(saved[self.rank])
+        elif self.rank == 0:
+            log.warning("%s: what %s keeps between steps was saved for another layout, or not at all, and begins again",
+                        where, self.plan.consistency)  # fmt: skip
+
     def _plan_as_data(self) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(files.encode_json(self.plan))
         return data
@@ -265,6 +281,8 @@ class Resumable:
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Return whole tensors on the CPU by the model's own names, on rank 0. Other ranks get an empty dict, unless
         ``all_ranks``. The ``load_state_dict`` of the plain model takes this dict."""
+        if self.replica is not None:
+            self.replica.settle()
         return full_state_dict(self.parameters, all_ranks=all_ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -277,12 +295,19 @@ class Resumable:
             CheckpointError: a tensor is missing, unknown or of another shape. All ranks raise it, and nothing has
                 changed.
         """
+        self._check_may_load()
         self._settle()
         load_state_dict(self.parameters, state_dict, strict=strict)
         self._callers.accept()
 
+    def _check_may_load(self) -> None:
+        if self.replica is not None:
+            self.replica.check_may_load()
+
     def _settle(self) -> None:
         self.losses.settle()
+        if self.replica is not None:
+            self.replica.settle()
         if self._offloader is not None:
             self._offloader.settle()
 

@@ -125,6 +125,10 @@ class LocalParameters:
         """Whether a stage of this rank uses the parameter or buffer."""
         return "pp" not in self.groups or self.groups["pp"].index in self._owners[name]
 
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The ``pp`` ranks that hold the parameter or buffer, in rising order."""
+        return tuple(self._owners[name])
+
     def is_elsewhere(self, name: str) -> bool:
         """Whether the model has this parameter or buffer, but only stages of other ranks use it."""
         return name in self._owners and not self.holds(name)

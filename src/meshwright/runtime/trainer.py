@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from meshwright.capture.builder import Capture, capture
 from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import amend, look_at_links, sum_over, told_of
+from meshwright.comm.groups import amend, look_at_links, told_of
 from meshwright.comm.record import COMPUTE, SpanRecorder, recording
 from meshwright.errors import OptimizerError
 from meshwright.ir.graph import Graph
@@ -29,7 +28,9 @@ from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
 from meshwright.ops.library import mix
+from meshwright.runtime.clip import clip
 from meshwright.runtime.codec_memory import CodecMemory, check_momentum
+from meshwright.runtime.executor import Executor
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
@@ -37,6 +38,7 @@ from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
+from meshwright.runtime.replica import Replica
 from meshwright.runtime.resumable import Resumable
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters
@@ -59,6 +61,7 @@ class Trainer(Resumable):
         metrics: maps names to scalar tensors of the last step or evaluation: ``loss``, the loss function's metrics,
             ``grad_norm`` (if gradients are clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in
             float16).
+        replica: this replica's part in the exchange with other replicas; None if there are none.
         recorder: records the spans of the last step or evaluation; if it is None, nothing is recorded.
     """
 
@@ -86,6 +89,7 @@ class Trainer(Resumable):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.saver = Saver()
         self.losses = LossCheck(device)
+        self.replica: Replica | None = None
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
@@ -121,7 +125,15 @@ class Trainer(Resumable):
     @property
     def data_shard(self) -> tuple[int, int]:
         """(index, count): on this rank ``step(batch, local=True)`` takes part ``index`` of ``count`` parts of the
-        global batch. If stages have different submeshes, every rank takes the whole batch, and this is (0, 1)."""
+        global batch, that of all replicas. If stages have different submeshes, every rank takes its replica's whole
+        batch."""
+        index, count = self.own_shard
+        number = self.replica.number if self.replica is not None else 0
+        return number * count + index, count * (self.plan.layout.replicas if self.replica is not None else 1)
+
+    @property
+    def own_shard(self) -> tuple[int, int]:
+        """The same among the ranks of this replica: ``evaluate(batch, local=True)`` takes such a part."""
         index, count = 0, 1
         for group in (self.groups[axis] for axis in DATA_AXES if axis in self.groups and not self.plan.uneven):
             index, count = index * group.size + group.index, count * group.size
@@ -133,6 +145,11 @@ class Trainer(Resumable):
         split over ranks, ``step(batch, local=True)`` also accepts only this rank's rows:
         ``image[trainer.input_parts["image"]]``."""
         return self._split.slices
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the last step; before the first, that of training."""
+        return self._last.executor
 
     @property
     def num_kernels(self) -> int:
@@ -172,36 +189,48 @@ class Trainer(Resumable):
         """
         optimizer = self.optimizer
         with self._recorded():
+            if self.replica is not None:
+                batch = batch if local else self.replica.world.part(batch)
+                self.replica.begin()
             result = self._run(batch, local, training=True)
             loss = result.scalars["loss"]
-            if not self._is_finite(result):
+            finite = self._is_finite(result)
+            if not finite and self.replica is None:
                 self.step_number += 1
                 return loss
-            self._finish(result)
+            if finite:
+                self._finish(result)
             parameters = self.parameters.trainable
             for name, parameter in parameters.items():
-                parameter.grad = result.gradients.get(name)
+                parameter.grad = result.gradients.get(name) if finite else None
             del result
-            if self.max_grad_norm is not None:
+            if self.max_grad_norm is not None and finite:
                 begun = time.perf_counter()
-                self.metrics["grad_norm"] = self._clip(self.max_grad_norm)
+                self.metrics["grad_norm"] = clip(self.parameters, self.max_grad_norm)
                 self._note("clip", begun)
-            begun = time.perf_counter()
-            if self._offloader is not None:
-                self._offloader.step(optimizer, list(parameters.values()))
-            else:
-                optimizer.step()
+            if self.replica is None:
+                self._update(optimizer, parameters)
+            else:  # others go on with gradients that are not finite here: this replica's count as 0
+                for _ in self.replica.updates(finite):
+                    self._update(optimizer, parameters)
+                self.replica.end()
             for parameter in parameters.values():
                 parameter.grad = None
-            self._note("optimizer", begun)
         self.step_number += 1
         if changes := look_at_links(self.step_number, self.groups):
             self._amend((*self.plan.amendments, *changes))
         return loss
 
+    def _update(self, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+        """Make an optimizer step with the parameters' gradients."""
+        begun, offloader = time.perf_counter(), self._offloader
+        offloader.step(optimizer, list(parameters.values())) if offloader is not None else optimizer.step()
+        self._note("optimizer", begun)
+
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
-        """Return the loss of a batch in evaluation mode: no gradients, no dropout, unchanged buffers."""
-        self.losses.settle()
+        """Return the loss of a batch in evaluation mode: no gradients, no dropout, unchanged buffers. Each replica
+        evaluates the whole batch with its own parameters."""
+        self._settle()
         with self._recorded():
             self.metrics = self._run(batch, local, training=False).scalars
         return self.metrics["loss"]
@@ -228,7 +257,7 @@ class Trainer(Resumable):
 
         Tensors that are split over the ranks (``local``) count with their global shape.
         """
-        size, parts = leaves.size, self.data_shard[1] if local else 1
+        size, parts = leaves.size, self.own_shard[1] if local else 1
         shapes = tuple(
             (self._split.whole_shape(name, value, parts) if local and value.dim() and len(value) == size
              else tuple(value.shape), kind_of(value))
@@ -258,7 +287,7 @@ class Trainer(Resumable):
         leaves = take_apart(batch)
         key = self._key(leaves, local, training)
         if key not in self._compared and self.groups:
-            compare_over_ranks(leaves, self._split.index(leaves, self.data_shard[0]) if local else 0)
+            compare_over_ranks(leaves, self._split.index(leaves, self.own_shard[0]) if local else 0)
         self._compared.add(key)
         step = self._last = self._step_for(key, leaves, training)
         inputs = {}
@@ -271,12 +300,11 @@ class Trainer(Resumable):
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
+        own = () if self.replica is None else (self.replica.number,)  # replicas draw other masks
         return step.run(
-            self.parameters.values(),
-            self.parameters.named_buffers,
-            inputs,
-            lambda microbatch: mix(self.seed, self.step_number, microbatch),
-        )
+            self.parameters.values(), self.parameters.named_buffers, inputs,
+            lambda microbatch: mix(self.seed, self.step_number, microbatch, *own),
+        )  # fmt: skip
 
     def _trained(self) -> tuple[str, ...]:
         """Return the names of the parameters that are not frozen now. Raise an OptimizerError if the optimizer lacks
@@ -369,28 +397,3 @@ class Trainer(Resumable):
             buffer = self.parameters.named_buffers[name]
             if value is not buffer:
                 buffer.copy_(value)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        """Clip gradients by their norm over all ranks, and return the norm. The squared norm of split gradients is
-        summed over the axes that split them. The squared norms of all stages are summed over ``pp``."""
-        whole: list[Tensor] = []
-        split: dict[tuple[str, ...], list[Tensor]] = {}
-        for name, parameter in self.parameters.trainable.items():
-            if parameter.grad is None or not self.parameters.counts(name):
-                continue
-            axes = self.parameters.split_axes(name)
-            (split.setdefault(axes, []) if axes else whole).append(parameter.grad)
-        dtypes = (getattr(torch, self.graph.tensors[name].dtype) for name in self.graph.parameters)
-        total = torch.zeros((), dtype=reduce(torch.promote_types, dtypes), device=self.device)  # equal on all stages
-        if whole:
-            total = total + torch.nn.utils.get_total_norm(whole).square()
-        for axes, gradients in split.items():
-            squares = torch.nn.utils.get_total_norm(gradients).square()
-            for axis in axes:
-                squares = sum_over(squares, self.groups[axis])
-            total = total + squares
-        if "pp" in self.groups:
-            total = sum_over(total, self.groups["pp"])
-        norm = total.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(list(self.parameters.trainable.values()), max_norm, norm)
-        return norm

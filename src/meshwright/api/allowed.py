@@ -1,0 +1,77 @@
+"""The plan of launched ranks, if the planner may join replicas by a consistency rule."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.api.plans import Rules, capture, cost_of, plan
+from meshwright.capture.tracer import LossFunction
+from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.ir import files
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.plan import Plan
+from meshwright.ir.precision import Precision
+from meshwright.runtime import launch
+from meshwright.runtime.optimizer import OptimizerFactory
+from meshwright.runtime.worlds import World
+
+_FOUND, _FAILED = "+", "-"
+
+
+def plan_before_start(wanted: Any, make: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 makes, on every launched rank. torch.distributed is not started yet: which ranks belong to
+    one world, only the plan says.
+
+    Raises:
+        LayoutError: the plan is not to be searched for, the launcher has started each replica alone, or rank 0 has
+            found no plan.
+    """
+    if wanted != "auto":
+        raise LayoutError("a plan is given too", where="allow", remedy='allow rules only with plan="auto"')
+    launched = launch.what_is_launched()
+    if launched.meet:
+        problem = "each replica was started as a job of its own, so that their number is known"
+        raise LayoutError(problem, where="allow", remedy="start all ranks together, or give a Layout")
+    if launched.size == 1:
+        return make()
+    store = launch.store_of_all()
+    if launched.rank == 0:
+        try:
+            store.set("allowed", _FOUND + files.encode_json(found := make()).decode())
+        except MeshwrightError as error:
+            store.set("allowed", _FAILED + str(error))
+            raise
+        return found
+    said = store.get("allowed").decode()
+    if said.startswith(_FAILED):
+        raise LayoutError(f"rank 0 has found no plan: {said[1:]}", where="allow", remedy="see the error there")
+    return files.decode(said[1:].encode(), Plan, where="the plan of rank 0")
+
+
+def search_allowed(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    allow: Sequence[str],
+    *,
+    optimizer: OptimizerFactory | None,
+    clips: bool,
+    precision: Precision | None,
+    offload: bool,
+    codec: str,
+    seconds: float | None,
+    cluster: Cluster | str | None,
+    rules: Rules | None,
+) -> Plan:
+    """The plan of all launched ranks, with replicas under one of the rules ``allow`` if these are faster."""
+
+    def graph_of(count: int) -> Graph:
+        return capture(model, loss_fn, World(num_replicas=count).part(batch), rules=rules, precision=precision)
+
+    graph = graph_of(1)
+    return plan(
+        graph, cluster, devices=launch.what_is_launched().size, optimizer=cost_of(optimizer, graph), clips=clips,
+        offload=offload, codec=codec, seconds=seconds, rules=rules, allow=allow, graph_of=graph_of,
+    )  # fmt: skip

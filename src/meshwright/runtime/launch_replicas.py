@@ -1,0 +1,98 @@
+"""Starts replicas on this machine: each is a job of its own, so that the death of one stops no other."""
+
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from meshwright.errors import FailedRankError, LostRankError, MeshwrightError
+from meshwright.runtime import launch
+from meshwright.runtime.ranks import run_ranks
+
+log = logging.getLogger("meshwright")
+
+T = TypeVar("T")
+
+POLL_S, LINGER_S = 0.1, 5.0
+"""Seconds between looks at the threads, and seconds that other replicas have to end after a mistake of one."""
+RESTARTS = 3
+"""A replica that dies is started again at most so many times."""
+
+
+def run_replicas(
+    function: Callable[..., T],
+    *args: Any,
+    num_replicas: int,
+    num_ranks: int,
+    directory: Path,
+    restarts: int = RESTARTS,
+    tell: Callable[[str], None] = log.warning,
+) -> T:
+    """Run ``function(*args)`` on ``num_ranks`` ranks of each replica. Return the result of the first replica that ends
+    with one; the others end, too.
+
+    Ranks find the number of their replica, and the store at which replicas meet, in their environment
+    (``runtime/worlds.py``). A replica that dies is started again up to ``restarts`` times; it joins the others.
+
+    Raises:
+        MeshwrightError: no replica has ended with a result; the error is that of the first that failed.
+    """
+    cores = {"OMP_NUM_THREADS": f"{max(1, launch.num_cores() // (num_replicas * num_ranks))}"}
+    cores |= {name: value for name, value in launch.environment().items() if name in cores}
+    store = dist.TCPStore(launch.HOST, 0, is_master=True, wait_for_workers=False, timeout=launch.timeout())
+    results: dict[int, T] = {}
+    errors: list[tuple[int, BaseException]] = []
+    stopped = threading.Event()
+
+    def live(replica: int) -> None:
+        meet = f"{launch.HOST}:{store.port}"
+        environment = cores | {"MESHWRIGHT_REPLICA": f"{replica}", "MESHWRIGHT_MEET": meet}
+        place = directory if replica == 0 else directory / f"replica-{replica}"
+        attempt = 0
+        while True:
+            try:
+                results[replica] = run_ranks(
+                    function, *args, num_ranks=num_ranks, directory=place, environment=environment
+                )
+                return
+            except (FailedRankError, LostRankError) as error:
+                errors.append((replica, error))
+                if stopped.is_set():
+                    return
+                attempt, again = attempt + 1, attempt < restarts
+                what = "it is started again" if again else "the others go on"
+                tell(f"replica {replica} has died ({error.problem}); {what}")
+                if not again:
+                    return
+            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+                errors.append((replica, error))
+                stopped.set()  # a mistake, which all replicas make, or wait for
+                return
+
+    threads = [
+        threading.Thread(target=live, args=(replica,), name=f"replica {replica}") for replica in range(num_replicas)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads) and not stopped.wait(POLL_S):
+            pass
+        for thread in threads:
+            thread.join(LINGER_S)
+    finally:  # Ctrl-C, or a mistake: the threads end with their ranks
+        stopped.set()
+        while any(thread.is_alive() for thread in threads):
+            for process in multiprocessing.active_children():
+                process.kill()
+            time.sleep(POLL_S)
+    wrong = next((error for _, error in errors if not isinstance(error, FailedRankError | LostRankError)), None)
+    if wrong is not None:
+        raise wrong
+    if not results:
+        raise errors[0][1] if errors else MeshwrightError("no replica was started", where="replicas")
+    return results[min(results)]

@@ -1,0 +1,353 @@
+"""This rank's part in what replicas exchange: which tensors, where they lie, and who in the replica exchanges them."""
+
+import atexit
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.comm.groups import broadcast_along, from_every_rank
+from meshwright.comm.mailbox import Mailbox, replica_name
+from meshwright.comm.record import WAIT, current
+from meshwright.consistency.base import Exchange, Snapshot
+from meshwright.consistency.rules import exchange_of, participants, takes_gradients
+from meshwright.consistency.server import ServerExchange
+from meshwright.consistency.server_state import Make
+from meshwright.errors import CheckpointError, LostRankError, RankError
+from meshwright.ir.consistency import Consistency, Ensemble, Server
+from meshwright.ir.mesh import AxisGroup
+from meshwright.runtime import launch
+from meshwright.runtime.checkpoint import Stateful
+from meshwright.runtime.hosting import NOTHING, Hosted, beside, states_of
+from meshwright.runtime.state import LocalParameters
+from meshwright.runtime.worlds import World
+
+EXCHANGE = "replicas: "
+"""The names of the trace's spans of exchanges with other replicas begin with this."""
+CLOCK, READY = "clock", "ready/"
+Kind = tuple[tuple[str, ...], torch.dtype]
+"""The axes over which ranks of the replica hold equal copies, and the dtype."""
+
+
+class FlatParameters:
+    """The trained parameters of a rank as flat tensors: one for each set of axes over which ranks hold equal copies,
+    and each dtype. The parameters are views of these tensors, so that nothing is copied.
+
+    Attributes:
+        flats: the flat tensors.
+        names: the parameters of each flat tensor, in order.
+        sizes: their names and numbers of elements.
+    """
+
+    def __init__(self, parameters: LocalParameters, groups: dict[str, AxisGroup]) -> None:
+        self._groups, self._parameters = groups, parameters
+        kinds: dict[Kind, list[str]] = {}
+        for name, parameter in parameters.trainable.items():
+            kinds.setdefault((self._copied(name), parameter.dtype), []).append(name)
+        self._kinds = sorted(kinds, key=str)
+        self.names = [kinds[kind] for kind in self._kinds]
+        self.sizes = [[(name, parameters.own[name].numel()) for name in names] for names in self.names]
+        self.flats: list[Tensor] = []
+        for names in self.names:
+            own = [parameters.own[name] for name in names]
+            flat = torch.cat([value.detach().reshape(-1) for value in own])
+            for value, part in zip(own, flat.split([value.numel() for value in own]), strict=True):
+                value.data = part.view_as(value)
+            self.flats.append(flat)
+
+    def _copied(self, name: str) -> tuple[str, ...]:
+        """The axes over which ranks hold equal copies of a parameter."""
+        split = self._parameters.split_axes(name)
+        return tuple(axis for axis in self._groups if axis not in split and axis != "pp")
+
+    def owned(self) -> list[int]:
+        """The flat tensors that this rank exchanges: those of which it holds the first copy."""
+        return [index for index, (axes, _) in enumerate(self._kinds) if all(self._is_first(axis) for axis in axes)]
+
+    def _is_first(self, axis: str) -> bool:
+        return self._groups[axis].index == 0
+
+    def share(self, flats: list[Tensor]) -> None:
+        """Copy the flat tensors of the first copies to all other copies. Every rank of the replica must call this."""
+        for flat, (axes, _) in zip(flats, self._kinds, strict=True):
+            for axis in reversed(axes):
+                broadcast_along(flat, self._groups[axis], 0)
+
+    def gathered(self) -> list[Tensor]:
+        """The gradients as flat tensors; 0 where a parameter has none."""
+        result = []
+        for names in self.names:
+            own = [self._parameters.own[name] for name in names]
+            result.append(torch.cat([_gradient(parameter) for parameter in own]))
+        return result
+
+    def put_gradients(self, flats: list[Tensor]) -> None:
+        """Make the parts of flat tensors the gradients of the parameters."""
+        for flat, names in zip(flats, self.names, strict=True):
+            own = [self._parameters.own[name] for name in names]
+            for parameter, part in zip(own, flat.split([value.numel() for value in own]), strict=True):
+                parameter.grad = part.view_as(parameter)
+
+
+class Connection:
+    """How a rank connects with those of its index in other replicas, as replica and as server."""
+
+    def __init__(self, rule: Consistency, world: World, column: int, life: int) -> None:
+        from meshwright.comm.mail import ZmqMailbox  # here, because only replicas need pyzmq
+
+        self.rule, self.life, self._world = rule, life, world
+        self._wait_s = launch.timeout().total_seconds()
+        assert world.store is not None
+        columns = dist.get_world_size() if dist.is_initialized() else 1
+        self._mailbox = partial(
+            ZmqMailbox, dist.PrefixStore("letters", world.store), life=life, column=column, num_columns=columns,
+            host=launch.own_address(), wait_s=self._wait_s,
+        )  # fmt: skip
+
+    def mailbox(self, name: str) -> Mailbox:
+        """The mailbox of a participant; waits until all participants have theirs."""
+        return self._mailbox(name, None if self.life else participants(self.rule, self._world.num_replicas))
+
+    def exchange(self) -> Exchange[Any]:
+        """This rank's part of the rule."""
+        replica, count = self._world.replica, self._world.num_replicas
+        return exchange_of(self.rule, self.mailbox(replica_name(replica)), replica, count, wait_s=self._wait_s)
+
+    def host(self, flats: list[Tensor], names: list[list[tuple[str, int]]], make: Make | None) -> list[Hosted]:
+        """Start the servers beside this replica."""
+        if isinstance(self.rule, Server) and self.rule.place == "own":
+            return []
+        where = beside(self._world.replica, self._world.num_replicas)
+        states = states_of(self.rule, self._world.num_replicas, where, flats, names, make)
+        return [Hosted(name, state, self.mailbox, self._wait_s) for name, state in states.items()]
+
+
+class Replica:
+    """This rank's part in the exchange between replicas. The trainer calls ``begin``, ``updates`` and ``end`` in every
+    step. Ranks of the replica call them together; what comes from other replicas is shared among them. The first call
+    connects this replica with the others.
+
+    ``make``: makes the optimizer of a server. ``snapshot``: returns what a joining replica gets.
+    ``hyperparameters``: returns those of the trainer's optimizer, for servers.
+
+    ``loader``: the training data, whose position a joining replica gets; ``loader_state``: the position that it got.
+    ``moment`` counts these calls: ranks of the replica are at equal moments when they are in the same call.
+
+    A rank that holds the first copy of no tensor exchanges one number in place of them.
+    """
+
+    def __init__(self, world: World, flat: FlatParameters, connection: Connection, make: Make | None) -> None:
+        self.world, self.number, self.flat, self.connection, self._make = world, world.replica, flat, connection, make
+        self.snapshot: Snapshot | None = None
+        self.hyperparameters: Callable[[], str] | None = None
+        self.exchange: Exchange[Any] | None = None
+        self.hosted: list[Hosted] = []
+        self._owned = flat.owned()
+        self._ready: list[list[Tensor]] = []
+        self._nothing = torch.zeros(1)
+        self._saved: dict[str, Tensor] = {}
+        self._left = False
+        self.moment = 0
+        self.loader: Stateful | None = None
+        self.loader_state: dict[str, Any] | None = None
+
+    @property
+    def has_state_of_another(self) -> bool:
+        """Whether this replica was started again, and has taken over the state of a replica that lives."""
+        return self.connection.life > 0 and not isinstance(self.connection.rule, Ensemble)
+
+    def connected(self) -> Exchange[Any]:
+        """This rank's exchange. The first call starts the servers beside this replica, and meets the others."""
+        if self.exchange is None:
+            own, names = self._own(self.flat.flats), [self.flat.sizes[index] for index in self._owned]
+            self.hosted = self.connection.host(own, names or NOTHING, self._make)
+            self.exchange = self.connection.exchange()
+            if isinstance(self.exchange, ServerExchange) and self.hyperparameters is not None:
+                self.exchange.hyperparameters = self.hyperparameters
+            if self._saved:
+                self.load_state(self._saved)
+            self.exchange.snapshot = self.snapshot
+            for each in self.hosted:
+                each.met.wait()
+            atexit.register(self.leave)  # the last function that is registered is called first: mailboxes close later
+        return self.exchange
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of tensors that this rank has sent to other replicas and to servers."""
+        mailboxes = [each.mailbox for each in (self.exchange, *self.hosted) if each is not None]
+        return sum(mailbox.sent_bytes for mailbox in mailboxes if mailbox is not None)
+
+    def begin(self) -> None:
+        """Wait until the next step may begin."""
+        self.moment += 1
+        with _waiting("begin"):
+            changed = self.connected().begin(self._own(self.flat.flats))
+            self._shared(changed)
+
+    def updates(self, finite: bool) -> Iterator[None]:
+        """Exchange the gradients of the parameters. Make an optimizer step with the gradients that the parameters then
+        have, each time that this yields. ``finite``: whether this replica's gradients are; otherwise none are given."""
+        if not takes_gradients(self.connection.rule):
+            if finite:
+                yield
+            return
+        gradients = self.flat.gathered()
+        self.moment += 1
+        with _waiting("gradients"):
+            for each in self.connected().updates(self._own(gradients)):
+                self._ready.append([tensor.clone() for tensor in each])
+            count = min(from_every_rank(len(self._ready)))  # what other ranks' parts do not have yet waits
+        for _ in range(count):
+            for index, tensor in zip(self._owned, self._ready.pop(0), strict=False):
+                gradients[index] = tensor
+            self.flat.share(gradients)
+            self.flat.put_gradients(gradients)
+            yield
+
+    def end(self) -> None:
+        """Hand over the result of a step."""
+        self.moment += 1
+        with _waiting("end"):
+            changed = self.connected().end(self._own(self.flat.flats))
+            self._shared(changed)
+
+    def settle(self) -> None:
+        """Wait for what the last step was for, before parameters are saved or evaluated; after leaving, do nothing."""
+        if self.exchange is not None and not self._left:
+            with _waiting("settle"):
+                changed = self.exchange.settle(self._own(self.flat.flats))
+                self._shared(changed)
+
+    def check_may_load(self) -> None:
+        """Check that the parameters may still be replaced.
+
+        Raises:
+            CheckpointError: servers hold them.
+        """
+        if self.exchange is not None and isinstance(self.exchange, ServerExchange):
+            raise CheckpointError(
+                "parameters are loaded after the first step, when servers hold them",
+                where=str(self.connection.rule),
+                remedy="load them before the first step",
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """What the rule keeps between steps, on this rank and on servers, and the clock, for checkpoints."""
+        return self._with_clock(self.exchange.state()) if self.exchange is not None else self._saved
+
+    def handover(self) -> dict[str, Tensor]:
+        """The same for a replica that joins, and the gradients that are ready for the next steps."""
+        columns = enumerate(zip(*self._ready, strict=True))
+        ready = {f"{READY}{index}": torch.stack(tensors) for index, tensors in columns}
+        return self._with_clock(self.connected().handover() | ready)
+
+    def _with_clock(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**state, CLOCK: torch.tensor(self.connected().clocks[self.number])}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``state`` and of ``handover``."""
+        if self.exchange is None:
+            self._saved = state
+            return
+        self.exchange.clocks[self.number] = int(state[CLOCK])
+        ready = {name: value for name, value in state.items() if name.startswith(READY)}
+        self._ready = [list(tensors) for tensors in zip(*ready.values(), strict=True)]
+        self.exchange.load_state({
+            name: value for name, value in state.items() if name != CLOCK and name not in ready
+        })  # fmt: skip
+
+    def leave(self) -> None:
+        """The replica makes no more steps. Servers beside it go on until all replicas have left. Called again, this
+        does nothing."""
+        if self.exchange is not None and not self._left:
+            self._left = True
+            self.exchange.leave()
+            for each in self.hosted:
+                each.thread.join()
+
+    def _own(self, flats: list[Tensor]) -> list[Tensor]:
+        return [flats[index] for index in self._owned] or [self._nothing]
+
+    def _shared(self, changed: bool) -> None:
+        if any(from_every_rank(changed)):
+            self.flat.share(self.flat.flats)
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """Record the time of an exchange as a wait of the trace."""
+    begun = time.perf_counter()
+    yield
+    if (note := current()) is not None:
+        note.span(WAIT, f"{EXCHANGE}{what}", begun, time.perf_counter())
+
+
+# --- at the start ----------------------------------------------------------------------------------------------------
+
+
+def check_equal(store: dist.Store, world: World, column: int, said: dict[str, str]) -> None:
+    """Check that all replicas begin alike. ``said`` describes how this replica begins: its model, plan and weights.
+
+    Raises:
+        RankError: a replica begins otherwise; all replicas raise it. Unequal initial weights would spoil the training
+            of all replicas without a sign.
+        LostRankError: a replica does not come.
+    """
+    store.set(f"start/{column}/{world.replica}", json.dumps(said))
+    for replica in range(world.num_replicas):
+        other = json.loads(awaited(store, f"start/{column}/{replica}", replica))
+        _compare(json.loads(awaited(store, f"start/{column}/0", 0)), other, replica_name(replica))
+
+
+def check_like_first(store: dist.Store, world: World, column: int, said: dict[str, str]) -> None:
+    """Check that this rank, which comes later than others or is a server, has what replica 0 began with, as far as
+    ``said`` says.
+
+    Raises:
+        RankError: it has something else.
+        LostRankError: replica 0 does not come.
+    """
+    first = json.loads(awaited(store, f"start/{column}/0", 0))
+    where = replica_name(world.replica) if world.server < 0 else f"server {world.server}"
+    _compare({key: value for key, value in first.items() if key in said}, said, where)
+
+
+def awaited(store: dist.Store, key: str, replica: int) -> str:
+    """The value of a key that a replica sets.
+
+    Raises:
+        LostRankError: it does not within the time.
+    """
+    try:
+        return str(store.get(key).decode())
+    except dist.DistError as error:
+        remedy = "look for its own error; MESHWRIGHT_TIMEOUT_S sets how long replicas wait for each other"
+        raise LostRankError("it does not come", where=replica_name(replica), remedy=remedy) from error
+
+
+def _compare(first: dict[str, str], other: dict[str, str], where: str) -> None:
+    for key, value in other.items():
+        if value != first.get(key):
+            problem = f"its {key} is {value}, that of replica 0 is {first.get(key)}"
+            remedy = "seed all alike before the model is made" if key == "weights" else "start the same program"
+            raise RankError(problem, where=where, remedy=remedy)
+
+
+def digest(flats: list[Tensor]) -> str:
+    """A hash of the bytes of tensors, as 16 hexadecimal digits."""
+    said = hashlib.blake2b(digest_size=8)
+    for flat in flats:
+        said.update(flat.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return said.hexdigest()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter).reshape(-1) if parameter.grad is None else parameter.grad.reshape(-1)

@@ -1,0 +1,291 @@
+"""Replicas in processes of their own: rules equal one process where they should, and go on when replicas die."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.errors import CheckpointError, MeshwrightError, RankError
+from meshwright.models import MLP, classification_loss
+from meshwright.runtime import joining, launch
+from meshwright.runtime.launch_replicas import run_replicas
+from meshwright.runtime.replica import digest
+
+STEPS = 5
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    inputs = torch.randn(24, 8, dtype=torch.float64, generator=random)
+    return {"inputs": inputs, "label": torch.randint(0, 4, (24,), generator=random)}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def trainer_of(layout: mw.Layout, optimizer: Any = sgd, seed: int = 0) -> mw.Trainer:
+    torch.manual_seed(seed)
+    model = MLP((8, 16, 16, 4)).double()
+    return mw.parallelize(model, classification_loss, batch(0), plan=layout, optimizer=optimizer, device="cpu")
+
+
+def trained(layout: mw.Layout, optimizer: Any = sgd, steps: int = STEPS) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    trainer = trainer_of(layout, optimizer)
+    for step in range(steps):
+        trainer.step(batch(step))
+    return trainer.full_state_dict(all_ranks=True), trainer.data_shard
+
+
+def check(layout: mw.Layout, each: int, tmp_path: Path, optimizer: Any = sgd) -> None:
+    given, shard = run_replicas(
+        trained, layout, optimizer, num_replicas=layout.replicas, num_ranks=each, directory=tmp_path, restarts=0
+    )
+    assert shard[1] == layout.replicas * layout.dp
+    serial, _ = trained(mw.Layout(), optimizer)
+    for name, value in serial.items():
+        torch.testing.assert_close(given[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    "rule", ["server(sync)", "server(ssp=0, servers=2)", "gossip(complete)", "local(1)", "diloco(1, lr=1, momentum=0)"]
+)
+def test_limits_of_rules_are_synchronous_training(rule: str, tmp_path: Path) -> None:
+    check(mw.Layout(replicas=2, consistency=rule), 1, tmp_path)
+
+
+@pytest.mark.parametrize("rule", ["server(sync)", "partial(2)"])
+def test_any_optimizer_makes_its_own_steps(rule: str, tmp_path: Path) -> None:
+    check(mw.Layout(replicas=2, consistency=rule), 1, tmp_path, adam)
+
+
+@pytest.mark.parametrize(
+    "layout", [mw.Layout(dp=2), mw.Layout(tp=2), mw.Layout(dp=2, zero=1), mw.Layout(pp=2)], ids=str
+)
+@pytest.mark.parametrize("rule", ["local(1)", "server(sync)"])
+def test_any_layout_inside_a_replica(layout: mw.Layout, rule: str, tmp_path: Path) -> None:
+    import msgspec
+
+    check(msgspec.structs.replace(layout, replicas=2, consistency=rule), 2, tmp_path)
+
+
+def saved_or_loaded(rule: str, directory: str, steps: int) -> tuple[dict[str, Tensor], float]:
+    """Train from the last checkpoint of this replica, if there is one, and save another."""
+    trainer = trainer_of(mw.Layout(replicas=2, consistency=rule), adam)
+    assert trainer.replica is not None
+    own = Path(directory) / f"replica-{trainer.replica.number}"
+    if (own / "latest").exists():
+        trainer.load(own / "latest")
+    for step in range(trainer.step_number, steps):
+        trainer.step(batch(step))
+    trainer.save(own / "latest")
+    if rule.startswith("server"):
+        with pytest.raises(CheckpointError, match="after the first step, when servers hold them"):
+            trainer.load(own / "latest")
+    return trainer.full_state_dict(), trainer.evaluate(batch(0)).item()
+
+
+@pytest.mark.parametrize("rule", ["server(sync, servers=2, copies=2)", "partial(2)"])
+def test_checkpoints_have_what_servers_hold(rule: str, tmp_path: Path) -> None:
+    def run(steps: int) -> tuple[dict[str, Tensor], float]:
+        directory = tmp_path / str(steps)
+        directory.mkdir()
+        return run_replicas(
+            saved_or_loaded, rule, str(tmp_path), steps, num_replicas=2, num_ranks=1, directory=directory, restarts=0
+        )
+
+    run(3)
+    given, loss = run(STEPS)
+    trainer = trainer_of(mw.Layout(), adam)
+    for step in range(STEPS):
+        trainer.step(batch(step))
+    for name, value in trainer.full_state_dict().items():
+        torch.testing.assert_close(given[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    assert abs(loss - trainer.evaluate(batch(0)).item()) < 1e-9
+
+
+def tracked(path: str, steps: int) -> None:
+    """Train from the last checkpoint, if there is one; replica 2 is late. Write a hash of the parameters after each
+    round."""
+    trainer = trainer_of(mw.Layout(replicas=3, consistency="partial(majority)"), adam)
+    assert trainer.replica is not None
+    number = trainer.replica.number
+    own = Path(path) / f"replica-{number}"
+    if (own / "latest").exists():
+        trainer.load(own / "latest")
+        joining.align(trainer)
+    track = {}
+    for step in range(trainer.step_number, steps):
+        time.sleep(0.05 * (number == 2))
+        trainer.step(batch(step))
+        track[trainer.replica.connected().clocks[number]] = digest(trainer.replica.flat.flats)
+    trainer.save(own / "latest")
+    (own / f"{steps}.json").write_text(json.dumps(track))
+
+
+def test_replicas_that_have_applied_other_rounds_go_on_from_the_state_of_one(tmp_path: Path) -> None:
+    for steps in (6, 12):
+        directory = tmp_path / str(steps)
+        directory.mkdir()
+        run_replicas(tracked, str(tmp_path), steps, num_replicas=3, num_ranks=1, directory=directory, restarts=0)
+        tracks = [json.loads((tmp_path / f"replica-{number}/{steps}.json").read_text()) for number in range(3)]
+        for track in tracks[1:]:
+            common = track.keys() & tracks[0].keys()
+            assert common
+            assert all(track[number] == tracks[0][number] for number in common)
+
+
+# --- ensembles -------------------------------------------------------------------------------------------------------
+
+
+def probabilities(model: torch.nn.Module, given: dict[str, Tensor]) -> Tensor:
+    result: Tensor = torch.softmax(model(given["inputs"]), dim=-1)
+    return result
+
+
+def member(directory: str) -> tuple[Tensor, Tensor, int]:
+    """Train a member, note what it predicts alone, and return what all predict together."""
+    number = launch.launched_replica()
+    trainer = trainer_of(mw.Layout(replicas=3, consistency="ensemble"), seed=number)
+    for step in range(STEPS):
+        trainer.step(batch(step))
+    alone = probabilities(trainer.parameters.model, batch(99)).detach()
+    torch.save(alone, Path(directory) / f"member{number}.pt")
+    return mw.joint(trainer, probabilities, batch(99))
+
+
+def test_an_ensemble_predicts_together(tmp_path: Path) -> None:
+    place = tmp_path / "ranks"
+    mean, spread, count = run_replicas(member, str(tmp_path), num_replicas=3, num_ranks=1, directory=place, restarts=0)
+    alone = torch.stack([torch.load(tmp_path / f"member{number}.pt", weights_only=True) for number in range(3)])
+    assert count == 3
+    torch.testing.assert_close(mean, alone.mean(0))
+    torch.testing.assert_close(spread, alone.std(0, correction=0))
+    assert spread.max() > 1e-3, "members differ"
+    labels = batch(99)["label"]
+    losses = [-each.gather(1, labels[:, None]).log().mean() for each in (mean, *alone)]
+    assert losses[0] <= sum(losses[1:]) / 3, "Jensen's inequality"
+
+
+def test_only_members_of_an_ensemble_predict_together() -> None:
+    with pytest.raises(MeshwrightError, match="consistency='ensemble'"):
+        mw.joint(trainer_of(mw.Layout()), probabilities, batch(0))
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
+
+RULES_THAT_GO_ON = [
+    "server(async, copies=2)", "server(ssp=2, copies=2)", "partial(majority)", "gossip(ring)",
+    "gossip(one-peer, push=on, staleness=any)", "easgd(0.2, every=2)", "easgd(0.2, mode=async)", "local(3)",
+    "diloco(4)", "diloco(4, fragments=2, delay=1, codec=qsgd(8))",
+]  # fmt: skip
+
+
+def killed_once(rule: str, victim: int, at: int) -> int:
+    """Train; the victim kills itself in its first life. All end when it has made some steps of its second life. Return
+    the number of steps."""
+    trainer = trainer_of(mw.Layout(replicas=3, consistency=rule))
+    assert trainer.replica is not None
+    store, number, life = trainer.replica.world.store, trainer.replica.number, trainer.replica.connection.life
+    assert store is not None
+    first = trainer.step_number
+    assert (first > 0) == (life > 0), "the state is a peer's"
+    for step in itertools.count(first):
+        if number == victim and life == 0 and step == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert torch.isfinite(trainer.step(batch(step)))
+        if life and step == first + 5:
+            store.set("again", "")
+        if store.check(["again"]):
+            break
+        time.sleep(0.02)
+    return trainer.step_number
+
+
+@pytest.mark.parametrize("rule", RULES_THAT_GO_ON)
+def test_others_go_on_when_a_replica_dies_and_it_joins_again(rule: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    steps = run_replicas(
+        killed_once, rule, 1, 4, num_replicas=3, num_ranks=1, directory=tmp_path, restarts=1, tell=said.append
+    )
+    assert steps > 5
+    assert len(said) == 1
+    assert "replica 1 has died" in said[0]
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def unlike(seed: bool) -> None:
+    replica = launch.launched_replica()
+    trainer_of(mw.Layout(replicas=2, consistency="local(2)"), seed=replica if seed else 0)
+
+
+def test_unequal_initial_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="weights"):
+        run_replicas(unlike, True, num_replicas=2, num_ranks=1, directory=tmp_path, restarts=0)
+
+
+def test_replicas_need_ranks() -> None:
+    with pytest.raises(MeshwrightError, match="do not divide"):
+        trainer_of(mw.Layout(replicas=2, consistency="local(2)"))
+
+
+def test_verify_refuses_replicas() -> None:
+    with pytest.raises(MeshwrightError, match="verify one replica"):
+        mw.verify(MLP((8, 4)), classification_loss, batch(0), mw.Layout(replicas=2, consistency="local(2)"))
+
+
+# --- other launchers -------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os
+from pathlib import Path
+from tests.end_to_end.test_replicas import trained
+import meshwright as mw
+weights, shard = trained(mw.Layout({layout}))
+total = float(sum(value.double().sum() for value in weights.values()))
+Path("{place}", "rank" + os.environ["RANK"]).write_text(f"shard {{shard}} {{total}}")
+"""
+
+
+def by_torchrun(layout: str, num_ranks: int, tmp_path: Path) -> list[str]:
+    """What the ranks of a script say, in order."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(layout=layout, place=tmp_path))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", f"{num_ranks}", str(script)],
+        capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [file.read_text() for file in sorted(tmp_path.glob("rank*"))]
+
+
+def test_torchrun_starts_all_replicas_together(tmp_path: Path) -> None:
+    lines = by_torchrun("replicas=2, consistency='local(1)', tp=2", 4, tmp_path)
+    assert [line.split(")")[0] for line in lines] == ["shard (0, 2", "shard (0, 2", "shard (1, 2", "shard (1, 2"]
+    assert len({line.split(")")[1] for line in lines}) == 1
+
+
+def test_servers_on_ranks_of_their_own(tmp_path: Path) -> None:
+    lines = by_torchrun("replicas=2, consistency='server(sync, servers=2, place=own)'", 4, tmp_path)
+    serial = float(sum(value.double().sum() for value in trained(mw.Layout())[0].values()))
+    assert [line.split(")")[0] for line in lines] == ["shard (0, 2", "shard (1, 2"], "servers say nothing"
+    assert all(float(line.split()[-1]) == pytest.approx(serial, rel=1e-9) for line in lines)
