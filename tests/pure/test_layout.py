@@ -30,8 +30,10 @@ def test_the_text_says_that_parameters_differ_in_their_zero_stage() -> None:
         ({"dp": 2, "stage_sizes": ({"dp": 2},)}, "layout: stage_sizes: stage_sizes with pp=1\n  -> give pp of"),
         ({"dp": 2, "zero": 4}, "layout: zero is 4\n  -> use -1 or 0 or 1 or 2 or 3"),
         ({"zero": -1}, "layout: zero=-1 with dp=1: there is no rank to share with"),
-        ({"dp": 2, "pp": 2, "zero": -1}, "layout: zero=-1 with ep, cp, sequence_parallel or pp\n  -> give zero 0, 1"),
-        ({"dp": 2, "cp": 2, "zero": -1}, "layout: zero=-1 with ep, cp, sequence_parallel or pp"),
+        (
+            {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": -1},
+            "layout: zero=-1 with sequence_parallel\n  -> give zero",
+        ),
     ],
 )
 def test_zero_that_cannot_be_is_refused(sizes: dict[str, Any], told: str) -> None:

@@ -34,6 +34,7 @@ EPILOG = display.examples(
     "meshwright plan llama3-70b --cluster h100-dgx-ndr400x8 --ranks 256 --report plan.html",
     "meshwright plan RUN.toml --ranks 8 --layout.plan auto --why-not dp=8,zero=1",
     "meshwright plan RUN.toml --cluster h100-dgx-ndr400x8 --vary devices=8..1024",
+    'meshwright plan gpt --layout.plan auto --ranks 4 --allow "local(16)" --allow "diloco(50)"',
     "meshwright plan RUN.toml --cluster cluster.toml --layout.plan auto --codec auto",
     "meshwright plan diff OLD.json NEW.json",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
@@ -54,12 +55,12 @@ TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is lef
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = (
-    "dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only"
+    "dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only", "allow",
 )  # fmt: skip
 """Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "price", "software", "report")
 """Options that do not apply to a model that is captured."""
-OF_ONE = ("dp", "tp", "output", "program", "rank", "why_not")
+OF_ONE = ("dp", "tp", "output", "program", "rank", "why_not", "allow")
 """Options that need one plan as the answer."""
 
 
@@ -78,6 +79,12 @@ def plan(
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
     seconds: float | None = typer.Option(
         None, help="Time for the search of layout.plan = auto: then the best so far is taken."
+    ),
+    allow: list[str] = typer.Option(
+        [],
+        "--allow",
+        help="A consistency rule under which layout.plan = auto may join replicas, as in local(16). Several are "
+        "possible.",
     ),
     fresh: bool = typer.Option(False, "--fresh", help="Search again, even if the plan of an equal search was kept."),
     why_not: str = typer.Option("", "--why-not", help="Say why a layout was not chosen, as in dp=8,tp=2."),
@@ -168,7 +175,7 @@ def plan(
         try:
             planned = api.plan_run(
                 run, ranks, limit, lambda what: bars.say(f"planning: {what}"), rank if program else None,
-                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked,
+                layout_of(why_not) if why_not else None, fresh=fresh, stop=interrupt.asked, allow=allow,
             )  # fmt: skip
         except LayoutError as error:
             if not interrupt.pressed:

@@ -5,7 +5,8 @@ from pathlib import Path
 import typer
 
 from meshwright.cli import display
-from meshwright.cli.plan import CLUSTER, DP, RANKS, TARGET, TP, run_of
+from meshwright.cli.plan import CLUSTER, DP, RANKS, TARGET, TP, refuse, run_of
+from meshwright.cli.replicas import faults_of, show_rules
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
 from meshwright.ir.summary import RankTimes, summarize
@@ -16,6 +17,7 @@ EPILOG = display.examples(
     "meshwright simulate gpt --dp 2",
     "meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3",
     "meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev",
+    'meshwright simulate gpt --replicas 4 --consistency "server(ssp=3)" --consistency "local(16)" --slow 2x:0.25',
 )
 
 
@@ -27,15 +29,35 @@ def simulate(
     ranks: int = RANKS,
     cluster: str = CLUSTER,
     contention: bool = typer.Option(False, "--contention", help="Transfers that share a link share its rate."),
-    slow: list[str] = typer.Option([], "--slow", help="A slow rank, as RANK=FACTOR: 2=1.3. Several are possible."),
-    jitter: float = typer.Option(0.0, help="Relative standard deviation of every piece of computing."),
-    seed: int = typer.Option(0, help="Of the jitter."),
+    replicas: int = typer.Option(0, min=0, help="Replicas of the model, for --consistency; 0: as the run file says."),
+    consistency: list[str] = typer.Option(
+        [], "--consistency", help="A rule that joins replicas, such as server(ssp=3). Several are compared."
+    ),
+    steps: int = typer.Option(200, min=1, help="Steps of each replica, with --consistency."),
+    slow: list[str] = typer.Option(
+        [],
+        "--slow",
+        help="A slow rank, as RANK=FACTOR: 2=1.3. Of replicas: a slow one (1:2.0), a part of all steps (2x:0.25), or "
+        "one replica in each step (2x:turns). Several are possible.",
+    ),
+    jitter: float = typer.Option(
+        0.0, help="Relative standard deviation of every piece of computing; of replicas: of every step."
+    ),
+    seed: int = typer.Option(0, help="Seed of jitter and of random slow steps."),
     trace: Path | None = typer.Option(None, "--trace", help="Write a trace file that Perfetto opens."),
     as_json: bool = typer.Option(False, "--json", help="Print the trace as JSON."),
 ) -> None:
     """Simulate one training step of a model under its plan: computing, communication, waiting and memory of every
-    rank."""
-    run = run_of(target, context.args, dp, tp, cluster)
+    rank. With --replicas or --consistency: many steps of replicas that a rule joins."""
+    asked = [f"--layout.replicas={replicas}"] * (replicas > 0)
+    asked += [f"--layout.consistency={consistency[0]}"] if consistency else []
+    run = run_of(target, [*asked, *context.args], dp, tp, cluster)
+    if replicas or consistency:
+        refuse(context, ("contention",), "letters between replicas always share links")
+        rules = consistency or [run.layout.consistency]
+        show_rules(run, rules, ranks, faults_of(slow, jitter, seed), steps, trace, as_json)
+        return
+    refuse(context, ("steps",), "one step is simulated, without replicas")
     factors = dict(map(_factor, slow))
     from meshwright import api
 

@@ -222,6 +222,7 @@ class _Planner:
             links=links,
             interiors=inside,
             border_codec=layout.activation_codec,
+            consistency=layout.consistency,
             notes=notes,
         )
         if base is not None:

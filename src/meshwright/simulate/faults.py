@@ -1,8 +1,8 @@
-"""Faults: slow ranks, jitter and dying ranks, and the time that failures cost a run that restarts from checkpoints."""
+"""Faults: slow ranks and replicas, jitter, deaths, and the time that failures cost a run with checkpoints."""
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -58,6 +58,58 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         slow, draws = self.slow.get(rank, 1.0), random.Random(f"{self.seed}/{rank}")
         sigma = math.sqrt(math.log1p(self.jitter**2))
         return lambda: slow * draws.lognormvariate(-(sigma**2) / 2, sigma) if sigma else slow
+
+
+class ReplicaFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The faults of replicas over many steps.
+
+    ``each``: slow replicas, dying replicas and the jitter of a replica's step, with numbers of replicas in place of
+    ranks. ``sometimes``: pairs (factor, probability): each step of each replica is slower by the factor with this
+    probability. ``in_turn``: factors by which one replica, drawn for each step, is slower in this step. ``joins_s``
+    maps a replica to the second at which it joins; it does not live before.
+
+    Raises:
+        LayoutError: a number is out of range.
+    """
+
+    each: Faults = Faults()
+    sometimes: tuple[tuple[float, float], ...] = ()
+    in_turn: tuple[float, ...] = ()
+    joins_s: dict[int, float] = {}
+
+    def __post_init__(self) -> None:
+        for factor in (*(factor for factor, _ in self.sometimes), *self.in_turn):
+            if not 0 < factor <= MOST_S:
+                raise LayoutError(f"a factor is {factor:g}", where="faults: slow", remedy="give one above 0, such as 2")
+        for _, probability in self.sometimes:
+            if not 0 <= probability <= 1:
+                problem = f"a probability is {probability:g}"
+                raise LayoutError(problem, where="faults: slow", remedy="give 0 to 1, such as 0.25")
+        for replica, time_s in self.joins_s.items():
+            if not 0 <= time_s <= MOST_S:
+                remedy = f"give seconds from 0 to {MOST_S:g}"
+                raise LayoutError(f"replica {replica} joins at {time_s}", where="faults: joins_s", remedy=remedy)
+
+    def check(self, num_replicas: int) -> None:
+        """Raise a LayoutError if a fault names a replica that there is not."""
+        for replica in (*self.each.slow, *self.each.deaths_s, *self.joins_s):
+            if not 0 <= replica < num_replicas:
+                remedy = f"the replicas are 0 to {num_replicas - 1}"
+                raise LayoutError(f"there is no replica {replica}", where="faults", remedy=remedy)
+
+    def factors(self, replica: int, num_replicas: int) -> Iterator[float]:
+        """The factors on the time of a replica's steps, step by step. Equal seeds give equal factors under every
+        rule."""
+        noise, seed = self.each.noise(replica), self.each.seed
+        chances = [random.Random(f"{seed}/{replica}/sometimes {index}") for index in range(len(self.sometimes))]
+        turns = [random.Random(f"{seed}/in turn {index}") for index in range(len(self.in_turn))]
+        while True:
+            factor = noise()
+            for (slower, probability), draws in zip(self.sometimes, chances, strict=True):
+                factor *= slower if draws.random() < probability else 1.0
+            for slower, draws in zip(self.in_turn, turns, strict=True):
+                factor *= slower if draws.randrange(num_replicas) == replica else 1.0
+            yield factor
 
 
 class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

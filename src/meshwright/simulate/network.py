@@ -70,15 +70,23 @@ class Links:
         was reported."""
         heapq.heappush(self._pending, (time_s + flows[0].latency_s, next(self._numbers), finish, flows))
 
+    def call_at(self, time_s: float, finish: Finish) -> None:
+        """Call ``finish`` at a time, as if a transfer ended then. The time must not be before the last end that was
+        reported."""
+        heapq.heappush(self._pending, (time_s, next(self._numbers), finish, ()))
+
     def advance(self) -> bool:
-        """Advance to the next time at which transfers end, and call their ``finish``. Returns False if no transfer is
-        left."""
+        """Advance to the next time at which transfers end, or a call is due, and call their ``finish``. Returns False
+        if no transfer and no call is left."""
         while self._pending or self._active:
             ending = {number: left / self._rates[number] for number, left in self._left.items()}
             next_end = self._now_s + min(ending.values(), default=math.inf)
             if self._pending and self._pending[0][0] <= next_end:
                 self._move(self._pending[0][0])
-                while self._pending and self._pending[0][0] <= self._now_s:
+                if not self._pending[0][3]:
+                    heapq.heappop(self._pending)[2](self._now_s)
+                    return True
+                while self._pending and self._pending[0][0] <= self._now_s and self._pending[0][3]:
                     _, number, finish, flows = heapq.heappop(self._pending)
                     self._active[number], self._left[number] = (finish, flows), flows[0].bytes
                 self._share()

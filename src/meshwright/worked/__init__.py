@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.errors import LayoutError
 from meshwright.ir import files
-from meshwright.worked import exchange, planning, sizes, traffic
+from meshwright.worked import exchange, planning, servers, sizes, traffic
 from meshwright.worked.line import Line
 
 __all__ = ["SEARCHED", "Line", "Worked", "recompute", "worked_names"]
@@ -21,7 +21,7 @@ class Worked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _EXAMPLES: dict[str, tuple[Callable[[], Iterator[Line]], ...]] = {
-    "ps-resnet50": (sizes.parameter_server,),
+    "ps-resnet50": (sizes.parameter_server, servers.flattening),
     "years-412": (sizes.years_412,),
     "years-172": (sizes.years_172,),
     "footprint": (sizes.footprint,),

@@ -1,0 +1,362 @@
+"""The exchanges of consistency rules in the simulator: which letters replicas send when, and what they wait for.
+
+Each class says for its rules what ``consistency/`` does: it sends the same letters at the same moments of a step. Who
+may proceed is asked of ``schedules/clocks.py``, as there.
+"""
+
+from abc import ABC
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from meshwright.errors import LayoutError
+from meshwright.ir.codec import codec_of
+from meshwright.ir.consistency import (
+    Consistency,
+    DiLoCo,
+    ElasticAverage,
+    Gossip,
+    Local,
+    Partial,
+    Server,
+    Sync,
+)  # fmt: skip
+from meshwright.schedules.clocks import fragment_due, may_proceed
+from meshwright.schedules.mixing import outgoing
+from meshwright.simulate.letters import Letters
+
+R = TypeVar("R", bound=Consistency)
+ITEM, LONG = 4, 2**20
+"""Bytes of an element, and elements of a message that is so long that a codec's headers do not matter."""
+
+
+class Host(Protocol):
+    """The simulation, as exchanges see it."""
+
+    clocks: dict[int, int]
+    letters: Letters
+
+    @property
+    def members(self) -> list[int]:
+        """The replicas that live, in rising order."""
+
+    def look(self, time_s: float) -> None:
+        """See which replicas may begin now."""
+
+
+class Exchange(ABC, Generic[R]):
+    """A rule's exchange, of all replicas."""
+
+    def __init__(self, rule: R, host: Host) -> None:
+        self.rule, self.host, self.letters = rule, host, host.letters
+
+    def begun(self, replica: int, time_s: float) -> None:
+        """A replica begins a step."""
+
+    def ended(self, replica: int, time_s: float) -> None:
+        """A replica has computed a step: hand over its result."""
+        self.host.clocks[replica] += 1
+
+    def may_begin(self, replica: int) -> bool:
+        """Whether a replica may begin its next step."""
+        return may_proceed(self.rule, self.host.clocks, replica)
+
+    def joined(self, replica: int, time_s: float) -> None:
+        """A replica lives from now on, and has a clock."""
+
+    def left(self, replica: int, time_s: float) -> None:
+        """A replica does not live any more."""
+
+
+class NoExchange(Exchange[Consistency]):
+    """``ensemble``."""
+
+
+class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
+    """Means over all replicas, for ``sync``, ``local``, ``diloco`` and synchronous ``easgd``. A mean begins when its
+    last contributor comes. It has two rounds of letters: segments go to their owners, and the owners' means go to all.
+    ``exposed_s``: seconds of a mean in place of its letters."""
+
+    def __init__(self, rule: Sync | Local | DiLoCo | ElasticAverage, host: Host, exposed_s: float | None) -> None:
+        super().__init__(rule, host)
+        self._exposed_s = exposed_s if isinstance(rule, Sync) else None
+        self._came: dict[int, set[int]] = {}
+        self._done: set[int] = set()
+        self._known = dict.fromkeys(host.clocks, 0)
+        self._joined_at = dict.fromkeys(host.clocks, 0)
+        """The clocks with which replicas joined: they do not contribute to means up to these."""
+        self._share = 1.0
+        if isinstance(rule, DiLoCo):
+            self._share = 1 / rule.fragments
+            if rule.codec:
+                self._share *= codec_of(rule.codec).message_bytes(LONG, ITEM) / (ITEM * LONG)
+
+    def ended(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        super().ended(replica, time_s)
+        clock = self.host.clocks[replica]
+        if not self._is_due(clock):
+            return
+        self._known[replica] = clock
+        self._came.setdefault(clock, set()).add(replica)
+        self._start_complete(time_s)
+
+    def may_begin(self, replica: int) -> bool:
+        """See ``Exchange``."""
+        clock = self.host.clocks[replica]
+        match self.rule:
+            case DiLoCo(delay=delay):
+                needed = clock - delay
+            case ElasticAverage():  # made while gradients are computed
+                needed = clock - 1
+            case _:
+                needed = clock
+        if self._is_due(needed) and needed not in self._done:
+            return False
+        known = {member: self._known[member] for member in self.host.members} | {replica: clock}
+        return may_proceed(self.rule, known, replica)
+
+    def joined(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        self._known[replica] = self._joined_at[replica] = self.host.clocks[replica]
+
+    def left(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        self._start_complete(time_s)
+
+    def _is_due(self, clock: int) -> bool:
+        match self.rule:
+            case Sync():
+                return clock > 0
+            case DiLoCo():
+                return fragment_due(self.rule, clock) is not None
+            case _:
+                return clock > 0 and clock % self.rule.every == 0
+
+    def _start_complete(self, time_s: float) -> None:
+        """Begin the means to which all living replicas have contributed that must."""
+        for clock, came in list(self._came.items()):
+            members = self.host.members
+            if not all(member in came or self._joined_at[member] >= clock for member in members):
+                continue
+            del self._came[clock]
+            among = [member for member in members if member in came]
+            open_ones = set(among)
+            for member in among:
+                finish = partial(self._finish, clock, open_ones, member)
+                if self._exposed_s is not None:
+                    self.letters.links.call_at(time_s + self._exposed_s, finish)
+                    continue
+                letters = [(member, peer, self._share / len(among)) for peer in among if peer != member]
+                self.letters.send(finish, time_s, letters, rounds=2)
+
+    def _finish(self, clock: int, open_ones: set[int], member: int, time_s: float) -> None:
+        open_ones.discard(member)
+        if not open_ones:
+            self._done.add(clock)
+            self.host.look(time_s)
+
+
+class Ranges(Exchange[Server | Partial]):
+    """Servers that hold ranges of the parameters, for ``server``, and the server of gradients of ``partial``. A push
+    goes to the first living copy of each range, from there to the other copies, and then may be answered.
+
+    Attributes:
+        pushed: maps replicas to the clock of the last push that has come to all servers.
+    """
+
+    def __init__(self, rule: Server | Partial, host: Host) -> None:
+        super().__init__(rule, host)
+        self._servers = rule.servers if isinstance(rule, Server) else 1
+        self.pushed = dict.fromkeys(host.clocks, 0)
+        self._asks: set[int] = set()
+        self._waits: set[int] = set()
+
+    def ended(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        super().ended(replica, time_s)
+        self._waits.add(replica)
+        clock = self.host.clocks[replica]
+        self.letters.send(partial(self._forward, replica, clock), time_s, self._pushes(replica))
+
+    def may_begin(self, replica: int) -> bool:
+        """See ``Exchange``."""
+        return replica not in self._waits
+
+    def joined(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        self.pushed[replica] = self.host.clocks[replica]
+
+    def left(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        self._asks.discard(replica)
+        self._waits.discard(replica)
+        self.settle(time_s)
+
+    def settle(self, time_s: float) -> None:
+        """Answer the replicas whose next step the rule permits."""
+        clocks = {member: self.pushed[member] for member in self.host.members}
+        for replica in sorted(self._asks):
+            if may_proceed(self.rule, clocks, replica):
+                self.answer(replica, time_s)
+
+    def answer(self, replica: int, time_s: float, shares: float = 1.0) -> None:
+        """Send a replica ``shares`` times the bytes of the parameters."""
+        self._asks.discard(replica)
+        letters = [(source, replica, shares * share) for _, source, share in self._pushes(replica)]
+        self.letters.send(partial(self.answered, replica), time_s, letters)
+
+    def answered(self, replica: int, time_s: float) -> None:
+        """The answer has come."""
+        self._waits.discard(replica)
+        self.host.look(time_s)
+
+    def _pushes(self, replica: int) -> list[tuple[int, int, float]]:
+        return [(replica, self._copies(index)[0], 1 / self._servers) for index in range(self._servers)]
+
+    def _copies(self, index: int) -> list[int]:
+        """The living copies of a range, the primary first."""
+        members, beside = self.host.members, isinstance(self.rule, Partial) or self.rule.place == "beside"
+        num_replicas = len(self.host.clocks)
+        living = [
+            self.letters.server(index, copy)
+            for copy in range(self.rule.copies)
+            if not beside or (index + copy) % num_replicas in members
+        ]
+        if not living:
+            problem = f"all copies of range {index} have died, with the parameters that they hold"
+            remedy = f"simulate copies={self.rule.copies + 1}, or fewer deaths"
+            raise LayoutError(problem, where=f"consistency {str(self.rule)!r}", remedy=remedy)
+        return living
+
+    def _forward(self, replica: int, clock: int, time_s: float) -> None:
+        """The primaries have a push: they send it to the other copies."""
+        letters = []
+        for index in range(self._servers):
+            primary, *others = self._copies(index)
+            letters += [(primary, other, 1 / self._servers) for other in others]
+        self.letters.send(partial(self._pushed, replica, clock), time_s, letters)
+
+    def _pushed(self, replica: int, clock: int, time_s: float) -> None:
+        if replica not in self.host.members:
+            return
+        self.pushed[replica] = clock
+        self._asks.add(replica)
+        self.settle(time_s)
+
+
+class Rounds(Ranges):
+    """``partial``: a replica that has applied k - 1 rounds works for round k. Its clock is the number of rounds that it
+    has applied. A round closes when enough replicas have pushed for it; late gradients count in the next."""
+
+    def __init__(self, rule: Partial, host: Host) -> None:
+        super().__init__(rule, host)
+        self._closed = 0
+
+    def settle(self, time_s: float) -> None:
+        """See ``Ranges``."""
+        clocks, number = {member: self.pushed[member] for member in self.host.members}, self._closed + 1
+        fresh = next((member for member, clock in clocks.items() if clock == number), None)
+        if fresh is not None and may_proceed(self.rule, clocks, fresh):
+            self._closed = number
+        for replica in sorted(self._asks):
+            if self.pushed[replica] <= self._closed:
+                self.answer(replica, time_s, self._closed - self.pushed[replica] + 1)
+
+    def answered(self, replica: int, time_s: float) -> None:
+        """See ``Ranges``."""
+        if replica in self.host.members:
+            self.host.clocks[replica] = max(self.host.clocks[replica], self._closed)
+        super().answered(replica, time_s)
+
+
+class Neighbours(Exchange[Gossip]):
+    """``gossip``. Without staleness, and with push-sum, replicas send after a step; else before it, so that letters
+    travel while gradients are computed."""
+
+    def __init__(self, rule: Gossip, host: Host) -> None:
+        super().__init__(rule, host)
+        self._heard: dict[int, dict[int, int]] = {replica: {} for replica in host.clocks}
+        self._handed = dict.fromkeys(host.clocks, 0)
+        self._early = rule.staleness != 0 and not rule.push
+
+    def begun(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        clock = self.host.clocks[replica]
+        if self._early and clock > self._handed[replica]:
+            self._send(replica, clock + max(0, self.rule.staleness) - 1, time_s)
+
+    def ended(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        super().ended(replica, time_s)
+        if not self._early:
+            self._send(replica, self.host.clocks[replica] - 1, time_s)
+
+    def may_begin(self, replica: int) -> bool:
+        """See ``Exchange``."""
+        heard = self._heard[replica]
+        clocks = {member: heard.get(member, 0) for member in self.host.members}
+        return may_proceed(self.rule, clocks | {replica: self.host.clocks[replica]}, replica)
+
+    def joined(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        self._handed[replica] = self.host.clocks[replica]
+        self.left(replica, time_s)
+
+    def left(self, replica: int, time_s: float) -> None:
+        """There is a new view: all tell all the clocks that they have handed over."""
+        for heard in self._heard.values():
+            heard |= self._handed
+
+    def _send(self, replica: int, step: int, time_s: float) -> None:
+        clock = self._handed[replica] = self.host.clocks[replica]
+        if peers := outgoing(self.rule, self.host.members, replica, step):
+            letters = [(replica, peer, 1.0) for peer in peers]
+            self.letters.send(partial(self._arrived, replica, peers, clock), time_s, letters)
+
+    def _arrived(self, replica: int, peers: Sequence[int], clock: int, time_s: float) -> None:
+        for peer in peers:
+            self._heard[peer][replica] = max(clock, self._heard[peer].get(replica, 0))
+        self.host.look(time_s)
+
+
+class Center(Exchange[ElasticAverage]):
+    """Asynchronous ``easgd``: a replica's parameters go to the center's first keeper, its change to the second keeper,
+    and back to the replica. Nobody waits; while an answer is under way, a replica asks no more."""
+
+    def __init__(self, rule: ElasticAverage, host: Host) -> None:
+        super().__init__(rule, host)
+        self._asked: set[int] = set()
+
+    def begun(self, replica: int, time_s: float) -> None:
+        """See ``Exchange``."""
+        clock = self.host.clocks[replica]
+        if not clock or clock % self.rule.every or replica in self._asked:
+            return
+        self._asked.add(replica)
+        head, *others = self.host.members
+        tail = others[0] if others else head
+        self._relay([(replica, head, 1.0), (head, tail, 1.0), (tail, replica, 1.0)], replica, time_s)
+
+    def _relay(self, letters: list[tuple[int, int, float]], replica: int, time_s: float) -> None:
+        if letters:
+            self.letters.send(partial(self._relay, letters[1:], replica), time_s, letters[:1])
+        else:
+            self._asked.discard(replica)
+
+
+def exchange_of(rule: Consistency, exposed_s: float | None) -> Callable[[Host], Exchange[Consistency]]:
+    """The exchange of a rule."""
+    match rule:
+        case Server():
+            return lambda host: Ranges(rule, host)  # type: ignore[return-value]
+        case Partial():
+            return lambda host: Rounds(rule, host)  # type: ignore[return-value]
+        case Gossip():
+            return lambda host: Neighbours(rule, host)  # type: ignore[return-value]
+        case ElasticAverage(asynchronous=True):
+            return lambda host: Center(rule, host)  # type: ignore[return-value]
+        case Sync() | Local() | DiLoCo() | ElasticAverage():
+            return lambda host: Means(rule, host, exposed_s)  # type: ignore[return-value]
+        case _:
+            return lambda host: NoExchange(rule, host)
