@@ -108,7 +108,7 @@ def on_a_rank(texts: dict[str, bytes]) -> tuple[dict[str, list[float]], dict[str
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         )  # fmt: skip
         losses[name] = [float(trainer.step(batch()))]
-        slow_down(trainer._last.executor, FAST if rank < BOX else SLOW)
+        slow_down(trainer.executor, FAST if rank < BOX else SLOW)
         sides[name] = lambda trainer=trainer: trainer.step(batch())
     seconds = alternate(sides, rounds=ROUNDS, steps=STEPS, warmup_steps=1)
     from_every_rank(None)

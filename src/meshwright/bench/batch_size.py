@@ -216,7 +216,7 @@ def prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     whole = source.training()
     whole.resize(run.data.batch_size)
     trainer = api.trainer_of(run, next(iter(whole)))
-    loader, held_out = source.training(trainer.data_shard), source.held_out(trainer.data_shard)
+    loader, held_out = source.training(trainer.data_shard), source.held_out(trainer.own_shard)
     loader.resize(run.data.batch_size)
     assert held_out is not None
     return trainer, loader, held_out

@@ -221,10 +221,11 @@ def _trained(run: Run, steps: int, in_time: int) -> tuple[float, float, int]:
         schedule.step()
         if step in (steps, in_time):
             losses[step] = mean_loss(trainer, held_out)
-    return losses[steps], losses[in_time], _sent_bytes(trainer)
+    return losses[steps], losses[in_time], sent_bytes_of(trainer)
 
 
-def _sent_bytes(trainer: Trainer) -> int:
+def sent_bytes_of(trainer: Trainer) -> int:
+    """The bytes that this rank sends for gradients in a step."""
     size, coded = trainer.plan.layout.dp, codings_of(trainer.groups)
     total = 0
     for bucket in trainer.plan.buckets:

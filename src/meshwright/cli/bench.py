@@ -7,8 +7,8 @@ import typer
 from rich.table import Table
 
 from meshwright import config
-from meshwright.cli import display
-from meshwright.cli.overrides import EXTRA, overridden
+from meshwright.cli import bench_consistency, display
+from meshwright.cli.overrides import EXTRA, overridden, target_of
 from meshwright.cli.plan import run_of
 from meshwright.ir import files, units
 from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utilization
@@ -84,7 +84,7 @@ def scaling(
     output: Path | None = OUTPUT,
 ) -> None:
     """Time the training of a model on 1 to N ranks of this machine: speed-up, efficiency, and their spread."""
-    target, arguments = _target(context, target, "gpt")
+    target, arguments = target_of(context, target, "gpt")
     run = run_of(target, arguments)
     from meshwright import api
     from meshwright.bench.scaling import scaling as measure_scaling
@@ -136,7 +136,7 @@ def batch_size(
     output: Path | None = OUTPUT,
 ) -> None:
     """Train to a target loss at several batch sizes; show steps, samples, time and knee for each learning-rate rule."""
-    target, arguments = _target(context, target, "")
+    target, arguments = target_of(context, target, "")
     run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
     from meshwright.bench.batch_size import batch_size as measure
 
@@ -166,7 +166,7 @@ def codec(
     output: Path | None = OUTPUT,
 ) -> None:
     """Compare codecs with dense gradients: time and bytes of a step, loss after equal steps and after equal time."""
-    target, arguments = _target(context, target, "")
+    target, arguments = target_of(context, target, "")
     run = run_of(target, arguments) if target else config.make(overridden(SMALL, arguments), where="the small run")
     from meshwright.bench.codec import codec as measure
     from meshwright.bench.codec import result_of
@@ -245,14 +245,6 @@ def counts_of(text: str, cores: int) -> list[int]:
         return numbers
     most = numbers[0]
     return sorted({most, *(2**power for power in range(max(most, 1).bit_length()) if 2**power <= most)})
-
-
-def _target(context: typer.Context, target: str, default: str) -> tuple[str, list[str]]:
-    """The target and the run's arguments. If an option stands in the target's place, it is an argument, and the target
-    is ``default``."""
-    if target.startswith("--"):
-        return default, [target, *context.args]
-    return target, list(context.args)
 
 
 def _print_refusals(by_path: "dict[str, tuple[Refusal, ...]]") -> None:
@@ -351,7 +343,7 @@ def _help(context: typer.Context) -> None:
 
 group = typer.Typer(
     name="bench",
-    help="Measure scaling, utilization, batch sizes and codecs on this machine, and refuse results that mislead.",
+    help="Measure scaling, utilization, batch sizes, codecs and consistency rules, and refuse results that mislead.",
     rich_markup_mode="rich",
 )
 group.callback(invoke_without_command=True)(_help)
@@ -359,4 +351,5 @@ group.command(context_settings=EXTRA, epilog=SCALING_EPILOG)(scaling)
 group.command(epilog=UTILIZATION_EPILOG)(utilization)
 group.command(context_settings=EXTRA, epilog=BATCH_SIZE_EPILOG)(batch_size)
 group.command(context_settings=EXTRA, epilog=CODEC_EPILOG)(codec)
+group.command(context_settings=EXTRA, epilog=bench_consistency.EPILOG)(bench_consistency.consistency)
 group.command(epilog=LINT_EPILOG)(lint)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import typer
 from msgspec import inspect
 
 from meshwright.config import completed, structs
@@ -27,6 +28,14 @@ def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     for option, text in sorted(_options(arguments), key=lambda item: not item[0].endswith((".name", ".kind"))):
         _override(raw, option, text)
     return raw
+
+
+def target_of(context: typer.Context, target: str, default: str) -> tuple[str, list[str]]:
+    """The target and the run's arguments. If an option stands in the target's place, it is an argument, and the target
+    is ``default``."""
+    if target.startswith("--"):
+        return default, [target, *context.args]
+    return target, list(context.args)
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
