@@ -24,6 +24,8 @@ REFUSALS = (LayoutError, PlanError, ScheduleError)
 """Errors that say that a layout is not possible for a model."""
 SURE = 2
 """Number of options that are simulated because they are the fastest so far."""
+FEW_OPERATORS = 5000
+"""Only models with up to so many operators: one more plan of a larger model takes about ten seconds."""
 
 
 @dataclass
@@ -86,8 +88,8 @@ class Finalists:
     and, once it is simulated, to the simulated seconds (infinite if it does not fit after all). The first ``at_least``
     options are simulated in any case, others only if those are slower than estimated.
 
-    The fastest is simulated, too, before a simpler option is taken in its place: what the two take as whole models
-    decides whether they are equally fast.
+    If the model has few operators, the fastest is simulated, too, before a simpler option is taken in its place: what
+    the two take as whole models decides whether they are equally fast.
 
     If the best option is without ZeRO, and the same layout with ZeRO is among the options, both are compared with the
     best bucket sizes, on which ZeRO depends most."""
@@ -114,7 +116,7 @@ class Finalists:
                 self.stopped = True
                 break
             self._simulate(option)
-        for _ in range(SURE):
+        for _ in range(SURE if len(self.model.graph.operators) <= FEW_OPERATORS else 0):
             fastest = min(self.options, key=lambda option: self.step_s[option.name])
             if fastest.name in self.real or (self._any_fits and self.clock.over):
                 break

@@ -18,7 +18,7 @@ from meshwright.planner.inter_op.pipelines import Option, Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
 
-NEAR, MOST_SIMULATED, MOST_CUT = 1.1, 12, 6
+NEAR, MOST_SIMULATED, MOST_CUT = 1.05, 8, 2
 """At most ``MOST_SIMULATED`` options are simulated: those that take at most ``NEAR`` times as long as the fastest. Of
 these, the ``MOST_CUT`` fastest are cut anew."""
 MOST_PASSES = 64
