@@ -46,7 +46,7 @@ def test_rules_are_compared_in_equal_time(tmp_path: Path, capsys: pytest.Capture
     [
         (["--rule", "nope"], "no rule 'nope'"), (["--replicas", "1"], "1 replicas"),
         (["--replicas", "3"], "does not divide"), (["--seconds", "0"], "0 s"), (["--seeds", "0"], "0 seeds"),
-        (["--slow", "9:2.0"], "no replica 9"), (["--slow", "2"], "how slow it is"),
+        (["--slow", "9:2.0"], "no replica 9"), (["--slow", "2"], "cannot be read as a slow replica"),
         (["--layout.replicas", "2"], "names replicas"), (["--schedule.name", "cosine"], "number of steps"),
         (["--data.held_out", "0"], "held out"), (["--step-ms", "10", "--data.batch_size", "4"], "micro-batches"),
         (["--rule", "gossip(edges=0-1 2-3)"], "connected"), (["--rule", "partial(9)"], "9"),

@@ -179,7 +179,7 @@ def test_a_trace_of_replicas_is_written_for_one_rule(run_file: str, capsys: pyte
         (["--replicas", "3", "--consistency", "local(2)"], "do not divide into 3 replicas"),
         (["--replicas", "4", "--consistency", "local(0)"], "every=0"),
         (["--replicas", "4", "--consistency", "partial(5)"], "partial(5) with 4 replicas"),
-        (["--replicas", "4", "--consistency", "local(2)", "--slow", "1=2"], "says of no replica how slow it is"),
+        (["--replicas", "4", "--consistency", "local(2)", "--slow", "1=2"], "cannot be read as a slow replica"),
         (["--replicas", "4", "--consistency", "local(2)", "--slow", "2x:2"], "a probability is 2"),
         (["--replicas", "4", "--consistency", "local(2)", "--slow", "7:2"], "there is no replica 7"),
         (["--replicas", "4", "--consistency", "local(2)", "--contention"], "letters between replicas always share"),
