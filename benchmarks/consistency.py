@@ -45,7 +45,7 @@ from meshwright.simulate.letters import ReplicaStep
 
 COMMAND = "python -m benchmarks.consistency"
 REPLICAS, STEP_S, SECONDS, SEEDS = 4, 0.25, 40.0, 1
-RULES = ("server(ssp=3)", "server(async)", "partial(majority)", "gossip(one-peer, push=on, staleness=any)")
+RULES = ("server(ssp=3)", "server(async)", "partial(majority)", "gossip(one-peer, staleness=any, push=on)")
 LR = 1e-3
 LRS = {"server(ssp=3)": LR / 2, "server(async)": LR / 2}
 """Learning rates other than ``LR``: these servers make up to four steps of AdamW for as many samples as others one."""
