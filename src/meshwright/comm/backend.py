@@ -25,8 +25,8 @@ from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.native import Native
 from meshwright.compress.coder import draw_of
 from meshwright.errors import LostRankError
-from meshwright.ir.codec import shapes_of
 from meshwright.ir.placement import flat_shape
+from meshwright.ir.shapes import shapes_of
 from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.choice import MPI, NATIVE
 from meshwright.schedules.collectives.operations import ALGORITHMS

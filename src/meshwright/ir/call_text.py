@@ -7,13 +7,14 @@ from meshwright.errors import MeshwrightError
 
 Wrong = Callable[[str, str], MeshwrightError]
 """A function that makes the error of a problem and its remedy."""
+SWITCH = ("on", "off")
 
 _CALL = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?\s*")
 
 
 class CallText:
     """A text, taken apart: ``name(word, ..., key=value, ...)``. Texts in parentheses, such as ``codec=qsgd(4)``, stay
-    whole.
+    whole. ``names``: the texts that are known, and ``what`` they are, for errors.
 
     The methods take what the name knows; ``end`` refuses what is left.
 
@@ -21,10 +22,10 @@ class CallText:
         MeshwrightError: made by ``wrong``, if the text is malformed.
     """
 
-    def __init__(self, text: str, wrong: Wrong, names: str) -> None:
+    def __init__(self, text: str, wrong: Wrong, names: str, what: str) -> None:
         match = _CALL.fullmatch(text)
         if match is None:
-            raise wrong(f"{text!r} cannot be read", f"write {names}")
+            raise wrong(f"{text.strip()!r} is not a {what}", f"write {names}")
         self.name, self._wrong = match[1], wrong
         self._words: list[str] = []
         self._options: dict[str, str] = {}
@@ -69,41 +70,51 @@ class CallText:
             raise self._wrong(f"{key}={value}", f"{key} is {' or '.join(choices)}")
         return value
 
-    def whole(self, key: str, least: int, default: int | None = None) -> int:
-        """The option as a whole number of at least ``least``; also the first word, if the option has no default."""
+    def first(self, key: str, default: bool = False) -> str:
+        """The text of the option; without it and without ``default``, the next word.
+
+        Raises:
+            MeshwrightError: neither is there.
+        """
         word = self.text(key)
-        if not word and default is None and self._words:
-            word = self._words.pop(0)
+        if not word and not default:
+            word = self._words.pop(0) if self._words else ""
+            if not word:
+                raise self._wrong(f"{self.name} without a number", f"write {self.name}({key.upper()})")
+        return word
+
+    def as_number(self, key: str, word: str) -> float:
+        """A word as a number."""
+        try:
+            return float(word)
+        except ValueError:
+            problem, remedy = f"{key}={word} is not a number", f"write {key} as a number, such as 0.01"
+            raise self._wrong(problem, remedy) from None
+
+    def whole(self, key: str, least: int, default: int | None = None) -> int:
+        """The option as a whole number of at least ``least``; also the next word, if the option has no default."""
+        word = self.first(key, default is not None)
         if not word and default is not None:
             return default
-        try:
-            value = int(word)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            problem = f"{key}={word}" if word else f"{self.name} without a number"
-            raise self._wrong(problem, f"{key} is a whole number of at least {least}")
-        return value
+        if not word.isdecimal() or int(word) < least:
+            raise self._wrong(f"{key}={word}", f"{key} is a whole number of at least {least}")
+        return int(word)
 
     def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
-        """The option as a number; also the first word, if the option has no default."""
-        word = self.text(key)
-        if not word and default is None and self._words:
-            word = self._words.pop(0)
+        """The option as a number; also the next word, if the option has no default."""
+        word = self.first(key, default is not None)
         if not word and default is not None:
             return default
-        try:
-            value = float(word)
-        except ValueError:
-            value = float("nan")
+        value = self.as_number(key, word)
         if not least <= value <= most:
-            problem = f"{key}={word}" if word else f"{self.name} without a number"
-            raise self._wrong(problem, f"{key} is at least {least:g} and at most {most:g}")
+            raise self._wrong(f"{key}={word}", f"{key} is at least {least:g} and at most {most:g}")
         return value
 
     def end(self) -> None:
         """Refuse words and options that nothing has taken."""
-        left = [*self._words, *(f"{key}={value}" for key, value in self._options.items())]
-        if left:
-            known = f"its options are {', '.join(dict.fromkeys(self._known))}" if self._known else "it has no options"
-            raise self._wrong(f"{self.name} with {left[0]}", known)
+        known = f"its options are {', '.join(dict.fromkeys(self._known))}" if self._known else "it has no options"
+        if self._words:
+            what = "a number" if self.has_number() else repr(self._words[0])
+            raise self._wrong(f"{self.name} with {what}", known)
+        for key in self._options:
+            raise self._wrong(f"unknown option {key!r} of {self.name}", known)

@@ -16,9 +16,9 @@ Options stand behind the number: ``qsgd(4, bucket=512, norm=l2, elias=on)``, ``t
 ``feedback=off``.
 """
 
-import re
-from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from math import ceil, prod
 from typing import Literal
@@ -26,6 +26,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.errors import PlanError
+from meshwright.ir.call_text import SWITCH, CallText, Wrong
 
 Exchange = Literal["hops", "merges", "sums", "factors"]
 """The collectives that a codec may ride.
@@ -254,29 +255,9 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return "+".join(f"{name}({', '.join(inside)})" if inside else name for name, *inside in texts)
 
 
-def flat_shapes(shapes: Iterable[Sequence[int]]) -> list[int]:
-    """Shapes as one list: of each, the number of dims and the dims."""
-    return [number for shape in shapes for number in (len(shape), *shape)]
-
-
-def shapes_of(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """The inverse of ``flat_shapes``."""
-    shapes, at = [], 0
-    while at < len(numbers):
-        shapes.append(tuple(numbers[at + 1 : at + 1 + numbers[at]]))
-        at += 1 + numbers[at]
-    return shapes
-
-
-_PART = re.compile(r"\s*([a-z0-9]+)\s*(?:\(([^()]*)\))?\s*")
 _NAMES = (
     "fp16, bf16, qsgd(BITS), onebit, topk(SHARE), threshold(VALUE), randk(SHARE), powersgd(RANK), factors, lossless"
 )
-_NORMS: dict[str, Literal["max", "l2"]] = {"max": "max", "l2": "l2"}
-_NUMBERED = {"qsgd": "bits, as in qsgd(8)", "topk": "a share, as in topk(1%)", "randk": "a share, as in randk(1%)",
-             "threshold": "a magnitude, as in threshold(0.01)", "powersgd": "a rank, as in powersgd(4)"}  # fmt: skip
-_OPTIONS = {"qsgd": ("bucket", "norm", "elias"), "onebit": ("bucket", "momentum", "warmup"),
-            "topk": ("momentum", "warmup"), "threshold": ("momentum",), "randk": ("momentum", "warmup")}  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -287,71 +268,69 @@ def codec_of(text: str) -> Codec:
         PlanError: the text is malformed, a name, number or option is unknown or out of range, or the parts cannot be
             chained.
     """
-    parts: list[Part] = []
-    options: dict[str, str] = {}
+    wrong, parts, shared = partial(_wrong, text), list[Part](), _Shared()
     for piece in text.split("+"):
-        match = _PART.fullmatch(piece)
-        if match is None:
-            raise _wrong(text, f"{piece.strip()!r} is not a codec", f"write one of {_NAMES}; join several with +")
-        part, own = _part(text, match[1], match[2] or "")
+        call = CallText(piece, wrong, _NAMES, "codec")
+        part = _part(call, wrong)
+        shared.take(call, part)
+        call.end()
         parts.append(part)
-        options |= own
     _check_chain(text, parts)
-    feedback = _switch(text, "feedback", options["feedback"]) if "feedback" in options else _default_feedback(parts)
+    feedback = _default_feedback(parts) if shared.feedback is None else shared.feedback
     if feedback and not any(isinstance(part, Cast | Quantize | OneBit | Select | LowRank) for part in parts):
         raise _wrong(text, "error feedback for a codec without errors", "leave feedback out")
-    momentum = _number(text, "momentum", options.get("momentum", "0"), 0, 1)
-    if momentum == 1:
+    if shared.momentum == 1:
         raise _wrong(text, "momentum=1", "a momentum is less than 1")
-    if momentum and not feedback:
+    if shared.momentum and not feedback:
         raise _wrong(text, "momentum without error feedback", "leave feedback=off out")
-    warmup = _whole(text, "warmup", options.get("warmup", "0"), 0)
-    return Codec(parts=tuple(parts), feedback=feedback, momentum=momentum, warmup=warmup)
+    return Codec(parts=tuple(parts), feedback=feedback, momentum=shared.momentum, warmup=shared.warmup)
 
 
-def _part(text: str, name: str, inside: str) -> tuple[Part, dict[str, str]]:
-    words = [word.strip() for word in inside.split(",")] if inside.strip() else []
-    number = words.pop(0) if words and "=" not in words[0] else ""
-    pairs = [word.partition("=") for word in words]
-    for key, _, value in pairs:
-        allowed = (*_OPTIONS.get(name, ()), *(("feedback",) if name not in ("factors", "lossless") else ()))
-        if key.strip() not in allowed or not value.strip():
-            raise _wrong(text, f"unknown option {key!r} of {name}", f"options are {', '.join(allowed) or 'none'}")
-    options = {key.strip(): value.strip() for key, _, value in pairs}
-    if bool(number) != (name in _NUMBERED):
-        needed = _NUMBERED.get(name)
-        remedy = f"write {needed}" if needed else f"write {name}"
-        raise _wrong(text, f"{name} {'without a' if needed else 'with a'} number", remedy)
-    bucket = {"bucket": _whole(text, "bucket", options["bucket"], 8)} if "bucket" in options else {}
-    if bucket.get("bucket", 8) % 8:
-        raise _wrong(text, f"bucket={options['bucket']}", "a bucket is a multiple of 8 elements: whole bytes of bits")
-    match name:
+@dataclass
+class _Shared:
+    """The options of a codec that stand behind any of its parts."""
+
+    feedback: bool | None = None
+    momentum: float = 0.0
+    warmup: int = 0
+
+    def take(self, call: CallText, part: Part) -> None:
+        """Take those that stand behind a part."""
+        if not isinstance(part, Factors | Lossless) and call.has("feedback"):
+            self.feedback = call.choice("feedback", SWITCH, "on") == "on"
+        if isinstance(part, Select | OneBit):
+            self.momentum = call.number("momentum", 0, 1, self.momentum)
+        if isinstance(part, OneBit) or (isinstance(part, Select) and part.rule != "threshold"):
+            self.warmup = call.whole("warmup", 0, self.warmup)
+
+
+def _part(call: CallText, wrong: Wrong) -> Part:
+    match call.name:
         case "fp16" | "bf16":
-            return Cast("float16" if name == "fp16" else "bfloat16"), options
+            return Cast("float16" if call.name == "fp16" else "bfloat16")
         case "qsgd":
-            bits = _whole(text, "bits", number, 2)
+            bits = call.whole("bits", 2)
             if bits not in (2, 4, 8):
-                raise _wrong(text, f"{bits} bits", "2, 4 and 8 bits can be packed")
-            norm = _NORMS.get(options.get("norm", "max"))
-            if norm is None:
-                raise _wrong(text, f"norm={options['norm']}", "norm is max or l2")
-            elias = _switch(text, "elias", options.get("elias", "off"))
-            return Quantize(bits=bits, norm=norm, elias=elias, **bucket), options
+                raise wrong(f"{bits} bits", "2, 4 and 8 bits can be packed")
+            norm: Literal["max", "l2"] = "l2" if call.choice("norm", ("max", "l2"), "max") == "l2" else "max"
+            elias = call.choice("elias", SWITCH, "off") == "on"
+            return Quantize(bits, _bucket(call, wrong, Quantize(bits).bucket), norm, elias)
         case "onebit":
-            return OneBit(**bucket), options
-        case "topk" | "randk":
-            share = _share(text, name, number)
-            return Select(name, share), options
+            return OneBit(_bucket(call, wrong, OneBit().bucket))
+        case "topk":
+            return Select("topk", _share(call, wrong))
+        case "randk":
+            return Select("randk", _share(call, wrong))
         case "threshold":
-            return Select("threshold", _number(text, "threshold", number, 0, float("inf"))), options
+            return Select("threshold", call.number("threshold", 0, float("inf")))
         case "powersgd":
-            return LowRank(_whole(text, "rank", number, 1)), options
+            return LowRank(call.whole("rank", 1))
         case "factors":
-            return Factors(), options
+            return Factors()
         case "lossless":
-            return Lossless(), options
+            return Lossless()
         case _:
-            raise _wrong(text, f"there is no codec {name!r}", f"one of {_NAMES}")
+            raise wrong(f"there is no codec {call.name!r}", f"one of {_NAMES}")
 
 
 def _check_chain(text: str, parts: Sequence[Part]) -> None:
@@ -397,33 +376,19 @@ def _words(part: Part) -> list[str]:
             return ["lossless"]
 
 
-def _share(text: str, name: str, number: str) -> float:
-    value = _number(text, name, number.removesuffix("%"), 0, float("inf")) / (100 if number.endswith("%") else 1)
+def _bucket(call: CallText, wrong: Wrong, default: int) -> int:
+    size = call.whole("bucket", 8, default)
+    if size % 8:
+        raise wrong(f"bucket={size}", "a bucket is a multiple of 8 elements: whole bytes of bits")
+    return size
+
+
+def _share(call: CallText, wrong: Wrong) -> float:
+    word = call.first("share")
+    value = call.as_number("share", word.removesuffix("%")) / (100 if word.endswith("%") else 1)
     if not 0 < value <= 1:
-        raise _wrong(text, f"{name} of {number} of all elements", "a share is more than 0 and at most 1, or 100%")
+        raise wrong(f"{call.name} of {word} of all elements", "a share is more than 0 and at most 1, or 100%")
     return value
-
-
-def _number(text: str, what: str, word: str, least: float, most: float) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        raise _wrong(text, f"{what}={word} is not a number", f"write {what} as a number, such as 0.01") from None
-    if not least <= value <= most:
-        raise _wrong(text, f"{what}={word}", f"it is at least {least:g} and at most {most:g}")
-    return value
-
-
-def _whole(text: str, what: str, word: str, least: int) -> int:
-    if not word.isdigit() or int(word) < least:
-        raise _wrong(text, f"{what}={word}", f"{what} is a whole number of at least {least}")
-    return int(word)
-
-
-def _switch(text: str, what: str, word: str) -> bool:
-    if word not in ("on", "off"):
-        raise _wrong(text, f"{what}={word}", f"{what} is on or off")
-    return word == "on"
 
 
 def _wrong(text: str, problem: str, remedy: str) -> PlanError:

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 import msgspec
 
 from meshwright.errors import PlanError
-from meshwright.ir.call_text import CallText, Wrong
+from meshwright.ir.call_text import SWITCH, CallText, Wrong
 from meshwright.ir.codec import Codec, codec_of
 
 Topology = Literal["ring", "torus", "exponential", "one-peer", "random", "complete", "edges"]
@@ -183,7 +183,7 @@ def consistency_of(text: str) -> Consistency:
     def wrong(problem: str, remedy: str) -> PlanError:
         return PlanError(problem, where=f"consistency {text!r}", remedy=remedy)
 
-    call = CallText(text, wrong, NAMES)
+    call = CallText(text, wrong, NAMES, "consistency rule")
     rule: Consistency
     match call.name:
         case "sync":
@@ -237,7 +237,7 @@ def _gossip(call: CallText, wrong: Wrong) -> Gossip:
     text = call.text("staleness", "0")
     if text != "any" and not text.isdecimal():
         raise wrong(f"staleness={text}", "staleness is a number of steps, or any")
-    push = call.choice("push", ("on", "off"), "off") == "on"
+    push = call.choice("push", SWITCH, "off") == "on"
     return Gossip(topology, ASYNC if text == "any" else int(text), push, tuple(edges))
 
 

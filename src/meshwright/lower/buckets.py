@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.ir.codec import codec_of, flat_shapes
+from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import Tensor
 from meshwright.ir.mesh import AxisGroup, members, sizes_of
 from meshwright.ir.placement import Flat, Placements, local_shape, unflattened
 from meshwright.ir.plan import Bucket, Plan
 from meshwright.ir.program import CodecState, Value, coded_shapes
+from meshwright.ir.shapes import flat_shapes
 from meshwright.ir.stages import STEP
 from meshwright.ops import collectives
 from meshwright.schedules.collectives.coded import coded

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.rules import Rules
-from meshwright.ir.codec import codec_of, shapes_of
+from meshwright.ir.codec import codec_of
 from meshwright.ir.halo import most_rows
 from meshwright.ir.kernel import AttentionSizes, Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of_target
 from meshwright.ir.program import Collective, CollectiveKind
+from meshwright.ir.shapes import shapes_of
 from meshwright.lower.fuse import FUNCTIONAL
 from meshwright.ops import collectives, experts
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
