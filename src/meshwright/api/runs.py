@@ -19,10 +19,11 @@ from meshwright.cost.occupancy import box_of, num_peers
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.codec_use import CodecUse
 from meshwright.ir.consistency import Ensemble, Sync, consistency_of
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import Layout
-from meshwright.ir.ledger import CodecUse, Ledger
+from meshwright.ir.ledger import Ledger
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.replica_use import ReplicaUse

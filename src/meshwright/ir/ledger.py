@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
+from meshwright.ir.codec_use import CodecUse, codec_lines
 from meshwright.ir.interval import Interval, interval
 from meshwright.ir.replica_use import ReplicaUse
 from meshwright.ir.summary import RankTimes
@@ -55,20 +56,6 @@ class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return float(getattr(self.measured, PARTS[part]) - getattr(self.predicted, PARTS[part]))
 
 
-def _codec_texts(use: "CodecUse") -> tuple[str, ...]:
-    foretold = f" ({size(use.predicted_bytes)})" if use.predicted_bytes else ""
-    foretold_s = f" ({seconds(use.predicted_coding_s)})" if use.predicted_coding_s else ""
-    residual = f"{use.residual_share:.0%} of the gradients" if use.residual_share else "-"
-    what = f"{use.label} over {use.axis}, {size(use.num_bytes)}"
-    return (
-        f"{use.codec} ({use.algorithm})",
-        what,
-        size(use.sent_bytes) + foretold,
-        seconds(use.coding_s) + foretold_s,
-        residual,
-    )
-
-
 class Deviation(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a rank's step that deviates from its prediction.
 
@@ -113,23 +100,6 @@ class LedgerRow(msgspec.Struct, frozen=True):
         """The predicted value, the measured value and their ratio as text, with units."""
         shown = seconds if self.unit == "s" else size
         return shown(self.predicted), shown(self.measured), "-" if self.ratio is None else f"{self.ratio:.2f}"
-
-
-class CodecUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a codec did for one bucket in a step, on rank 0: the bytes of its vector, the bytes that the rank sent in
-    coded form, and its seconds of encoding and decoding. ``residual_share`` is the norm of what messages have left out,
-    as a fraction of the norm of the gradients (0 without error feedback). Predictions of 0 are unknown."""
-
-    label: str
-    axis: str
-    codec: str
-    algorithm: str
-    num_bytes: int
-    predicted_bytes: int = 0
-    sent_bytes: int = 0
-    predicted_coding_s: float = 0.0
-    coding_s: float = 0.0
-    residual_share: float = 0.0
 
 
 class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -296,17 +266,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def codec_lines(self) -> list[str]:
         """The codecs as text: for each bucket, predicted and measured bytes and seconds."""
-        if not self.codecs:
-            return []
-        rows = [
-            ("codec", "of", "bytes sent (predicted)", "coding (predicted)", "residual"),
-            *map(_codec_texts, self.codecs),
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return [
-            "  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        return codec_lines(self.codecs)
 
     def _sides(self) -> tuple[list[RankTimes], list[RankTimes]]:
         return [entry.predicted for entry in self.ranks], [entry.measured for entry in self.ranks]

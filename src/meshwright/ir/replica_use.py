@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.ir.units import seconds, size
+from meshwright.ir.units import aligned, seconds, size
 
 
 class ReplicaUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,9 +30,8 @@ class ReplicaUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ("bytes sent in a step", size(self.predicted_bytes), size(self.sent_bytes)),
             ("steps ahead of the slowest", _told(self.predicted_staleness), _told(self.staleness)),
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
         title = f"  {self.num_replicas} replicas, {self.rule}, {self.num_steps} steps"
-        return [title, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+        return [title, *aligned(rows)]
 
 
 def _told(staleness: dict[int, int]) -> str:

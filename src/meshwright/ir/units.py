@@ -1,4 +1,6 @@
-"""Seconds and bytes as text for people."""
+"""Seconds, bytes and tables as text for people."""
+
+from collections.abc import Sequence
 
 
 def seconds(value: float) -> str:
@@ -9,6 +11,12 @@ def seconds(value: float) -> str:
 def size(value: float) -> str:
     """A number of bytes as text: ``12.3 GiB``."""
     return _text(value, {"TiB": 2.0**-40, "GiB": 2.0**-30, "MiB": 2.0**-20})
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _text(value: float, units: dict[str, float]) -> str:
