@@ -204,9 +204,9 @@ def ask_peer(exchange: PartialExchange, x: Tensor) -> bool:
         else:
             exchange.take(letter)
 
-    for peer in range(exchange.num_replicas):
+    for peer in replicas_of(box.view.members):
         name = replica_name(peer)
-        if peer == exchange.replica or name not in box.view.members or any(letter.tensors for letter in answers):
+        if peer == exchange.replica or any(letter.tensors for letter in answers):
             continue
         answers.clear()
         box.send(name, "state?")

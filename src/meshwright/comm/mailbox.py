@@ -25,11 +25,6 @@ class Letter(NamedTuple):
     tensors: tuple[Tensor, ...] = ()
     text: str = ""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
 
 class View(NamedTuple):
     """Who lives, as all participants see it: views follow each other, and everybody sees the same ones. ``epoch`` is

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.comm.mailbox import WAIT_S, Letter, Mailbox, replica_name, replicas_of
 from meshwright.ir.consistency import Consistency
-from meshwright.schedules.clocks import may_proceed
+from meshwright.schedules.clocks import may_proceed, staleness
 
 R = TypeVar("R", bound=Consistency)
 
@@ -33,13 +33,7 @@ class Exchange(ABC, Generic[R]):
     """
 
     def __init__(self, rule: R, mailbox: Mailbox, replica: int, num_replicas: int, *, wait_s: float = WAIT_S) -> None:
-        self.rule, self.mailbox, self.replica, self.num_replicas, self.wait_s = (
-            rule,
-            mailbox,
-            replica,
-            num_replicas,
-            wait_s,
-        )
+        self.rule, self.mailbox, self.replica, self.wait_s = rule, mailbox, replica, wait_s
         self.clocks: dict[int, int] = dict.fromkeys(range(num_replicas), 0)
         self.staleness: Counter[int] = Counter()
         self.snapshot: Snapshot | None = None
@@ -52,8 +46,7 @@ class Exchange(ABC, Generic[R]):
     def begin(self, parameters: Sequence[Tensor]) -> bool:
         """Wait until this replica may begin its next step. Return whether ``parameters`` have changed."""
         self._wait(lambda: may_proceed(self.rule, self.living_clocks(), self.replica), "the clocks of other replicas")
-        clocks = self.living_clocks()
-        self.staleness[clocks[self.replica] - min(clocks.values())] += 1
+        self.staleness[staleness(self.living_clocks(), self.replica)] += 1
         return False
 
     def updates(self, gradients: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

@@ -6,7 +6,6 @@ on every rank (step, seed, hyperparameters, positions). ``runtime/manifest.py`` 
 ``runtime/resumable.py`` decides in which order they are written and read.
 """
 
-import io
 import logging
 import pickle
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from meshwright.consistency.packing import from_bytes, to_bytes
 from meshwright.errors import CheckpointError
 from meshwright.runtime import manifest, optimizer_state
 from meshwright.runtime.agree import told
@@ -75,7 +75,7 @@ def check_finite(parameters: LocalParameters) -> None:
 def plain(what: str, value: T) -> T:
     """Return the value. Raise a CheckpointError that names ``what`` if loading the value would run code."""
     try:
-        unpacked(packed(value))
+        from_bytes(to_bytes(value))
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"its state is not plain data ({str(error).splitlines()[0]})",
@@ -83,18 +83,6 @@ def plain(what: str, value: T) -> T:
             remedy="let state_dict() return numbers, strings, tensors, lists and dicts",
         ) from error
     return value
-
-
-def packed(value: Any) -> bytes:
-    """Serialize plain data to the bytes of ``trainer.pt``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """The inverse of ``packed``. It runs no code that the bytes may contain."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def examined(parameters: LocalParameters, path: Path) -> Manifest:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright import __version__
 from meshwright.comm.groups import amend, from_every_rank, from_rank_0
+from meshwright.consistency.packing import from_bytes, to_bytes
 from meshwright.errors import CheckpointError, DiskError
 from meshwright.ir import files
 from meshwright.ir.amendment import Amendment, amended, base_of
@@ -111,7 +112,7 @@ class Resumable:
             state["codecs"] = codec_memory.joined(from_every_rank(state["codecs"]))
         if self.replica is not None:
             state["replica"] = from_every_rank(self.replica.state())
-        packed, share = checkpoint.packed(state), Share(parts)
+        packed, share = to_bytes(state), Share(parts)
         num_bytes = share.num_bytes + len(packed) + OTHER_BYTES
         try:
             data = from_rank_0(lambda: told(where, lambda: manifest.begin(path, num_bytes)))
@@ -189,7 +190,7 @@ class Resumable:
         share = dict([*saved_manifest.files.items()][self.rank :: self.plan.mesh.world_size])
         everywhere(where, lambda: manifest.verify(directory, share))
         read = (directory / TRAINER).read_bytes
-        state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: checkpoint.unpacked(read())))
+        state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: from_bytes(read())))
         everywhere(where, lambda: checkpoint.check_state(where, self.parameters, taker, state, loader, extra))
         if loader is not None:
             everywhere(where, lambda: loader.load_state_dict(state["loader"]))
