@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import axis_group, piece_s
 from meshwright.cost.host import waits_s
-from meshwright.cost.program import NodeCosts, communicated
+from meshwright.cost.node_costs import NodeCosts, communicated
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Collective, Node, Program

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from math import prod
 
 import msgspec
@@ -11,13 +10,14 @@ from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
-from meshwright.cost.kernels import Cost, Rates
+from meshwright.cost.kernels import Cost
+from meshwright.cost.node_costs import NodeCosts, communicated, of_parameters
 from meshwright.cost.optimizer import SGD, OptimizerCost
-from meshwright.cost.work import CodedElements, Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
+from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import ITEM_BYTES
-from meshwright.ir.mesh import Mesh, members
+from meshwright.ir.mesh import members
 from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
@@ -91,45 +91,6 @@ def stage_held(
 ) -> HeldBytes:
     """The bytes that a stage keeps during a step, by kind: parameters, gradients, optimizer state, ..."""
     return _Stage(programs, programs[stage], plan, cluster, optimizer, False, 1).held()
-
-
-def of_parameters(program: Program) -> list[Node]:
-    """The nodes of the prologue that depend on parameters: gathers, casts, and what is computed from their results."""
-    values = {parameter.value for parameter in program.parameters}
-    nodes = []
-    for node in program.phase(PROLOGUE).nodes:
-        if not values.isdisjoint(node.inputs):
-            values.update(value.name for value in node.outputs)
-            nodes.append(node)
-    return nodes
-
-
-class NodeCosts:
-    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh, or on ``num_ranks`` ranks. ``launch_s``: the host's
-    seconds for each launch; 0 on a CPU, whose measured times include the launch."""
-
-    def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0) -> None:
-        at_once = max(1, min(num_ranks or mesh.world_size, cluster.num_devices))
-        self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads), cluster.software)
-        self.launch_s = 0.0 if cluster.device.kind == "cpu" else self.rates.launch_s
-        self._known = lru_cache(maxsize=None)(self.rates.cost)
-
-    def of(self, nodes: Iterable[Node]) -> Cost:
-        """The cost of nodes that run one after the other on the device, without their collectives. A node without
-        kernels (a view) costs only ``kernel_s``."""
-        seconds, flops, num_bytes, launches = 0.0, 0.0, 0, 0.0
-        for node in nodes:
-            if not node.kernels and node.starts is None and not node.waits:
-                seconds += self.rates.kernel_s
-            for kernel in node.kernels:
-                cost = self._known(kernel)
-                seconds, flops, num_bytes = seconds + cost.seconds, flops + cost.flops, num_bytes + cost.bytes
-                launches += cost.launches
-        return Cost(seconds, flops, num_bytes, launches)
-
-    def piece(self, what: str, cost: Cost) -> Compute:
-        """The piece of work that has a cost, before it is known how long it waits for the host."""
-        return Compute(what, cost.seconds, cost.flops, cost.bytes, self.launch_s * cost.launches)
 
 
 class _Stage:
@@ -406,14 +367,6 @@ class _Stage:
             return sum(scratch_bytes(kernel, self.blocking) for kernel in node.kernels)
         sizes = sorted(self.value_bytes[name] for name in node.inputs)
         return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]
-
-
-def communicated(what: str, collective: Collective, blocking: bool) -> Communicate:
-    """The piece of a collective."""
-    coding = CodedElements(collective.codec, collective.algorithm, collective.item_bytes, collective.summed)
-    return Communicate(
-        what, collective.kind, collective.axis, collective.bytes, blocking, coding=coding if collective.codec else None
-    )
 
 
 def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:

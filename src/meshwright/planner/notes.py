@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
-from meshwright.cost.program import NodeCosts
+from meshwright.cost.node_costs import NodeCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh

@@ -14,8 +14,9 @@ import msgspec
 
 from meshwright.cost.closed_form import pieces_s
 from meshwright.cost.collective import Network
+from meshwright.cost.node_costs import NodeCosts, of_parameters
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.cost.program import NodeCosts, of_parameters, stage_held, step_work
+from meshwright.cost.program import stage_held, step_work
 from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph

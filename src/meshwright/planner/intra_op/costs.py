@@ -6,8 +6,8 @@ from typing import Protocol
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import axis_group
+from meshwright.cost.node_costs import NodeCosts
 from meshwright.cost.optimizer import OptimizerCost
-from meshwright.cost.program import NodeCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.program import CollectiveKind, Node

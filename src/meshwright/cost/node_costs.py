@@ -1,0 +1,58 @@
+"""Costs of the nodes of a lowered program: of kernels, and the pieces of collectives."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from meshwright.cost.kernels import Cost, Rates
+from meshwright.cost.work import CodedElements, Communicate, Compute
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.program import Collective, Node, Program
+from meshwright.ir.stages import PROLOGUE
+
+
+def of_parameters(program: Program) -> list[Node]:
+    """The nodes of the prologue that depend on parameters: gathers, casts, and what is computed from their results."""
+    values = {parameter.value for parameter in program.parameters}
+    nodes = []
+    for node in program.phase(PROLOGUE).nodes:
+        if not values.isdisjoint(node.inputs):
+            values.update(value.name for value in node.outputs)
+            nodes.append(node)
+    return nodes
+
+
+class NodeCosts:
+    """Seconds, FLOPs and bytes of nodes on the ranks of a mesh, or on ``num_ranks`` ranks. ``launch_s``: the host's
+    seconds for each launch; 0 on a CPU, whose measured times include the launch."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0) -> None:
+        at_once = max(1, min(num_ranks or mesh.world_size, cluster.num_devices))
+        self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads), cluster.software)
+        self.launch_s = 0.0 if cluster.device.kind == "cpu" else self.rates.launch_s
+        self._known = lru_cache(maxsize=None)(self.rates.cost)
+
+    def of(self, nodes: Iterable[Node]) -> Cost:
+        """The cost of nodes that run one after the other on the device, without their collectives. A node without
+        kernels (a view) costs only ``kernel_s``."""
+        seconds, flops, num_bytes, launches = 0.0, 0.0, 0, 0.0
+        for node in nodes:
+            if not node.kernels and node.starts is None and not node.waits:
+                seconds += self.rates.kernel_s
+            for kernel in node.kernels:
+                cost = self._known(kernel)
+                seconds, flops, num_bytes = seconds + cost.seconds, flops + cost.flops, num_bytes + cost.bytes
+                launches += cost.launches
+        return Cost(seconds, flops, num_bytes, launches)
+
+    def piece(self, what: str, cost: Cost) -> Compute:
+        """The piece of work that has a cost, before it is known how long it waits for the host."""
+        return Compute(what, cost.seconds, cost.flops, cost.bytes, self.launch_s * cost.launches)
+
+
+def communicated(what: str, collective: Collective, blocking: bool) -> Communicate:
+    """The piece of a collective."""
+    coding = CodedElements(collective.codec, collective.algorithm, collective.item_bytes, collective.summed)
+    return Communicate(
+        what, collective.kind, collective.axis, collective.bytes, blocking, coding=coding if collective.codec else None
+    )
