@@ -6,12 +6,13 @@ straggler  Four replicas of the demo's GPT, one of which takes twice as long: al
            Computing times are emulated: a replica sleeps until its step has lasted as long as on a device of its own
            (``emulation/slow.py``), so that four share two cores; what they exchange, and what they learn, is real.
            ``meshwright bench consistency`` measures it. The time to equal loss is that to the losses that synchronous
-           training has after 0.6 to 1 of its time, each the mean of ten batches; the median ratio is reported.
+           training has after 0.6 to 1 of its time, each the mean of ten batches. All of them must be reached in time;
+           if only some are, the verdict is undecided.
            Under ssp and async the learning rate is half of the others', because servers make more steps.
 diloco     Two replicas in two emulated boxes at 0.1 Gbit/s (network namespaces, ``emulation/network.py``; as root, else
            nothing is judged; ``benchmarks/consistency_boxes.py``): bytes that the kernel counts on the links; time to
-           equal loss, after 150 steps that replicas make alike and without exchange; and time per step beside PyTorch's
-           PostLocalSGDOptimizer and, if it is installed, torchft, by turns.
+           equal loss, from random values and, reported, after 150 steps that replicas make alike and without exchange;
+           and time per step beside PyTorch's PostLocalSGDOptimizer and, if it is installed, torchft, by turns.
 kills      Replicas with servers beside them, of which one or two are killed again and again
            (``benchmarks/consistency_kills.py``). Every gradient marks an element of its own, so that a lost and a
            doubled update show.
@@ -22,7 +23,6 @@ servers    The worked example ps-resnet50, scaled: workers push gradients over e
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 
@@ -58,9 +58,10 @@ CASES = {
     "in each step another of 4 replicas 2 x slower": ReplicaFaults(in_turn=(2.0,)),
 }
 ALWAYS, IN_TURN = CASES
-IDEAL = {ALWAYS: (1.0, (3 + 0.5) / 2), IN_TURN: (2 / 1.25, 2 / 1.25)}
-"""The most that any rule gains over synchronous training, if nothing is exchanged: of rules that bound the staleness,
-and of others. A rule with a bound is in the long run as slow as its slowest replica."""
+WAITING = {ALWAYS: (1.0, (3 + 0.5) / 2), IN_TURN: (2 / 1.25, 2 / 1.25)}
+"""What a rule gains over synchronous training by less waiting, at most, if nobody exchanges anything: rules that bound
+the staleness, and others. A rule with a bound is in the long run as slow as its slowest replica. What is measured may
+be more, because synchronous training also pays for its all-reduces."""
 
 
 def demo(lr: float = LR) -> Run:
@@ -105,29 +106,24 @@ def _judged(
         [value for each in several for value in each.seconds_a_batch(SAMPLED, batch)] for several in (ours, sync)
     )
     gain = ratio(theirs, seconds)
-    ideal = IDEAL[case][0 if rule.startswith("server(ssp") else 1]
+    waiting = WAITING[case][0 if rule.startswith("server(ssp") else 1]
     verdict: Verdict = "pass" if gain.low >= FASTER else "fail" if gain.high < FASTER else "undecided"
-    bounded = ", so that the target is out of reach" if ideal <= FASTER else ""
     place = f"{case} (emulated computing): {rule}"
     rows: list[Finding] = [Check(
-        target=f"{place}, per sample at least {FASTER:g} x as fast as sync",
-        verdict="reported" if bounded else verdict,
-        measured=f"{gain}; simulated {simulated:.3f}; the ideal is {ideal:g}{bounded}",
+        target=f"{place}, per sample at least {FASTER:g} x as fast as sync", verdict=verdict,
+        measured=f"{gain}; simulated {simulated:.3f}; less waiting alone gives at most {waiting:g}",
         passed=int(verdict == "pass"), total=1,
     )]  # fmt: skip
     shares = [
         share for mine, other in zip(ours, sync, strict=True) for share in times_to_equal_loss(mine, other, batch)
     ]
     reached = [share for share in shares if share is not None]
+    soon = sum(share <= SOONER for share in reached)
+    verdict = "pass" if soon == len(shares) else "undecided" if soon else "fail"
+    told = f"{soon} of {len(shares)} losses, {len(shares) - len(reached)} are not reached"
+    told += f"; shares {min(reached):.3f} to {max(reached):.3f}" if reached else ""
     target = f"{place}, to equal loss in at most {SOONER:g} of the time of sync"
-    if len(reached) < len(shares):
-        told = f"{len(shares) - len(reached)} of {len(shares)} losses are not reached"
-        return [*rows, Check(target=target, verdict="fail", measured=told, passed=0, total=1)]
-    median = statistics.median(reached)
-    told = f"{median:.3f}, of {len(reached)} losses {min(reached):.3f} to {max(reached):.3f}"
-    passes = median <= SOONER
-    return [*rows, Check(target=target, verdict="pass" if passes else "fail", measured=told, passed=int(passes),
-                         total=1)]  # fmt: skip
+    return [*rows, Check(target=target, verdict=verdict, measured=told, passed=soon, total=len(shares))]
 
 
 def times_to_equal_loss(ours: RuleRun, sync: RuleRun, batch: int) -> list[float | None]:
