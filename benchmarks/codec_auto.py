@@ -42,12 +42,12 @@ from meshwright.runtime.ranks import run_ranks
 COMMAND = "python -m benchmarks.codec_auto"
 RANKS, ROUNDS = 2, 11
 SLOWER, ERROR = 1.02, 0.15
-"""Auto may take so many times as long as no codec; predictions may be wrong by so much."""
+"""Limits: the time of a step with ``auto`` over that without a codec, and the relative error of predictions."""
 DENSE, AUTO = "no codec", "auto"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 SIZES = (64, *(2**power for power in range(12, 25, 2)))
 LONGEST_S = 0.2
-"""Of the sizes, a link's table has those that cross it in this time."""
+"""A link is measured with the sizes that cross it within this time."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def ours(rule: str, before: int, num_steps: int, goal: float) -> Steps:
-    """After ``before`` steps without exchange, train until the mean loss of ``2 * WINDOW`` steps is ``goal``, or for ``num_steps`` steps."""
+    """Make ``before`` steps without exchange. Then train until the mean loss of ``2 * WINDOW`` steps is ``goal``, or for
+    ``num_steps`` steps."""
     torch.set_num_threads(1)
     trainer = _trainer(rule, before)
     begun, sent_before = begin_together(trainer, BOXES), link_bytes()
@@ -284,9 +285,9 @@ def _check(target: str, passed: bool, measured: str) -> Check:
 
 SCALE = 100
 GRADIENT_BYTES, A_SECOND, SERVER_RATE = 97.5e6 / SCALE, 3.0, 50e9
-"""The gradients of ResNet-50, scaled; those that a worker makes in a second; and the bytes per second of a server."""
+"""The scaled example: bytes of the gradients, gradients of a worker in a second, bytes of a server in a second."""
 WORKERS, FEW, FITTING, MOST_WORKERS = 256, 2, 4, 8
-"""As many emulated workers as ``FITTING`` stand for those that a server of the example can feed: 171 of 256."""
+"""The number of emulated workers that one server can feed. In the example it is 171 of 256 workers."""
 RATE = FITTING * GRADIENT_BYTES * A_SECOND
 """Bytes per second of an emulated server's link."""
 COMPUTE_S = 1 / A_SECOND - 2 * GRADIENT_BYTES / RATE

@@ -212,7 +212,7 @@ def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
 
 
 def _graph(run: Run, replicas: int) -> Graph:
-    """The graph of one of so many replicas, with its part of the batch."""
+    """The graph of one replica if there are ``count`` replicas: with its part of the batch."""
     return capture(
         build.model(run),
         build.loss_function(run),
@@ -222,7 +222,7 @@ def _graph(run: Run, replicas: int) -> Graph:
 
 
 def layout_of(run: Run) -> Layout:
-    """The layout of a run; that of its plan file if it has one, and one rank of each kind if the planner searches."""
+    """The layout of a run: from its plan file or its table; the default layout if the planner searches."""
     if run.layout.file:
         return loaded(run.layout.file)[0].layout
     chosen = run.layout.chosen()

@@ -161,7 +161,7 @@ def plan(
 
 
 def check_codec(codec: str, plan: object) -> None:
-    """Raise a LayoutError if a codec is given for another plan than that of a search."""
+    """Raise a LayoutError if a codec is given although the plan is not searched."""
     if codec and plan != "auto":
         remedy = f"write Layout(codec={codec!r}, ...), or leave it out"
         raise LayoutError(f"codec={codec!r} beside a plan or layout", where="codec", remedy=remedy)

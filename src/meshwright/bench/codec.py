@@ -113,8 +113,9 @@ def result_of(
     run: Run, rows: Sequence[CodecRow], *, ranks: int, steps: int, seeds: int, repetitions: int, boxes: int,
     gbit: float, command: str,
 ) -> Result:  # fmt: skip
-    """The result file of what ``codec`` has measured with the same arguments: for each codec, its steps over dense
-    steps; for each, and for dense gradients, the mean loss after equal steps and after equal time."""
+    """The result file of ``codec``, which was called with the same arguments. For each codec it has the time of a step
+    over that of a dense step. For each codec and for dense gradients it has the mean losses after equal steps and after
+    equal time."""
     name = uuid.uuid4().hex[:12]
     series = {row.codec: Series.of(row.step_s, settings=SETTINGS, run=name) for row in rows}
     findings: list[Finding] = []

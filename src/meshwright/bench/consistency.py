@@ -29,7 +29,7 @@ RULES = (
     "gossip(one-peer, push=on, staleness=any)", "easgd(0.2, every=4, mode=async)", "local(8)", "diloco(16)",
 )  # fmt: skip
 PARTS = 5
-"""The parts of a training, each of which gives one measurement of the seconds per batch."""
+"""A training is cut into so many parts of equal length. Each part gives one value of the seconds per batch."""
 METRIC = "held-out loss"
 SETTINGS = "run"
 TIMED = (
@@ -109,8 +109,8 @@ def result_of(
     run: Run, runs: Sequence[RuleRun], cases: Sequence[SlowCase], *, replicas: int, seconds: float, seeds: int,
     command: str,
 ) -> Result:  # fmt: skip
-    """The result file of what ``consistency`` has measured with the same arguments: for each case and rule, the seconds
-    per batch over those of the first rule, and the held-out loss.
+    """The result file of ``consistency``, which was called with the same arguments. For each case and rule it has the
+    seconds per batch over those of the first rule, and the held-out loss.
 
     Raises:
         FileFormatError: a training has fewer steps than ``PARTS``.

@@ -26,8 +26,8 @@ SOON_S = 0.1
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How long steps last. ``step_s``: at least so many seconds, times the factor that ``faults`` have for the replica
-    and the step; 0: the seconds that it computes, times the factor."""
+    """How long steps last. A step lasts at least ``step_s`` seconds (0: the seconds of its computing), times the factor
+    of its replica and step in ``faults``."""
 
     step_s: float = 0.0
     faults: ReplicaFaults = ReplicaFaults()

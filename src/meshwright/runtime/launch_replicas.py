@@ -69,7 +69,7 @@ def run_replicas(
                 tell(f"replica {replica} has died ({error.problem}); {what}")
                 if not again:
                     return
-            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            except Exception as error:  # noqa: BLE001 - the caller's thread raises it
                 errors.append((replica, error))
                 stopped.set()  # a mistake, which all replicas make, or wait for
                 return

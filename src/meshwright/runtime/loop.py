@@ -245,7 +245,8 @@ def resumed_schedule(
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         group.update(hyperparameters, initial_lr=hyperparameters["lr"])
-    trainer.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns where servers make the steps
+    if trainer.replica is not None:  # servers may make the steps, and torch would warn that this optimizer makes none
+        trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
     # The constructor advances the schedule by one step: it then gives the learning rate of the next training step.
     return torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: factors[min(step, len(factors) - 1)], last_epoch=trainer.step_number - 1

@@ -22,7 +22,7 @@ IDLE_BYTES = 2**28
 OPENED = 16
 """Upper limit on the blocks of one sender that a receiver keeps open."""
 ALIGNED = 64
-"""Each tensor in a block begins at a multiple of so many bytes."""
+"""Tensors in a block begin at multiples of this number of bytes."""
 
 Handle = tuple[int, str, int]
 """A block, as its receiver finds it: the sender's file descriptor, the file's name, and the number of bytes."""
