@@ -93,8 +93,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def ours(rule: str, before: int, num_steps: int, goal: float) -> Steps:
-    """Make ``before`` steps without exchange. Then train until the mean loss of ``2 * WINDOW`` steps is ``goal``, or for
-    ``num_steps`` steps."""
+    """Make ``before`` steps without exchange. Then train for ``num_steps`` steps, or until the mean loss of
+    ``2 * WINDOW`` steps is ``goal``."""
     torch.set_num_threads(1)
     trainer = _trainer(rule, before)
     begun, sent_before = begin_together(trainer, BOXES), link_bytes()

@@ -37,25 +37,25 @@ def exchange_of(
     """
     if num_replicas < 2:
         raise LayoutError(f"{rule} with {num_replicas} replica", where="layout: replicas", remedy="give 2 or more")
+    return _kind(rule)(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+
+
+def _kind(rule: Consistency) -> type[Exchange[Any]]:
     match rule:
-        case Gossip(push=True):
-            return PushSumExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
-        case Gossip():
-            return GossipExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
-        case ElasticAverage(asynchronous=True):
-            return ElasticCenterExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
-        case ElasticAverage():
-            return ElasticAverageExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+        case Gossip(push=push):
+            return PushSumExchange if push else GossipExchange
+        case ElasticAverage(asynchronous=asynchronous):
+            return ElasticCenterExchange if asynchronous else ElasticAverageExchange
         case Local():
-            return LocalExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+            return LocalExchange
         case DiLoCo():
-            return DiLoCoExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+            return DiLoCoExchange
         case Server():
-            return ServerExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+            return ServerExchange
         case Partial():
-            return PartialExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+            return PartialExchange
         case Ensemble():
-            return EnsembleExchange(rule, mailbox, replica, num_replicas, wait_s=wait_s)
+            return EnsembleExchange
         case _:
             raise LayoutError(
                 f"replicas exchange nothing by {rule}", where="layout: consistency", remedy="give another rule"
