@@ -32,6 +32,8 @@ from meshwright.runtime.measured import Measured, made_cluster, stale
 from meshwright.runtime.probes import Probe
 from meshwright.schedules.collectives.choice import candidates, chosen
 
+ROUNDING = 1e-12
+"""Relative difference that interpolating between measured sizes may leave at a measured size."""
 TINY = Effort(
     laps=2,
     sides=(8, 16),
@@ -118,14 +120,13 @@ def test_what_joins_cores_is_measured(found: Cluster) -> None:
     text = network.algorithms(Group(calibrate.num_ranks()))
     for row in found.collectives:
         if row.operation == "all_reduce" and row.ranks == calibrate.num_ranks():
-            assert row.time_s >= network.collective_s("all_reduce", row.bytes, Group(row.ranks))
+            predicted = network.collective_s("all_reduce", row.bytes, Group(row.ranks))
+            assert row.time_s >= predicted * (1 - ROUNDING)
             if row.algorithm == chosen(text, "all_reduce", row.bytes):
-                assert row.time_s == network.collective_s("all_reduce", row.bytes, Group(row.ranks)), (
-                    "what is predicted is what runs"
-                )
+                assert row.time_s == pytest.approx(predicted, rel=ROUNDING), "what is predicted is what runs"
     rows = {row.time_s for row in found.collectives if row.operation == "all_reduce" and row.bytes == 64}
     ranks = calibrate.num_ranks()
-    assert network.collective_s("all_reduce", 64, Group(ranks)) in rows
+    assert any(row == pytest.approx(network.collective_s("all_reduce", 64, Group(ranks)), rel=ROUNDING) for row in rows)
     together = [one for one in found.device.conditions if one.ranks > 1]
     assert [one.ranks for one in together] == [ranks]
     assert set(together[0].efficiency) == set(KINDS)

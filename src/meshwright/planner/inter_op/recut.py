@@ -18,14 +18,16 @@ from meshwright.planner.inter_op.pipelines import Option, Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
 
-NEAR, MOST_SIMULATED, MOST_CUT = 1.05, 8, 2
+NEAR, MOST_SIMULATED, MOST_CUT = 1.1, 12, 3
 """At most ``MOST_SIMULATED`` options are simulated: those that take at most ``NEAR`` times as long as the fastest. Of
 these, the ``MOST_CUT`` fastest are cut anew."""
-MOST_PASSES = 64
+MOST_PASSES = 16
 """Largest number of stages times micro-batches for which cuts are simulated. With more, a step is long enough for the
 program of stages to judge it, and many simulations take long."""
 FAR = (1, 2, 4)
 """Numbers of layers by which a border is moved."""
+MOST_TRIED = 8
+"""Number of cuts that are simulated before a border is moved: those that the closed form finds fastest."""
 LEAST_GAIN = 1e-3
 """Smallest relative gain for which a border is moved."""
 
@@ -48,8 +50,8 @@ class Recut:
         firsts = [0, *map(names.index, self.option.firsts), len(names)]
         return [range(first, end) for first, end in itertools.pairwise(firsts)]
 
-    def at(self, stages: Sequence[range]) -> Option | None:
-        """The option with these stages, simulated; None if it does not fit in memory."""
+    def estimated(self, stages: Sequence[range]) -> Option | None:
+        """The option with these stages, with its time in closed form; None if it does not fit in memory."""
         pipelines, layout = self.pipelines, self.option.layout
         work = assemble(
             self.works, pipelines.chain.priced(stages), layout.pipeline, pipelines.prices.optimizer,
@@ -58,24 +60,36 @@ class Recut:
         memory = peak_memory(work, periods(layout)[0])
         if any(rank.peak_bytes > limit for rank, limit in zip(memory, self.limits, strict=True)):
             return None
+        predicted = pipelines.predicted(layout, work, self.cluster)
         return msgspec.structs.replace(
             self.option,
             firsts=pipelines.chain.firsts_of(stages),
             work=work,
-            predicted=pipelines.predicted(layout, work, self.cluster),
-            step_s=simulated_s(layout, work, self.cluster),
+            predicted=predicted,
+            step_s=predicted.step_s,
             memory=max(memory, key=lambda rank: rank.peak_bytes),
         )
+
+    def simulated(self, option: Option) -> Option:
+        """The option with its simulated time."""
+        return msgspec.structs.replace(option, step_s=simulated_s(option.layout, option.work, self.cluster))
+
+    def at(self, stages: Sequence[range]) -> Option | None:
+        """The option with these stages, simulated; None if it does not fit in memory."""
+        estimated = self.estimated(stages)
+        return None if estimated is None else self.simulated(estimated)
 
     def best(self, stages: Sequence[range]) -> Option | None:
         """The best option that is found from these stages on. In every round, the one move is made that makes the
         step shortest. None if these stages do not fit in memory, and no border that moves helps."""
         found = self.at(stages)
         while len(stages) * self.option.layout.microbatches <= MOST_PASSES:
-            others = [(other, cut) for cut in moved(stages) if (other := self.at(cut)) is not None]
-            if not others:
+            others = [(other, cut) for cut in moved(stages) if (other := self.estimated(cut)) is not None]
+            others.sort(key=lambda other: other[0].step_s)
+            tried = [(self.simulated(other), cut) for other, cut in others[:MOST_TRIED]]
+            if not tried:
                 break
-            fastest, cut = min(others, key=lambda other: other[0].step_s)
+            fastest, cut = min(tried, key=lambda other: other[0].step_s)
             if found is not None and fastest.step_s > (1 - LEAST_GAIN) * found.step_s:
                 break
             found, stages = fastest, cut
