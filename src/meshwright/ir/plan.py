@@ -98,9 +98,9 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     ``strategies`` maps the name of an operator to its strategy. For operators of repeated blocks, the name may have
     ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
-    forward operator (empty for the first stage). ``recompute`` names operators, or whole repeated blocks
-    (``blocks.*``), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``, for the
-    submesh of this stage, if the submeshes of stages differ.
+    forward operator (empty for the first stage). ``recompute`` names operators, or whole blocks (``blocks.3``, or
+    ``blocks.*`` for all alike), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``,
+    for the submesh of this stage, if the submeshes of stages differ.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.

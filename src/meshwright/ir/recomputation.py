@@ -12,7 +12,8 @@ _BLOCK = re.compile(r"^(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 class Recomputation(msgspec.Struct, frozen=True):
     """The operators whose results backward computes again.
 
-    ``names`` are names of operators or of blocks (``blocks.*``). ``modules`` maps an operator to its module."""
+    ``names`` are names of operators or of blocks: of one (``blocks.3``), or of all alike (``blocks.*``). ``modules``
+    maps an operator to its module."""
 
     names: tuple[str, ...]
     modules: dict[str, str]
@@ -25,7 +26,9 @@ class Recomputation(msgspec.Struct, frozen=True):
     def holds(self, operator: str) -> bool:
         """Whether backward computes the operator's results again."""
         block = self.block(operator)
-        return self._is_named(operator) or (bool(block) and starred(block + ".").rstrip(".") in self.names)
+        return self._is_named(operator) or (
+            bool(block) and (block in self.names or starred(block + ".").rstrip(".") in self.names)
+        )
 
     def whole_block(self, operator: str) -> bool:
         """Whether an operator is computed again as a part of its block. Then only the inputs of the block are kept.

@@ -17,6 +17,7 @@ from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.inter_op.pipelines import ALIKE, Option
+from meshwright.planner.kept_blocks import keep_what_fits
 from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
 
@@ -61,6 +62,14 @@ class WholeModel:
             note = Note(module="(stages)", split=f"recompute {kinds}", reason="each stage as much as its memory needs")
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
+
+    def keeping_what_fits(self, plan: Plan, foretold: Foretold) -> tuple[Plan, Foretold]:
+        """The plan with fewer blocks computed again, as far as memory allows; and its simulated step."""
+
+        def simulated(other: Plan) -> Foretold:
+            return foretell(self.lower, other, self.cluster, optimizer=self.optimizer, clips=self.clips)
+
+        return keep_what_fits(plan, foretold, self.graph, self.memory_bytes, simulated)
 
     def fitting_or_error(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
         """The options that fit although their estimates do not.

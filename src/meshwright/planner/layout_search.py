@@ -387,6 +387,7 @@ class Search:
         fitting = list(fastest.values())
         finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
         best, plan, foretold = finalists.best()
+        plan, foretold = (plan, foretold) if self.clock.over else self.model.keeping_what_fits(plan, foretold)
         timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)
         others = [option for option in timed if option.name != best.name and option.step_s < math.inf]

@@ -1,0 +1,112 @@
+"""Blocks that a plan keeps although its stages compute blocks again: as many as fit, and the same gradients."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.ir.graph import Graph
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.kept_blocks import keep_what_fits, recomputed_units
+from tests.end_to_end.test_partition import plan_of, run_alone
+
+LAYERS = 6
+CLUSTER = mw.Cluster.load("h100-box4-ndr400x1", 2)
+
+
+@cache
+def model() -> Graph:
+    config = GPTConfig(layers=LAYERS, width=512, heads=8, vocabulary=512, sequence_length=512)
+    with torch.device("meta"):
+        tokens = torch.zeros(16, config.sequence_length, dtype=torch.int64)
+        batch = {"tokens": tokens, "targets": tokens}
+        return mw.capture(GPT(config).to(torch.bfloat16), language_model_loss, batch)
+
+
+@cache
+def lowering() -> PlanLowering:
+    return PlanLowering(model())
+
+
+def simulated(plan: mw.Plan) -> Foretold:
+    return foretell(lowering(), plan, CLUSTER)
+
+
+def keeping(plan: mw.Plan, numbers: tuple[int, ...]) -> mw.Plan:
+    """The plan in which each stage computes all but its last ``numbers`` blocks again."""
+    stages = tuple(
+        msgspec.structs.replace(stage, recompute=names[: len(names) - number])
+        for stage, names, number in zip(plan.stages, recomputed_units(plan, model()), numbers, strict=True)
+    )
+    return msgspec.structs.replace(plan, stages=stages)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_as_many_blocks_are_kept_as_fit(kind: str) -> None:
+    layout = mw.Layout(dp=2, recompute=kind)  # type: ignore[arg-type]
+    plan = mw.plan(model(), CLUSTER, devices=2, layout=layout)
+    before = simulated(plan)
+    (names,) = recomputed_units(plan, model())
+    assert len(names) == LAYERS
+    peaks = [simulated(keeping(plan, (number,))).peak.peak_bytes for number in range(LAYERS + 1)]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+    for limit in {peak + 1.0 for peak in peaks}:
+        kept, foretold = keep_what_fits(plan, before, model(), limit, simulated)
+        number = max(number for number, peak in enumerate(peaks) if peak <= limit)
+        assert recomputed_units(kept, model()) == [names[: LAYERS - number]]
+        assert foretold.peak.peak_bytes <= limit
+        assert foretold.played.step_s < before.played.step_s
+
+
+def test_each_rank_of_a_pipeline_keeps_what_it_can() -> None:
+    layout = mw.Layout(pp=2, microbatches=4, recompute="full")
+    plan = mw.plan(model(), CLUSTER, devices=2, layout=layout)
+    before = simulated(plan)
+    first, last = (len(names) for names in recomputed_units(plan, model()))
+    limit = simulated(keeping(plan, (1, 0))).memory[0].peak_bytes + 1.0
+    kept, foretold = keep_what_fits(plan, before, model(), limit, simulated)
+    left = [len(names) for names in recomputed_units(kept, model())]
+    assert left[0] == first - 1
+    assert left[1] < last, "the last stage has fewer micro-batches in flight"
+    assert foretold.fits(limit)
+    assert not simulated(keeping(plan, (2, last - left[1]))).fits(limit)
+    if left[1]:
+        assert not simulated(keeping(plan, (1, last - left[1] + 1))).fits(limit)
+
+
+def test_the_search_keeps_blocks() -> None:
+    """Under a limit between that of all blocks recomputed and that of none, some are kept."""
+    bare, full = (
+        simulated(mw.plan(model(), CLUSTER, devices=1, layout=mw.Layout(recompute=kind))) for kind in ("none", "full")
+    )
+    limit = full.peak.peak_bytes + (bare.peak.peak_bytes - full.peak.peak_bytes) / 2
+    plan = mw.plan(model(), CLUSTER, devices=1, memory_bytes=limit)
+    assert plan.prediction is not None
+    assert plan.prediction.peak_memory_bytes <= limit
+    assert plan.prediction.step_s < full.played.step_s
+
+
+def test_a_plan_that_keeps_everything_stays() -> None:
+    plan = mw.plan(model(), CLUSTER, devices=2, layout=mw.Layout(dp=2))
+    before = simulated(plan)
+    assert keep_what_fits(plan, before, model(), None, simulated) == (plan, before)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_gradients_are_the_same_if_some_blocks_are_computed_again(stage: int) -> None:
+    name = "GPT with dropout"
+    plan = plan_of(name)
+    some = msgspec.structs.replace(
+        plan, stages=tuple(msgspec.structs.replace(each, recompute=("blocks.0", "blocks.2")) for each in plan.stages)
+    )
+    (kept, sent), (again, sent_again) = (run_alone(name, each, stage, "1f1b") for each in (plan, some))
+    for parameter, gradient in kept.gradients.items():
+        assert torch.equal(gradient, again.gradients[parameter]), parameter  # type: ignore[arg-type]
+    assert all(torch.equal(one, other) for one, other in zip(sent, sent_again, strict=True))
