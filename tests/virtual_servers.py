@@ -13,7 +13,7 @@ from meshwright.comm.mailbox import Letter, Mailbox, replica_name, replicas_of
 from meshwright.consistency.copies import living_copies, range_of, serve, server_name
 from meshwright.consistency.partial import PartialExchange
 from meshwright.consistency.range_state import Operation, RangeState, Reply
-from meshwright.consistency.ranges import cut, parts, pieces
+from meshwright.consistency.ranges import key_ranges, parts, pieces
 from meshwright.consistency.round_state import RoundState
 from meshwright.consistency.server import ServerExchange
 from meshwright.consistency.server_state import Make, ServerState, hyperparameters
@@ -59,7 +59,7 @@ class Training:
         self.make, self.names, self.lr = make, list(names) or [("w", start.numel())], lr
         self.watch, self.loaded = watch, loaded
         self.num_ranges = rule.servers if isinstance(rule, Server) else 1
-        self.ranges = cut([start.numel()], self.num_ranges)
+        self.ranges = key_ranges([start.numel()], self.num_ranges)
         self.done: set[tuple[int, int, int]] = set()
         self.pushed: set[tuple[int, int, int]] = set()
         self.tracks: dict[tuple[int, int], dict[int, Tensor]] = {}

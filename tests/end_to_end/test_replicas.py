@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -80,9 +81,12 @@ def test_any_optimizer_makes_its_own_steps(rule: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("rule", ["local(1)", "server(sync)"])
 def test_any_layout_inside_a_replica(layout: mw.Layout, rule: str, tmp_path: Path) -> None:
-    import msgspec
-
     check(msgspec.structs.replace(layout, replicas=2, consistency=rule), 2, tmp_path)
+
+
+@pytest.mark.parametrize("rule", ["gossip(complete)", "diloco(1, lr=1, momentum=0)"])
+def test_zero_inside_replicas_that_mix(rule: str, tmp_path: Path) -> None:
+    check(mw.Layout(dp=2, zero=3, replicas=2, consistency=rule), 2, tmp_path)
 
 
 def saved_or_loaded(rule: str, directory: str, steps: int) -> tuple[dict[str, Tensor], float]:
@@ -232,14 +236,19 @@ def test_others_go_on_when_a_replica_dies_and_it_joins_again(rule: str, tmp_path
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def unlike(seed: bool) -> None:
-    replica = launch.launched_replica()
-    trainer_of(mw.Layout(replicas=2, consistency="local(2)"), seed=replica if seed else 0)
+def unlike(what: str) -> None:
+    """Make the trainers of two replicas that differ in ``what``."""
+    second = launch.launched_replica() == 1
+    torch.manual_seed(second and what == "weights")
+    model = MLP((8, 16, 4) if second and what == "model" else (8, 16, 16, 4)).double()
+    layout = mw.Layout(replicas=2, consistency="local(2)", microbatches=2 if second and what == "plan" else 1)
+    mw.parallelize(model, classification_loss, batch(0), plan=layout, optimizer=sgd, device="cpu")
 
 
-def test_unequal_initial_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="weights"):
-        run_replicas(unlike, True, num_replicas=2, num_ranks=1, directory=tmp_path, restarts=0)
+@pytest.mark.parametrize("what", ["weights", "model", "plan"])
+def test_unlike_replicas_are_refused(what: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=what):
+        run_replicas(unlike, what, num_replicas=2, num_ranks=1, directory=tmp_path, restarts=0)
 
 
 def test_replicas_need_ranks() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.comm.mailbox import Letter, Mailbox
 from meshwright.consistency.copies import server_name
 from meshwright.consistency.range_state import KINDS, Operation, RangeState, Reply
-from meshwright.consistency.ranges import check_servers, cut, parts, pieces
+from meshwright.consistency.ranges import check_servers, key_ranges, parts, pieces
 from meshwright.consistency.server import ServerExchange
 from meshwright.consistency.server_state import ServerState, hyperparameters, set_hyperparameters
 from meshwright.errors import CheckpointError, LostRankError, MeshwrightError, OptimizerError
@@ -306,7 +306,7 @@ def test_a_checkpoint_of_another_number_of_servers_is_refused() -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12))
 def test_ranges_have_equal_lengths_and_cover_everything(sizes: list[int], servers: int) -> None:
     flats = list(torch.arange(sum(sizes)).split(sizes))
-    ranges = cut(sizes, servers)
+    ranges = key_ranges(sizes, servers)
     lengths = [sum(end - begin for _, begin, end in spans) for spans in ranges]
     assert max(lengths) - min(lengths) <= 1
     found = [value for spans in ranges for part in parts(flats, spans) for value in part.tolist()]
@@ -318,7 +318,7 @@ def test_pieces_have_the_names_of_their_parameters() -> None:
     named = [[("a", 4), ("b", 3)], [("c", 3)]]
     found = [
         [(name, piece.tolist()) for name, piece in pieces(named, spans, parts(flats, spans))]
-        for spans in cut([7, 3], 2)
+        for spans in key_ranges([7, 3], 2)
     ]
     assert found == [[("a", [0, 1, 2, 3]), ("b", [4])], [("b", [5, 6]), ("c", [7, 8, 9])]]
 

@@ -14,7 +14,7 @@ from meshwright.api.machine import (
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
 from meshwright.api.replicas import compare_rules_of_run
-from meshwright.api.runs import Trained, ranks_of_replica, replicas_of, train, trainer_of, verify_run
+from meshwright.api.runs import Trained, num_replica_jobs, ranks_of_replica, train, trainer_of, verify_run
 from meshwright.api.sweeps import PlanSize, sweep_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
@@ -49,13 +49,13 @@ __all__ = [
     "load_cluster",
     "measure_machine",
     "num_devices",
+    "num_replica_jobs",
     "parallelize",
     "plan",
     "plan_run",
     "ranks_of_replica",
     "recalibrate",
     "recompute_alpa",
-    "replicas_of",
     "run_ranks",
     "run_replicas",
     "searches_of",

@@ -100,7 +100,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Ledger | None = None
 
 
-def replicas_of(run: Run) -> int:
+def num_replica_jobs(run: Run) -> int:
     """The number of replicas that are jobs of their own; 1 if there are none."""
     layout = layout_of(run)
     return 1 if isinstance(consistency_of(layout.consistency), Sync) or server_ranks(layout) else layout.replicas

@@ -97,7 +97,7 @@ def trained(run: Run, replicas: int, pace: Pace, seconds: float) -> tuple[Replic
         directory, results = Path(name), Path(name, "results")
         results.mkdir()
         arguments = (train, run, replicas, pace, seconds, results)
-        if api.replicas_of(run) == 1:
+        if api.num_replica_jobs(run) == 1:
             api.run_ranks(*arguments, num_ranks=num_ranks(run.layout), directory=directory / "run")
         else:
             api.run_replicas(*arguments, num_replicas=replicas, num_ranks=api.ranks_of_replica(run),

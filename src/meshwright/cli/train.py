@@ -74,7 +74,7 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
         )
     if (run.layout.searched and not run.layout.cluster) or feed_back:
         calibrate_once()
-    if api.replicas_of(run) > 1:
+    if api.num_replica_jobs(run) > 1:
         summarize(run, run_replicas(run), feed_back)
         return
     num_ranks = run.num_ranks(api.num_devices())
@@ -99,7 +99,7 @@ def run_replicas(run: Run) -> "Trained":
     """Start each replica as a job of its own, so that the others go on if one dies."""
     from meshwright import api
 
-    num_replicas, each = api.replicas_of(run), api.ranks_of_replica(run)
+    num_replicas, each = api.num_replica_jobs(run), api.ranks_of_replica(run)
     ranks = f" of {each} ranks" if each > 1 else ""
     display.console().print(f"starting {num_replicas} replicas{ranks} in {run.train.directory}")
     with display.cursor_kept():

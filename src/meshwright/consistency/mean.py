@@ -31,7 +31,7 @@ from torch import Tensor
 from meshwright.comm.mailbox import Letter, Mailbox, replica_name, replica_number, replicas_of
 from meshwright.compress.coder import draw_of
 from meshwright.consistency.coded import decoded, encoded
-from meshwright.consistency.rounds import Kinds, Parts, Result, Round, cut, kinds_of, wide
+from meshwright.consistency.rounds import Kinds, Parts, Result, Round, kinds_of, parts_at, wide
 from meshwright.ir.codec import Codec, codec_of
 
 
@@ -196,7 +196,7 @@ class Mean:
         round_.kinds = kinds = Kinds(tuple(map(len, values)), tuple(value.dtype for value in values))
         own = round_.members.index(self._replica)
         if self._codec is None:
-            sent = [cut(values, kinds.segments(index, count)) for index in range(count)]
+            sent = [parts_at(values, kinds.segments(index, count)) for index in range(count)]
             round_.contributions[self._replica] = sent[own]
             return sent
         vectors = [value.to(wide(value.dtype)) for value in values]
@@ -214,7 +214,7 @@ class Mean:
                 message, seen[place][begin:end] = encoded(vector[begin:end], self._codec, draw, select=True)
                 messages.append(message)
             sent.append(messages)
-        round_.contributions[self._replica] = cut(seen, kinds.segments(own, count))
+        round_.contributions[self._replica] = parts_at(seen, kinds.segments(own, count))
         round_.left_out[round_.epoch] = [vector - known for vector, known in zip(vectors, seen, strict=True)]
         return sent
 

@@ -20,7 +20,7 @@ class Span(NamedTuple):
     end: int
 
 
-def cut(sizes: Sequence[int], servers: int) -> list[list[Span]]:
+def key_ranges(sizes: Sequence[int], servers: int) -> list[list[Span]]:
     """Cut flat tensors of these sizes into ``servers`` ranges. The lengths of two ranges differ by at most 1. A range
     may have parts of several tensors, and of none if there are more servers than elements."""
     total = sum(sizes)

@@ -61,7 +61,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def cut(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> Parts:
+def parts_at(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> Parts:
     """Parts of tensors."""
     return [tensor[begin:end] for tensor, (begin, end) in zip(tensors, spans, strict=True)]
 

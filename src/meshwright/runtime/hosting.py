@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.comm.mailbox import Mailbox
 from meshwright.consistency.copies import host, serve, server_name
 from meshwright.consistency.range_state import RangeState
-from meshwright.consistency.ranges import check_servers, cut, parts, pieces
+from meshwright.consistency.ranges import check_servers, key_ranges, parts, pieces
 from meshwright.consistency.round_state import RoundState
 from meshwright.consistency.server_state import Make, ServerState
 from meshwright.errors import OptimizerError
@@ -72,7 +72,7 @@ def states_of(
     sizes = [flat.numel() for flat in flats]
     if names is not NOTHING:
         check_servers(rule.servers, sum(sizes))
-    for index, spans in enumerate(cut(sizes, rule.servers)):
+    for index, spans in enumerate(key_ranges(sizes, rule.servers)):
         for copy in range(rule.copies):
             if hosted_by(index, copy):
                 own = [part.clone() for part in parts(flats, spans)]
