@@ -54,8 +54,8 @@ BATCHES = 10
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)
 """Shares of the time of synchronous training whose losses are the goals."""
 CASES = {
-    "one of 4 replicas always 2 x slower": ReplicaFaults(each=Faults(slow={1: 2.0})),
-    "in each step another of 4 replicas 2 x slower": ReplicaFaults(in_turn=(2.0,)),
+    "one of 4 replicas always takes 2 x the time": ReplicaFaults(each=Faults(slow={1: 2.0})),
+    "in each step another of 4 replicas takes 2 x the time": ReplicaFaults(in_turn=(2.0,)),
 }
 ALWAYS, IN_TURN = CASES
 WAITING = {ALWAYS: (1.0, (3 + 0.5) / 2), IN_TURN: (2 / 1.25, 2 / 1.25)}

@@ -255,7 +255,7 @@ def _beside_peers(place: str) -> list[Finding]:
     seconds, loss = known[DILOCO]
     found: list[Finding] = []
     for side in (POST_LOCAL, TORCHFT):
-        target = f"{place} is not slower per step than {side}"
+        target = f"{place} takes at most as long for a step as {side}"
         if side not in known:
             found.append(Check(target=target, verdict="reported", measured="not measured: torchft is not installed"))
             continue
@@ -371,8 +371,15 @@ def server_findings() -> list[Finding]:
             abs(flat / FITTING - 1) <= OFF,
             f"{flat:.2f} workers' worth ({told}); {FITTING} stand for {fitting:.0f} of {WORKERS} in the example",
         ),
-        _check(f"{place} and two servers, a half each, are faster", apart >= (1 + OFF) * flat,
-               f"{apart:.2f} workers' worth, at most {min(MOST_WORKERS, 2 * FITTING)}"),
-        _check(f"{place} that reduce among themselves, over links of the server's rate, are faster",
-               without >= (1 + OFF) * flat, f"{without:.2f} workers' worth"),
-    ]  # fmt: skip
+        _check(
+            f"{place} and two servers, a half each, exceed one server by {OFF:.0%} or more",
+            apart >= (1 + OFF) * flat,
+            f"{apart:.2f} workers' worth, at most {min(MOST_WORKERS, 2 * FITTING)}",
+        ),
+        _check(
+            f"{place} that reduce among themselves, over links of the server's rate, exceed one server by {OFF:.0%} "
+            "or more",
+            without >= (1 + OFF) * flat,
+            f"{without:.2f} workers' worth",
+        ),
+    ]
