@@ -16,17 +16,14 @@ moments. Because of the two sums over z, the linear relaxation of the program is
 trees.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.integer_program import Rows, minimize
 from meshwright.planner.intra_op.eliminate import Core, Table
 from meshwright.planner.intra_op.problem import Costs, ProblemTensor
-
-TIME_LIMIT_S, GAP = 60.0, 1e-6
 
 
 @dataclass(frozen=True)
@@ -40,23 +37,6 @@ class CoreSolution:
     proven: bool
 
 
-@dataclass
-class _Rows:
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    def add(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
-        self.starts.append(len(self.columns))
-        for column, value in terms:
-            self.columns.append(column)
-            self.values.append(value)
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-
 class _Program:
     def __init__(self, core: Core, limited: bool) -> None:
         self.problem = core.problem
@@ -66,7 +46,7 @@ class _Program:
                 limits = limits - decision.memory[:, 0]
         self.costs: list[float] = []
         self.upper: list[float] = []
-        self.rows = _Rows()
+        self.rows = Rows()
         self.bytes: list[list[tuple[int, float]]] = [[] for _ in limits]
         self.columns: dict[int, list[int]] = {}
         for node in core.nodes:
@@ -139,7 +119,8 @@ class _Program:
 
 
 def solve_core(core: Core, limited: bool = False) -> CoreSolution:
-    """Find the best choices of the nodes that elimination left, within the relative gap ``GAP`` or the time limit.
+    """Find the best choices of the nodes that elimination left, within the gap or the time limit of
+    ``integer_program``.
 
     With ``limited``, the choices respect the memory limits. The core must then still have all nodes whose memory
     depends on the choice.
@@ -147,30 +128,8 @@ def solve_core(core: Core, limited: bool = False) -> CoreSolution:
     if not core.nodes:
         return CoreSolution({} if np.isfinite(core.seconds) else None, core.seconds, True)
     program = _Program(core, limited)
-    rows = program.rows
-    unit = max((cost for cost in program.costs if cost > 0), default=1.0)  # HiGHS's tolerances are absolute
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = len(program.costs), len(rows.lower)
-    model.col_cost_ = np.array(program.costs) / unit
-    model.col_lower_ = np.zeros(len(program.costs))
-    model.col_upper_ = np.array(program.upper)
-    model.row_lower_, model.row_upper_ = np.array(rows.lower), np.array(rows.upper)
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.array([*rows.starts, len(rows.columns)])
-    model.a_matrix_.index_, model.a_matrix_.value_ = np.array(rows.columns), np.array(rows.values)
-    kinds = (highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous)
-    model.integrality_ = [kinds[column >= program.binaries] for column in range(len(program.costs))]
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in (("output_flag", False), ("threads", 1), ("time_limit", TIME_LIMIT_S), ("mip_rel_gap", GAP)):
-        solver.setOptionValue(name, value)
-    solver.passModel(model)
-    solver.run()
-    info, status = solver.getInfo(), solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return CoreSolution(None, np.inf, True)
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return CoreSolution(None, core.seconds + max(0.0, info.mip_dual_bound * unit), False)
-    values = np.array(solver.getSolution().col_value)
+    values, bound, proven = minimize(program.costs, program.upper, program.rows, program.binaries)
+    if values is None:
+        return CoreSolution(None, np.inf if proven else core.seconds + max(0.0, bound), proven)
     chosen = {node: int(np.argmax(values[program.columns[node]])) for node in core.nodes}
-    bound = core.seconds + info.mip_dual_bound * unit
-    return CoreSolution(chosen, bound, status == highspy.HighsModelStatus.kOptimal)
+    return CoreSolution(chosen, core.seconds + bound, proven)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.planner.integer_program import TIME_LIMIT_S
 from meshwright.planner.intra_op.eliminate import Core, simplify
-from meshwright.planner.intra_op.integer import TIME_LIMIT_S, solve_core
+from meshwright.planner.intra_op.integer import solve_core
 from meshwright.planner.intra_op.problem import Problem
 
 WIDEST = 2
