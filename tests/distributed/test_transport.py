@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from meshwright.comm import backend, groups, member  # noqa: F401 - backend gives the collective operators their kernels
 from meshwright.comm.transport import process, shared_memory, stream
+from meshwright.comm.transport.arrival import wait_for_any
 from meshwright.comm.transport.base import MESSAGE_BYTES, Channel, Lane, Trouble
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
 from meshwright.comm.transport.progress import RankStreams
@@ -217,8 +218,8 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     for index, (one, work) in enumerate(zip(into, works, strict=True)):
         work.wait()
         assert torch.equal(one, torch.arange(len(one)) + index + 100 * (1 - me))
-    for work in leaving:
-        work.wait()
+    for sent in leaving:
+        sent.wait()
     return True
 
 
@@ -226,6 +227,67 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
 def test_sends_need_no_receive(ranks: Ranks, kind: str, slots: int) -> None:
     """Also where all that is sent is larger than the memory that is shared."""
     assert all(ranks(2, _stream, kind, slots, (3, 0, 1_000_000, 12_000_000, 1, 500)))
+
+
+def _between(kind: str, slots: int) -> list[int]:
+    """Rank 1 waits for whichever neighbour sends first: rank 2, then rank 0, which sends once it has heard from 1. A
+    message to rank 2 has no room in its lane, and is moved on meanwhile."""
+    me, progress = dist.get_rank(), RankStreams()
+    found: dict[int, Channel] = {}
+    for peer in sorted({0, 1, 2} - {me}, key=lambda peer: sorted((me, peer))):
+        if kind == "point to point":
+            found[peer] = PointToPoint(_world(), peer, progress)
+        else:
+            lane = SharedMemory.connect(_world().get_group_store(), "between", me, peer, 60.0, slots)
+            assert lane is not None
+            found[peer] = Stream(lane, progress)
+    number, large = torch.zeros(1, dtype=torch.int64), torch.arange(2 * MESSAGE_BYTES)
+    if me == 1:
+        heard = []
+        coming = {peer: found[peer].receive(torch.zeros_like(number)) for peer in (0, 2)}
+        leaving = [found[2].send(large)]
+        while coming:
+            wait_for_any([[arrival] for arrival in coming.values()])
+            peer = next(peer for peer, arrival in coming.items() if arrival.has_come())
+            coming.pop(peer).wait()
+            heard.append(peer)
+            leaving.append(found[0].send(number))
+        for work in leaving:
+            work.wait()
+        return heard
+    if me == 0:
+        found[1].receive(number).wait()
+    else:
+        into = torch.zeros_like(large)
+        found[1].receive(into).wait()
+        assert torch.equal(into, large)
+    found[1].send(number).wait()
+    if me == 0:
+        found[1].receive(number).wait()
+    return []
+
+
+@pytest.mark.parametrize(("kind", "slots"), [("shared memory", 2), ("point to point", 0)])
+def test_a_rank_waits_for_whichever_neighbour_sends_first(ranks: Ranks, kind: str, slots: int) -> None:
+    assert ranks(3, _between, kind, slots) == [[], [2, 0], []]
+
+
+def _between_the_dead() -> None:
+    """Rank 1 waits for two neighbours, of which one is killed."""
+    me = dist.get_rank()
+    found = groups.channels({0, 2} if me == 1 else {1})
+    if me == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me == 1:
+        arrivals = [found[peer].receive(torch.zeros(1), f"what rank {peer} sends") for peer in (0, 2)]
+        with pytest.raises(LostRankError, match="rank 2: it has ended, and what rank 2 sends is due"):
+            wait_for_any([[arrival] for arrival in arrivals])
+
+
+def test_a_rank_that_waits_for_two_names_the_one_that_is_killed(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailedError) as error:
+        ranks(3, _between_the_dead)
+    assert list(error.value.failures) == [2], error.value
 
 
 LARGE = 5 * MESSAGE_BYTES // 8

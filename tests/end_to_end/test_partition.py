@@ -13,13 +13,15 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.capture.builder import Capture, capture
+from meshwright.comm.transport.base import Arrival
 from meshwright.ir.graph import Graph
 from meshwright.ir.schedule import ActionKind
 from meshwright.lower.partition import LoweredStage
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.models import UNet, segmentation_loss
-from meshwright.runtime.executor import Executor, Route, StepResult
+from meshwright.runtime.executor import Executor, StepResult
+from meshwright.runtime.route import Route
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import build
 from tests.distributed import oracle
@@ -81,10 +83,10 @@ class Neighbour:
         self.sent.append(tensor.clone())
         return Done()
 
-    def receive(self, into: Tensor, label: str = "") -> Done:
+    def receive(self, into: Tensor, label: str = "") -> Arrival:
         torch.manual_seed(self.seed + hash_of(label))
         into.copy_(torch.randn_like(into))
-        return Done()
+        return Arrival(None, come=lambda: True, check=lambda waited_s: None)
 
 
 def hash_of(label: str) -> int:

@@ -66,8 +66,8 @@ def test_every_schedule_can_run_and_communication_costs_no_time(schedule: Schedu
 
 
 @TRIED
-@given(RANKS, MICROBATCHES, st.sampled_from(["gpipe", "1f1b"]))
-def test_bubble_of_gpipe_and_1f1b(p: int, m: int, name: str) -> None:
+@given(RANKS, MICROBATCHES, st.sampled_from(["gpipe", "1f1b", "message-driven"]))
+def test_bubble_of_gpipe_1f1b_and_message_driven(p: int, m: int, name: str) -> None:
     report = check(build(name, p, m))
     assert report.bubble == pytest.approx((p - 1) / m, abs=1e-12)
     assert [one.bubble for one in report.ranks] == pytest.approx([(p - 1) / m] * p, abs=1e-12)
@@ -300,7 +300,16 @@ def test_passes_are_for_schedules_that_do_not_have_it_yet() -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_chunks"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2)],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("zb-h1", 1),
+        ("zb-h2", 1),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+        ("message-driven", 1),
+    ],
     ids=lambda one: str(one),
 )
 def test_pictures(name: str, num_chunks: int) -> None:

@@ -143,7 +143,7 @@ def test_every_run_that_a_search_considers_can_be_built_and_checked(pp: int) -> 
         check(build(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
         assert layout.resolved(pp) == layout
         seen.add(layout.schedule)
-    assert seen == set(SCHEDULES) - {"gpipe"}
+    assert seen == set(SCHEDULES) - {"gpipe", "message-driven"}
 
 
 def test_the_nearer_axis_and_the_schedules_are_searched() -> None:

@@ -13,9 +13,9 @@ from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.consistency import ASYNC, Consistency, Gossip, Local, Server, Sync, consistency_of
 from meshwright.ir.device import Device
 from meshwright.schedules.clocks import awaited, least_clock
-from meshwright.simulate.engine import COMPUTE
 from meshwright.simulate.faults import Faults, ReplicaFaults
 from meshwright.simulate.letters import ReplicaStep
+from meshwright.simulate.played import COMPUTE
 from meshwright.simulate.replicas import ReplicaTimes, simulate_replicas
 from meshwright.worked.servers import full_at, throughputs
 

@@ -15,6 +15,7 @@ from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
 from meshwright.api.replicas import compare_rules_of_run
 from meshwright.api.runs import Trained, num_replica_jobs, ranks_of_replica, train, trainer_of, verify_run
+from meshwright.api.schedules import ComparedSchedules, compare_schedules_of_run
 from meshwright.api.sweeps import PlanSize, sweep_run
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
@@ -28,6 +29,7 @@ from meshwright.runtime.verify import Verification
 
 __all__ = [
     "Cluster",
+    "ComparedSchedules",
     "HeldOut",
     "PlanSize",
     "Progress",
@@ -41,6 +43,7 @@ __all__ = [
     "capture",
     "cluster_names",
     "compare_rules_of_run",
+    "compare_schedules_of_run",
     "is_busy",
     "joint",
     "launched",

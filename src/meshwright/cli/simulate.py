@@ -1,6 +1,7 @@
 """``meshwright simulate``: simulate a step of a plan, rank by rank, without running it."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,10 +14,14 @@ from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import Trace
 from meshwright.report.trace_event import trace_events
 
+if TYPE_CHECKING:
+    from meshwright.api import ComparedSchedules
+
 EPILOG = display.examples(
     "meshwright simulate gpt --dp 2",
     "meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3",
     "meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev",
+    "meshwright simulate gpt --layout.pp 4 --layout.microbatches 8 --schedule 1f1b --schedule zb-h1 --jitter 0.3",
     'meshwright simulate gpt --replicas 4 --consistency "server(ssp=3)" --consistency "local(16)" --slow 2x:0.25',
 )
 
@@ -44,15 +49,21 @@ def simulate(
         0.0, help="Relative standard deviation of every piece of computing; of replicas: of every step."
     ),
     seed: int = typer.Option(0, help="Seed of jitter and of random slow steps."),
+    schedule: list[str] = typer.Option(
+        [], "--schedule", help="A schedule of a pipeline, such as message-driven. Several are compared, with --jitter."
+    ),
+    seeds: int = typer.Option(20, min=1, help="Simulated steps of each schedule, with --schedule."),
     trace: Path | None = typer.Option(None, "--trace", help="Write a trace file that Perfetto opens."),
     as_json: bool = typer.Option(False, "--json", help="Print the trace as JSON."),
 ) -> None:
     """Simulate one training step of a model under its plan: computing, communication, waiting and memory of every
-    rank. With --replicas or --consistency: many steps of replicas that a rule joins."""
+    rank. With --schedule: steps under several schedules of a pipeline. With --replicas or --consistency: many steps of
+    replicas that a rule joins."""
     asked = [f"--layout.replicas={replicas}"] * (replicas > 0)
     asked += [f"--layout.consistency={consistency[0]}"] if consistency else []
     run = run_of(target, [*asked, *context.args], dp, tp, cluster)
     if replicas or consistency:
+        refuse(context, ("schedule", "seeds"), "schedules are compared without replicas")
         refuse(context, ("contention",), "letters between replicas always share links")
         rules = consistency or [run.layout.consistency]
         show_rules(run, rules, ranks, faults_of(slow, jitter, seed), steps, trace, as_json)
@@ -61,6 +72,20 @@ def simulate(
     factors = dict(map(_factor, slow))
     from meshwright import api
 
+    if schedule:
+        refuse(context, ("trace",), "a trace is that of one schedule")
+        runs = [run_of(target, [*context.args, f"--layout.schedule={name}"], dp, tp, cluster) for name in schedule]
+        numbers = range(seed, seed + seeds)
+        with display.progress("capturing, planning and simulating"):
+            compared = api.compare_schedules_of_run(
+                runs, ranks, contention=contention, slow=factors, jitter=jitter, seeds=numbers
+            )
+        if as_json:
+            typer.echo(files.encode_json(compared).decode(), nl=False)
+        else:
+            _print_schedules(compared, seeds)
+        return
+    refuse(context, ("seeds",), "one step is simulated, without --schedule")
     with display.progress("capturing, planning and simulating"):
         simulated = api.simulate_run(run, ranks, contention=contention, slow=factors, jitter=jitter, seed=seed)
     if trace is not None:
@@ -79,6 +104,15 @@ def _factor(text: str) -> tuple[int, float]:
         return int(rank), float(factor)
     except ValueError:
         raise FileFormatError(f"{text!r} is not RANK=FACTOR", where="--slow", remedy="write 2=1.3") from None
+
+
+def _print_schedules(compared: "ComparedSchedules", seeds: int) -> None:
+    titles = ("schedule", "without faults", "mean step", f"slowest of {seeds}", "peak memory")
+    table = display.table(titles, left=("schedule",))
+    for times in compared.schedules:
+        cells = [f"{seconds * 1e3:.4g} ms" for seconds in (times.quiet_s, times.mean_s, times.worst_s)]
+        table.add_row(times.schedule, *cells, f"{times.peak_bytes / 2**30:.3g} GiB")
+    display.console().print(table)
 
 
 def _print(trace: Trace, times: tuple[RankTimes, ...]) -> None:

@@ -9,6 +9,7 @@ from meshwright.cost.step import stage_parameters
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
 from meshwright.ir.software import Software
+from meshwright.schedules.message_driven import most_in_flight
 
 EAGER_NORM_BYTES = 4
 """Bytes that an RMS norm in PyTorch's own operations keeps per element beyond those of a fused norm: its input in
@@ -140,6 +141,7 @@ def in_flight(setup: Setup, stage: int) -> float:
         "zb-h2": 2 * setup.pp - 1,
         "zb-v": setup.pp,
         "dualpipe-v": setup.pp + 0.5,
+        "message-driven": most_in_flight(setup.pp) if rest > 1 else 1,
     }
     return min(float(setup.microbatches), held[setup.schedule])
 

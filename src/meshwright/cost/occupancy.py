@@ -12,6 +12,7 @@ from meshwright.ir.interval import COVERED, NINE_OF_TEN
 from meshwright.ir.part import memory_of
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.software import Software
+from meshwright.schedules.message_driven import with_most_in_flight
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
 MOST_AXES = 3
@@ -40,13 +41,14 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
     """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until its B or W has ended, as
-    the schedule's validator counts (``schedules/check.py``)."""
+    the schedule's validator counts (``schedules/check.py``). Where the order is a rule, it is the order with most in
+    flight."""
     peaks = []
     sizes = [
         (round(work.heap_factor * stage.saved_bytes), round(work.heap_factor * stage.workspace_bytes))
         for stage in work.stages
     ]
-    for rank, actions in enumerate(schedule.ranks):
+    for rank, actions in enumerate(with_most_in_flight(schedule)):
         held = sum(work.stages[stage].held_bytes for stage in sorted({action.stage for action in actions}))
         live = 0
         most, highest = 0, (0, 0)

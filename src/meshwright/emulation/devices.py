@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import axis_groups, channels, sum_over
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, current, recording
-from meshwright.comm.transport.base import Channel, UnderWay, Work
+from meshwright.comm.transport.base import Arrival, Channel, Work
 from meshwright.emulation.stages import Doing, EmulatedStage
 from meshwright.errors import LayoutError
 from meshwright.ir.mesh import AxisGroup, Mesh
@@ -22,7 +22,8 @@ from meshwright.ir.program import Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.trace import Trace
 from meshwright.lower.partition import LoweredStage, PhaseFunction
-from meshwright.runtime.executor import Executor, Route
+from meshwright.runtime.executor import Executor
+from meshwright.runtime.route import Route
 
 CPU = torch.device("cpu")
 EARLY_S = 150e-6
@@ -133,9 +134,14 @@ class _Link:
         """Send the time at which the emulated message arrives."""
         return self._channel.send(tensor + time.perf_counter())
 
-    def receive(self, into: Tensor, label: str = "") -> Work:
+    def receive(self, into: Tensor, label: str = "") -> Arrival:
         """Receive a message; waiting for it also waits until its time of arrival."""
-        return UnderWay(lambda: wait_until(float(into)), works=(self._channel.receive(into, label),))
+        coming = self._channel.receive(into, label)
+
+        def come() -> bool:
+            return coming.has_come() and time.perf_counter() >= float(into)
+
+        return Arrival(lambda: wait_until(float(into)), come=come, check=coming.check, works=(coming,))
 
 
 def _executor(

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "message-driven"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The schedules of a pipeline of several ranks."""
 V_SHAPED: tuple[ScheduleName, ...] = ("zb-v", "dualpipe-v")

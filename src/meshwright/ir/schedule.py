@@ -135,6 +135,10 @@ class ActionList:
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The actions of all pipeline ranks in one step, for ``num_stages`` stages. A rank holds ``num_chunks`` stages.
 
+    With ``in_flight``, the order of forwards and backwards is a rule (``schedules/message_driven.py``), under which at
+    most so many micro-batches are in flight on a rank. The lists are then one order of many: the order that arises if F
+    takes 1, B takes 2, and communication takes no time.
+
     This class checks only counts and indices. The package ``schedules`` checks whether the actions can run: it checks
     their order, matching sends and receives, and deadlocks.
 
@@ -148,6 +152,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     num_stages: int
     num_microbatches: int
     num_chunks: int = 1
+    in_flight: int = 0
     ranks: tuple[ActionList, ...]
 
     def __post_init__(self) -> None:
@@ -182,6 +187,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         num_stages: int | None = None,
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
+        in_flight: int = 0,
     ) -> "Schedule":
         """The schedule with these lists of actions, one for each rank. By default, counts are the smallest that fit."""
         lists = tuple(ActionList(actions) for actions in ranks)
@@ -196,6 +202,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
+            in_flight=in_flight,
             ranks=lists,
         )
 

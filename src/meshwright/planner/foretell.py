@@ -16,8 +16,9 @@ from meshwright.ir.software import Spread
 from meshwright.ir.summary import exposed_share, summarize
 from meshwright.ir.trace import Trace
 from meshwright.schedules.pipeline import schedule_of
-from meshwright.simulate.engine import Played, play
+from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Faults
+from meshwright.simulate.played import Played
 
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,10 @@ from meshwright.cost.step import Pieces, StageSeconds, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.pipeline import CHUNKED, Pipeline
-from meshwright.ir.schedule import ActionKind, Schedule
+from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
+from meshwright.schedules.message_driven import reordered
 
 LONGEST = 200_000
 """Upper limit on the number of actions of a schedule that is rehearsed. Rehearsing so many actions takes about a
@@ -67,7 +68,13 @@ def _timed(
         return None
     pieces = step_pieces(setup, cluster)
     costs = _costs(pieces.stages, pieces.send_s, setup.pipeline)
-    return schedule, pieces, timing.run(schedule, lambda action: costs[action.stage].of(action.kind))
+
+    def seconds(action: Action) -> float:
+        return costs[action.stage].of(action.kind)
+
+    if schedule.in_flight:
+        schedule = reordered(schedule, seconds)
+    return schedule, pieces, timing.run(schedule, seconds)
 
 
 def _schedule(setup: Setup) -> Schedule | None:

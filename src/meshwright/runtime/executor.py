@@ -7,7 +7,7 @@ dict per stage and micro-batch.
 
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.record import COMMUNICATION, COMPUTE, WAIT, SpanRecorder, be_at, current
-from meshwright.comm.transport.base import Channel, UnderWay, Work
+from meshwright.comm.transport.base import Arrival, Channel, Work
 from meshwright.compress.coder import Coder, coder_of, draw_of
 from meshwright.compress.vector import coded_bytes, decode, encoded
 from meshwright.ir.codec import codec_of
@@ -24,8 +24,10 @@ from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.stages import FINISH, FORWARD, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.partition import LoweredStage, PhaseFunction
+from meshwright.runtime.by_rule import by_rule
 from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.phase_clock import Clock
+from meshwright.runtime.route import Place, Route
 from meshwright.runtime.running_stage import RunningStage, Values, empty
 from meshwright.schedules.timing import PARTNER
 
@@ -35,29 +37,6 @@ _JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": torch.minimum,
     "last": lambda _, new: new,
 }
-
-
-Place = tuple[slice, ...]
-"""A box: a rectangular block of a tensor, given by one slice for every dim."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """The messages by which this rank sends or receives a tensor that crosses between two stages.
-
-    Each of ``messages`` is (peer rank, box of this rank's part). Receiving ranks that hold the same part may receive
-    only boxes of it, and then exchange these boxes: this rank sends its box ``mine`` to the peers in ``others`` and
-    receives their boxes. Each of ``others`` is (peer rank, box that the peer sends). A box that is None is not sent.
-    """
-
-    messages: tuple[tuple[int, Place], ...]
-    mine: Place | None = None
-    others: tuple[tuple[int, Place | None], ...] = ()
-
-    @property
-    def peers(self) -> set[int]:
-        """The ranks that this rank sends to or receives from."""
-        return {peer for peer, _ in (*self.messages, *self.others)}
 
 
 @dataclass
@@ -100,7 +79,7 @@ class Executor:
         self._live: dict[tuple[int, int], Values] = {}
         # Of stages and micro-batches between I and W: whether the gradients of their inputs have left the stage.
         self._split: dict[tuple[int, int], bool] = {}
-        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[Work]]]] = {}
+        self._coming: dict[tuple[int, int, ActionKind], list[tuple[str, Tensor, Route, list[Arrival]]]] = {}
         self._handed: dict[tuple[int, int, ActionKind], Values] = {}
         self._leaving: list[Work] = []
         self._keys: Callable[[int], int] = lambda microbatch: microbatch
@@ -136,7 +115,7 @@ class Executor:
             self._be_at(number)
             self._begin(stage, parameters, buffers, inputs)
         alone = self._clock.note(note, self._begun)
-        for action in self._actions:
+        for action in self._ordered():
             self._begun = time.perf_counter()
             self._be_at(action.stage, action.microbatch)
             self._run[action.kind](self.stages[action.stage], action)
@@ -164,6 +143,13 @@ class Executor:
         self._leaving.clear()
         self._live.clear()
         return result
+
+    def _ordered(self) -> Iterable[Action]:
+        """The actions of the step, each to be run before the next is asked for."""
+        if not self.schedule.in_flight:
+            return self._actions
+        (stage,) = self.stages
+        return by_rule(self.schedule, stage, self._arrivals)
 
     def _be_at(self, stage: int, microbatch: int | None = None) -> None:
         """Set the place in the schedule that errors name, unless the schedule is one stage with one micro-batch."""
@@ -352,11 +338,16 @@ class Executor:
             self._begun = arrived
         return live
 
+    def _arrivals(self, receive: Action) -> list[Arrival]:
+        """The messages of a receive that has been posted."""
+        coming = self._coming.get((receive.stage, _microbatch(receive), receive.kind), ())
+        return [arrival for _, _, _, arrivals in coming for arrival in arrivals]
+
     def _draw(self, action: Action, transfer: Transfer) -> int:
         """What decides the random numbers of a codec."""
         return draw_of(self._keys(_microbatch(action)), zlib.crc32(f"{action.kind} {transfer.tensor}".encode()))
 
-    def _post(self, peer: int, whole: Tensor, place: Place, action: Action, codec: str = "") -> Work:
+    def _post(self, peer: int, whole: Tensor, place: Place, action: Action, codec: str = "") -> Arrival:
         box = whole[place]
         got = box if box.is_contiguous() else torch.empty_like(box, memory_format=torch.contiguous_format)
         label = f"stage {action.stage}, micro-batch {action.microbatch}, {action}"
@@ -369,9 +360,9 @@ class Executor:
                 if got is not box:
                     box.copy_(got)
 
-            return UnderWay(finish, message, works=(self._channels[peer].receive(message, label),))
-        work = self._channels[peer].receive(got, label)
-        return work if got is box else UnderWay(partial(box.copy_, got), works=(work,))
+            return self._channels[peer].receive(message, label).then(finish, message)
+        arrival = self._channels[peer].receive(got, label)
+        return arrival if got is box else arrival.then(partial(box.copy_, got))
 
     def _reduce(self, stage: RunningStage, action: Action) -> None:
         stage.step.update(stage.buckets)

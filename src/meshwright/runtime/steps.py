@@ -9,19 +9,23 @@ from torch import Tensor
 from meshwright.capture.builder import Capture
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.record import WAIT, current
+from meshwright.errors import ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import batch_border
+from meshwright.ir.stages import BACKWARD, FORWARD, batch_border
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
+from meshwright.ops import collectives
 from meshwright.runtime.codec_memory import CodecMemory
-from meshwright.runtime.executor import Executor, Place, Route, StepResult
+from meshwright.runtime.executor import Executor, StepResult
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.phase_clock import Clock
+from meshwright.runtime.route import Place, Route
+from meshwright.schedules.message_driven import runtime_problems
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 from meshwright.schedules.timing import PARTNER
@@ -92,6 +96,10 @@ class Step:
         peers = {peer for owner in sharing for peer in self._linked(owner)}
         self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
         schedule = schedule_of(plan, backward=bool(graph.gradients))
+        if schedule.in_flight:
+            graphs = (stage.functions[phase].graph for stage in self.stages.values() for phase in (FORWARD, BACKWARD))
+            meetings = (node.name for graph in graphs for node in graph.nodes if node.target in collectives.STARTS)
+            refuse(ScheduleError, runtime_problems(plan, meetings, device.type))
         self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock, codecs)
 
     def run(

@@ -9,7 +9,9 @@ from meshwright.ir import files
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.schedules.message_driven import most_in_flight, ordered
 from meshwright.schedules.passes import add_communication, add_reduction
+from meshwright.schedules.timing import Costs
 
 MOST_ACTIONS = 1_000_000
 """Upper limit on forwards and backwards of a schedule; to build and check this many takes some minutes."""
@@ -22,23 +24,25 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
     The schedule has only forwards and backwards; ``passes`` adds communication. If F takes 1 and B takes 2 (I and W
     take 1 each):
 
-    =========== ===================================== ================= ============================================
-    name        source                                bubble / ideal    micro-batches alive on rank r
-    =========== ===================================== ================= ============================================
-    none        one rank accumulates gradients        0                 1
-    gpipe       Huang et al. 2019, figure 2           (p-1)/m           m
-    1f1b        Narayanan et al. 2021, figure 4       (p-1)/m           min(m, p-r)
-    interleaved Narayanan et al. 2021, section 2.2    (p-1)/(v·m)       at most (v-1)·k/v + (2·(p-1-r) + 1)/v
-    zb-h1       Qi et al. 2024, section 2.2           (p-1)/(3·m)       p
-    zb-h2       Qi et al. 2024, section 2.3           (p-1)/(3·m)       2·p-1
-    zb-v        Qi et al. 2024b, V-ZB (v = 2)         (p-1)/(6·m)       p
-    dualpipe-v  DeepSeek-AI 2024, one half (v = 2)    (p-1)/(6·m)       p + 1/2
-    =========== ===================================== ================= ============================================
+    ============== ===================================== ================= ============================================
+    name           source                                bubble / ideal    micro-batches alive on rank r
+    ============== ===================================== ================= ============================================
+    none           one rank accumulates gradients        0                 1
+    gpipe          Huang et al. 2019, figure 2           (p-1)/m           m
+    1f1b           Narayanan et al. 2021, figure 4       (p-1)/m           min(m, p-r)
+    interleaved    Narayanan et al. 2021, section 2.2    (p-1)/(v·m)       at most (v-1)·k/v + (2·(p-1-r) + 1)/v
+    zb-h1          Qi et al. 2024, section 2.2           (p-1)/(3·m)       p
+    zb-h2          Qi et al. 2024, section 2.3           (p-1)/(3·m)       2·p-1
+    zb-v           Qi et al. 2024b, V-ZB (v = 2)         (p-1)/(6·m)       p
+    dualpipe-v     DeepSeek-AI 2024, one half (v = 2)    (p-1)/(6·m)       p + 1/2
+    message-driven Singh, Bhatele 2022 (AxoNN)           (p-1)/m           at most min(m, 2·p), on the last rank 1
+    ============== ===================================== ================= ============================================
 
     ``interleaved`` works through rounds of k = m / (m // p) micro-batches (k = p if p divides m); with one chunk it is
     ``1f1b``. ``zb-h1`` splits the backward B into I (for inputs) and W (for weights), and puts W where 1f1b idles.
     ``zb-h2`` and ``zb-v`` idle only before a rank's first action and after its last: the papers call this zero bubble,
     because their ranks begin the next step at once. ``zb-h2`` is shorter than ``zb-h1`` if I takes longer than W.
+    ``message-driven`` is a rule (``message_driven.py``): the schedule has the order that arises at these costs.
     ``dualpipe-v`` splits few backwards. On rank r it also idles for (p-1-r)/(6·m) between two actions.
     Qi et al. 2024 is "Zero Bubble Pipeline Parallelism", 2024b is "Pipeline Parallelism with Controllable Memory";
     DeepSeek-AI 2024 is the DualPipe of "DeepSeek-V3 Technical Report", section 3.2.1, of which half the ranks suffice.
@@ -51,7 +55,10 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
     builder = _BUILDERS[name]
     ranks = [builder(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks)]
     stages = num_ranks * num_chunks
-    return Schedule.of(name, ranks, num_stages=stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return Schedule.of(
+        name, ranks, num_stages=stages, num_microbatches=num_microbatches, num_chunks=num_chunks,
+        in_flight=most_in_flight(num_ranks) if name == "message-driven" else 0,
+    )  # fmt: skip
 
 
 def forwards(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -152,6 +159,17 @@ def _dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
     )  # fmt: skip
 
 
+def _message_driven(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    """The order that arises from the rule if F takes 1, B takes 2, and communication takes no time."""
+    return _all_message_driven(num_ranks, num_microbatches)[rank]
+
+
+@lru_cache(maxsize=32)
+def _all_message_driven(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    costs = Costs()
+    return ordered(num_ranks, num_microbatches, most_in_flight(num_ranks), lambda action: costs.of(action.kind))
+
+
 def _in_v(rank: int, num_ranks: int, *runs: tuple[int, str]) -> list[Action]:
     """The actions of a rank with two chunks. Each of ``runs`` repeats words: ``F0`` is the next forward of chunk 0,
     ``I1`` and ``B1`` the next backward of chunk 1, ``W1`` the oldest W of chunk 1 that is due, and ``W`` that of any
@@ -238,6 +256,7 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "zb-h2": _zero_bubble_h2,
     "zb-v": _zero_bubble_v,
     "dualpipe-v": _dual_pipe_v,
+    "message-driven": _message_driven,
 }
 """Maps a schedule's name to the function (rank, p, m, v) that returns the rank's actions."""
 NAMES = tuple(_BUILDERS)

@@ -2,9 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from functools import partial
-from operator import itemgetter
 
 from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, StepWork
@@ -12,17 +10,12 @@ from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, Schedule
-from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.simulate.decisions import Decisions
 from meshwright.simulate.faults import Faults
 from meshwright.simulate.fold import Classes, classes
 from meshwright.simulate.network import Links
+from meshwright.simulate.played import COMMUNICATION, COMPUTE, HOST, OUTSIDE, WAIT, Played, Timeline
 from meshwright.simulate.program import Entry, Meet, Post, RankProgram, Until, programs
-
-COMPUTE, COMMUNICATION, WAIT, HOST = "compute", "communication", "wait", "host"
-"""Streams of a trace: computing, communication between ranks, the time that computing waits for communication, and the
-time of the host in which the device has nothing to do."""
-OUTSIDE = "data, logging, waiting for the loss"
-"""The name of the span of ``Software.step_s``."""
 
 
 def play(
@@ -35,13 +28,14 @@ def play(
     contention: bool = False,
     faults: Faults | None = None,
     fold: bool = True,
-) -> "Played":
+) -> Played:
     """Simulate one step.
 
-    Each rank runs its actions in order, as the executor does. A send does not block its rank. A receive does not block
-    it either: the forward or backward that needs the value waits. A collective starts when all ranks of its group have
-    reached it. A blocking collective stops its rank until the collective ends. Other collectives run while the rank
-    computes, until the rank waits for them.
+    Each rank runs its actions in order, as the executor does; under a message-driven schedule it runs the next
+    micro-batch that is ready (``schedules/message_driven.py``). A send does not block its rank. A receive does not
+    block it either: the forward or backward that needs the value waits. A collective starts when all ranks of its group
+    have reached it. A blocking collective stops its rank until the collective ends. Other collectives run while the
+    rank computes, until the rank waits for them.
 
     Collectives and messages take the times of ``cost.collective``, in which all groups of an axis communicate at once.
     Collectives of one group run one after the other, in the order in which they start; other transfers do not slow each
@@ -81,56 +75,6 @@ def play(
     return Played(mesh, folded, _Engine(mesh, folded, played, faults, links, overlap, cluster.software.step_s).run())
 
 
-class Timeline:
-    """The step of one rank. A span is (stream, name, start, end, bytes, flops). An entry of ``memory`` is (time, bytes
-    held from then on)."""
-
-    def __init__(self, held_bytes: int) -> None:
-        self.spans: list[tuple[str, str | Action, float, float, int, float]] = []
-        self.memory: list[tuple[float, int]] = [(0.0, held_bytes)]
-        self.end_s = 0.0
-        self.waits_for = ""
-
-
-class Played:
-    """A simulated step. ``classes.of`` maps a rank to the index of its timeline."""
-
-    def __init__(self, mesh: Mesh, folded: Classes, timelines: tuple[Timeline, ...]) -> None:
-        self.mesh, self.classes, self.timelines = mesh, folded, timelines
-
-    @property
-    def step_s(self) -> float:
-        """Seconds from the start of the step until the last rank ends."""
-        return max(timeline.end_s for timeline in self.timelines)
-
-    @property
-    def halted(self) -> dict[int, str]:
-        """Maps each rank that waits for ever, because another rank has died, to the name of the awaited action."""
-        waits = {rank: self.timelines[class_id].waits_for for rank, class_id in enumerate(self.classes.of)}
-        return {rank: waits_for for rank, waits_for in waits.items() if waits_for}
-
-    def peak_bytes(self, rank: int) -> int:
-        """The largest number of bytes that the rank holds at any time."""
-        return max(size for _, size in self.timelines[self.classes.of[rank]].memory)
-
-    def trace(self, ranks: Iterable[int] | None = None) -> Trace:
-        """The trace of ``ranks`` (default: all). Raises a LayoutError if a rank is outside the mesh."""
-        spans: list[Span] = []
-        memory: list[MemorySample] = []
-        known: dict[int, list[tuple[str, str, float, float, int, float]]] = {}
-        for rank in range(self.mesh.world_size) if ranks is None else ranks:
-            self.mesh.coordinates(rank)
-            class_id = self.classes.of[rank]
-            if class_id not in known:
-                each = sorted(self.timelines[class_id].spans, key=itemgetter(2, 3))
-                known[class_id] = [
-                    (stream, str(what), start, end, size, flops) for stream, what, start, end, size, flops in each
-                ]
-            spans += [Span(rank, *span) for span in known[class_id]]
-            memory += [MemorySample(rank, time_s, size) for time_s, size in self.timelines[class_id].memory]
-        return Trace(source="simulated", spans=tuple(spans), memory=tuple(memory))
-
-
 class _Meeting:
     """A collective of one group: the ranks that have reached it, its start and its end. Without overlap, ``end_s`` is
     its earliest start."""
@@ -151,11 +95,14 @@ class _Rank:
     """The progress of a class of ranks in its program."""
 
     __slots__ = (
-        "bytes", "counts", "death_s", "noise", "op", "open", "place", "program", "steady", "time_s", "timeline",
+        "bytes", "counts", "death_s", "decides_at", "entries", "noise", "op", "open", "place", "steady", "time_s",
+        "timeline",
     )  # fmt: skip
 
     def __init__(self, program: RankProgram, faults: Faults, rank: int, begins_s: float) -> None:
-        self.program, self.timeline = program, Timeline(program.held_bytes)
+        self.timeline = Timeline(program.held_bytes)
+        self.entries = list(program.entries)
+        self.decides_at = program.by_rule.at if program.by_rule is not None else -1
         if begins_s:
             self.timeline.spans.append((HOST, OUTSIDE, 0.0, begins_s, 0, 0.0))
         self.place, self.op, self.time_s = 0, -1, begins_s
@@ -192,25 +139,30 @@ class _Engine:
         self._queues: dict[_GroupKey, deque[_MeetingKey]] = {}
         self._free_s: dict[_GroupKey, float] = {}
         self._messages: dict[_MessageKey, tuple[Action | str, float, int, int]] = {}
-        self._waiting: dict[object, list[int]] = {}
+        self._waiting: dict[_Meeting | _MessageKey, list[int]] = {}
         self._ready: deque[int] = deque(range(len(self._ranks)))
+        rules = [played[stage].by_rule for stage in stages]
+        self._decisions = Decisions(rules, self._arrivals, self._go_on, links)
 
     def run(self) -> tuple[Timeline, ...]:
         while True:
             while self._ready:
                 class_id = self._ready.popleft()
                 self._play(class_id, self._ranks[class_id])
-            if self._links is None or not self._links.advance():
+            if not (self._decisions.advance() or (self._links is not None and self._links.advance())):
                 break
         self._check_finished()
         return tuple(rank.timeline for rank in self._ranks)
 
     def _play(self, class_id: int, rank: _Rank) -> None:
         """Run a rank until its program ends, the rank must wait, or the rank dies."""
-        entries, timeline = rank.program.entries, rank.timeline
+        entries, timeline = rank.entries, rank.timeline
         now, place, op = rank.time_s, rank.place, rank.op
         spans, memory, steady = timeline.spans, timeline.memory, rank.steady
         while place < len(entries):
+            if place == rank.decides_at and op < 0:
+                rank.time_s, rank.place, rank.op = now, place, op
+                return self._decisions.wait(class_id, now)
             label, receives, ops, born, workspace, dying = entries[place]
             if op < 0:
                 if receives is not None:
@@ -265,8 +217,22 @@ class _Engine:
         rank.place, rank.time_s, timeline.end_s = place, now, now
         return None
 
+    def _go_on(self, class_id: int, entries: tuple[Entry, ...]) -> None:
+        """Run these entries, after which the rank decides again; without entries, go on behind all decisions."""
+        rank = self._ranks[class_id]
+        rank.entries[rank.place : rank.place] = entries
+        rank.decides_at = rank.decides_at + len(entries) if entries else -1
+        self._ready.append(class_id)
+
     def _stop(
-        self, class_id: int, rank: _Rank, now: float, place: int, op: int, awaited: object, known_s: float | None
+        self,
+        class_id: int,
+        rank: _Rank,
+        now: float,
+        place: int,
+        op: int,
+        awaited: _Meeting | _MessageKey | None,
+        known_s: float | None,
     ) -> None:
         """Stop a rank: it waits for ``awaited``, or it dies. It dies if ``awaited`` is None, or if ``known_s``, the end
         of the wait, is known, because the caller has found that the rank dies before that time."""
@@ -275,7 +241,7 @@ class _Engine:
             self._waiting.setdefault(awaited, []).append(class_id)
             return
         if awaited is not None:
-            label = self._label(rank.program.entries[place], awaited, class_id)
+            label = self._label(awaited, class_id)
             rank.timeline.spans.append((WAIT, label, now, max(now, rank.death_s), 0, 0.0))  # now may be after the death
         rank.timeline.end_s = rank.death_s
 
@@ -305,6 +271,7 @@ class _Engine:
         if len(arrived) == len(self._folded.linked(awaited[0], self._stages[sender])):
             self._arrivals[awaited] = max(self._arrived.pop(awaited))
             self._ready.extend(self._waiting.pop(awaited, ()))
+            self._decisions.arrive(awaited[0], self._arrivals[awaited])
 
     def _come(self, class_id: int, rank: _Rank, piece: Meet, now: float) -> None:
         axis = piece.piece.axis
@@ -373,15 +340,16 @@ class _Engine:
     def _check_finished(self) -> None:
         """Check that all ranks have ended, or that the waiting ranks wait because other ranks have died."""
         stuck = {class_id: awaited for awaited, waiting in self._waiting.items() for class_id in waiting}
+        stuck |= self._decisions.awaited()
         if not stuck:
             return
         last = max(rank.time_s for rank in self._ranks)
         for class_id, awaited in stuck.items():
             rank = self._ranks[class_id]
-            label = self._label(rank.program.entries[rank.place], awaited, class_id)
+            label = self._label(awaited, class_id)
             if not any(other.timeline.end_s == other.death_s for other in self._ranks):
                 raise ScheduleError(
-                    f"it waits for ever: `{rank.program.entries[rank.place].label}` for `{label}`",
+                    f"it waits for ever: `{rank.entries[rank.place].label}` for `{label}`",
                     where=f"rank {self._folded.first[class_id]}",
                     remedy="`schedules.check` finds what is missing, or the circle",
                 )
@@ -390,7 +358,5 @@ class _Engine:
             rank.timeline.end_s, rank.timeline.waits_for = max(rank.time_s, until), label
 
     @staticmethod
-    def _label(entry: Entry, awaited: object, class_id: int) -> str:
-        if isinstance(awaited, _Meeting):
-            return awaited.names[class_id]
-        return str(entry.receives)
+    def _label(awaited: "_Meeting | _MessageKey", class_id: int) -> str:
+        return awaited.names[class_id] if isinstance(awaited, _Meeting) else str(awaited[1])

@@ -9,6 +9,7 @@ from meshwright.cost.fabric import Fabric
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait
 from meshwright.errors import LayoutError, ScheduleError
 from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.schedules.message_driven import Progress
 from meshwright.schedules.passes import add_communication
 from meshwright.schedules.timing import PARTNER, communicates
 
@@ -52,11 +53,22 @@ class Entry(NamedTuple):
     dying: int = 0
 
 
+class ByRule(NamedTuple):
+    """The forwards and backwards that a rank runs in an order that is decided as it goes: they come at position ``at``
+    of its entries. ``entries`` has the entries of each action: its computing, and its send."""
+
+    at: int
+    begin: Progress
+    entries: dict[Action, tuple[Entry, ...]]
+
+
 class RankProgram(NamedTuple):
-    """The entries that a pipeline rank runs in a step, and the bytes that it holds during the whole step."""
+    """The entries that a pipeline rank runs in a step, and the bytes that it holds during the whole step. Under a
+    message-driven schedule, ``by_rule`` has those whose order is a rule."""
 
     entries: tuple[Entry, ...]
     held_bytes: int
+    by_rule: ByRule | None = None
 
 
 _RECEIVED_BY = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
@@ -97,9 +109,13 @@ class _Builder:
 
     def program(self) -> RankProgram:
         entries = [Entry("before", None, self._ops(self.work.stages[stage].before, stage)) for stage in self.stages]
+        begun, decided = len(entries), dict[Action, tuple[Entry, ...]]()
         for action in self.schedule.ranks[self.rank]:
             kind = action.kind
-            if kind.computes:
+            if self.schedule.in_flight and kind is not ActionKind.REDUCE_GRAD:
+                if kind.computes:
+                    decided[action] = (self._without_meetings(self._computing(action)), *self._sends_after(action))
+            elif kind.computes:
                 entries.append(self._computing(action))
             elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 entries.append(self._sending(action))
@@ -107,7 +123,31 @@ class _Builder:
                 pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
                 entries.append(Entry(action, None, self._ops(pieces, action.stage, str(action))))
         entries += [Entry("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages]
-        return RankProgram(tuple(entries), sum(self.work.stages[stage].held_bytes for stage in self.stages))
+        held_bytes = sum(self.work.stages[stage].held_bytes for stage in self.stages)
+        if not decided:
+            return RankProgram(tuple(entries), held_bytes)
+        begin = Progress(
+            self.stages[0], self.schedule.num_stages, self.schedule.num_microbatches, self.schedule.in_flight
+        )
+        return RankProgram(tuple(entries), held_bytes, ByRule(begun, begin, decided))
+
+    def _without_meetings(self, entry: Entry) -> Entry:
+        """The entry, which must not meet other ranks in collectives: each rank would come to them in another order."""
+        for op in entry.ops:
+            if isinstance(op, Meet):
+                raise ScheduleError(
+                    f"`{op.name}` is a collective over {op.piece.axis} in every micro-batch",
+                    where=f"schedule {self.schedule.name}, rank {self.rank}",
+                    remedy="take another schedule, such as `1f1b`, or a layout without such collectives",
+                )
+        return entry
+
+    def _sends_after(self, action: Action) -> tuple[Entry, ...]:
+        """The send of an action's result, if another stage reads it."""
+        sends, further = (ActionKind.SEND_F, 1) if action.kind is ActionKind.F else (ActionKind.SEND_B, -1)
+        if action.stage + further not in self.homes:
+            return ()
+        return (self._sending(Action(action.stage, sends, action.microbatch)),)
 
     def _computing(self, action: Action) -> Entry:
         stage, kind = self.work.stages[action.stage], action.kind

@@ -11,10 +11,10 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.consistency import Consistency
 from meshwright.ir.trace import Span, Trace
 from meshwright.schedules.clocks import staleness
-from meshwright.simulate.engine import COMPUTE, WAIT
 from meshwright.simulate.exchanges import exchange_of
 from meshwright.simulate.faults import ReplicaFaults
 from meshwright.simulate.letters import Letters, ReplicaStep
+from meshwright.simulate.played import COMPUTE, WAIT
 
 STEPS = 200
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.consistency import ASYNC, Consistency, Server, Sync
 from meshwright.ir.device import Device
-from meshwright.simulate.engine import COMPUTE
 from meshwright.simulate.faults import Faults, ReplicaFaults
 from meshwright.simulate.letters import ReplicaStep
+from meshwright.simulate.played import COMPUTE
 from meshwright.simulate.replicas import simulate_replicas
 from meshwright.worked.line import Line, compared, held
 

@@ -51,6 +51,32 @@ class UnderWay:
             self._finish()
 
 
+class Arrival(UnderWay):
+    """A message under way. ``come`` returns at once whether it has come. ``check`` gets the seconds for which this rank
+    has waited, and raises an error if the message will not come."""
+
+    __slots__ = ("_come", "check")
+
+    def __init__(
+        self,
+        finish: Callable[[], object] | None,
+        *kept: Tensor,
+        come: Callable[[], bool],
+        check: Callable[[float], None],
+        works: Iterable[Work | None] = (),
+    ) -> None:
+        super().__init__(finish, *kept, works=works)
+        self._come, self.check = come, check
+
+    def has_come(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._come()
+
+    def then(self, finish: Callable[[], object], *kept: Tensor) -> "Arrival":
+        """The same message, for which ``finish`` is called after it has come."""
+        return Arrival(finish, *kept, come=self._come, check=self.check, works=(self,))
+
+
 class Trouble(NamedTuple):
     """Why a collective cannot be finished. ``where`` names the rank to blame. ``problem`` says what that rank did, or
     which other rank has given up because of it."""
@@ -138,7 +164,7 @@ class Channel(Protocol):
     def send(self, tensor: Tensor) -> Work:
         """Send a contiguous tensor without waiting for the peer. After ``wait`` the tensor may be overwritten."""
 
-    def receive(self, into: Tensor, label: str = "") -> Work:
+    def receive(self, into: Tensor, label: str = "") -> Arrival:
         """Receive into a contiguous tensor, which is complete after ``wait``. Errors call the message ``label``."""
 
 

@@ -12,7 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.attendance import Attendance, close
-from meshwright.comm.transport.base import MESSAGE_BYTES, Lane, Trouble, UnderWay, Work, check_message, first_line, late
+from meshwright.comm.transport.arrival import Watched
+from meshwright.comm.transport.base import (
+    MESSAGE_BYTES,
+    Arrival,
+    Lane,
+    Trouble,
+    UnderWay,
+    Work,
+    check_message,
+    first_line,
+    late,
+)
 from meshwright.comm.transport.progress import RankStreams
 
 T = TypeVar("T")
@@ -38,12 +49,13 @@ class PointToPoint:
         work = self._group.send([tensor], self._peer, 0)
         return UnderWay(partial(self.wait, work, "it takes nothing", "a message to it"), tensor)
 
-    def receive(self, into: Tensor, label: str = "") -> Work:
+    def receive(self, into: Tensor, label: str = "") -> Arrival:
         """Start to receive into a tensor."""
-        work = self._group.recv([into], self._peer, 0)
-        return UnderWay(partial(self.wait, work, "it has sent nothing", label or "a message"), into)
+        work = Watched(self._group.recv([into], self._peer, 0).wait)
+        wait = partial(self.wait, work, "it has sent nothing", label or "a message")
+        return Arrival(wait, into, come=work.has_come, check=lambda waited_s: None)
 
-    def wait(self, work: Work, otherwise: str, what: str) -> None:
+    def wait(self, work: "Work | Watched", otherwise: str, what: str) -> None:
         """Wait for ``work``. Errors say that ``what`` is due; if the peer is only late, they also say ``otherwise``.
 
         Raises:

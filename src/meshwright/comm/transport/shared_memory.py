@@ -146,6 +146,13 @@ class SharedMemory(Lane):
         """Wait until the next message has arrived. Errors call the message ``what``."""
         self._await(self._theirs.published, self._num_taken + 1, what)
 
+    def check_message(self, what: str, waited_s: float) -> None:
+        """Raise an error if the next message, for which this rank has waited ``waited_s`` seconds, will not come."""
+        if self.look is not None:
+            self.look()
+        deadline = time.monotonic() + self.timeout_s - waited_s
+        self._check_peer(self._theirs.published, self._num_taken + 1, deadline, what)
+
     def has_come(self) -> bool:
         """Whether the next message has arrived."""
         return not (self._theirs.published.value - self._num_taken - 1) & _BEHIND

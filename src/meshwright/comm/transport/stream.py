@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from meshwright.comm.transport.base import MESSAGE_BYTES, UnderWay, Work
+from meshwright.comm.transport.base import MESSAGE_BYTES, Arrival, UnderWay, Work
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -38,10 +38,11 @@ class Stream:
         self._flush()
         return UnderWay(partial(self._depart, self._num_sent))
 
-    def receive(self, into: Tensor, label: str = "") -> Work:
-        """Expect the messages that fill ``into``; waiting for the returned work takes them."""
+    def receive(self, into: Tensor, label: str = "") -> Arrival:
+        """Expect the messages that fill ``into``; waiting for the returned arrival takes them."""
         self._expected.extend((part, label) for part in _parts(into))
-        return UnderWay(partial(self._complete, self._num_done + len(self._expected)))
+        number = self._num_done + len(self._expected)
+        return Arrival(partial(self._complete, number), come=partial(self._has_come, number), check=self._check)
 
     def move(self) -> bool:
         """Put parts that find room, and take at most one message, to be brief. Returns whether to call this again
@@ -75,6 +76,16 @@ class Stream:
                 self._take()
             else:
                 self._lane.wait_for_message(self._label())
+
+    def _has_come(self, number: int) -> bool:
+        """Take the peer's messages that have come; return whether ``number`` messages of the stream have been taken."""
+        self._progress.move()
+        while self._num_done < number and self._lane.has_come():
+            self._take()
+        return self._num_done >= number
+
+    def _check(self, waited_s: float) -> None:
+        self._lane.check_message(self._label(), waited_s)
 
     def _take(self) -> None:
         """Take the next expected message, which has arrived."""

@@ -1,0 +1,64 @@
+"""Waiting for whichever message comes first."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from meshwright.comm.transport.base import Arrival
+
+LOOKS = 100
+"""How often a rank asks for messages without a pause, before it sleeps between two looks."""
+POLL_S = 0.0002
+"""Seconds between two looks."""
+CHECK_S = 0.5
+"""Seconds between two checks that the senders still live."""
+
+
+class Watched:
+    """A work that cannot be asked whether it is complete: once it is asked, a thread waits for it."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait = wait
+        self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
+
+    def has_come(self) -> bool:
+        """Whether the work is complete, or has failed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="waits for a message", daemon=True)
+            self._thread.start()
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the work; raises its error."""
+        if self._thread is None:
+            self._wait()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        except RuntimeError as error:
+            self._error = error
+
+
+def wait_for_any(groups: Sequence[Sequence[Arrival]]) -> None:
+    """Wait until all messages of one of the groups have come.
+
+    Raises:
+        LostRankError: a sender has ended, or has sent nothing within the timeout.
+    """
+    begun, looks = time.monotonic(), 0
+    due_s = CHECK_S
+    while not any(all(arrival.has_come() for arrival in group) for group in groups):
+        looks += 1
+        if looks <= LOOKS:
+            continue
+        time.sleep(POLL_S)
+        if (waited_s := time.monotonic() - begun) > due_s:
+            due_s = waited_s + CHECK_S
+            for arrival in [arrival for group in groups for arrival in group if not arrival.has_come()]:
+                arrival.check(waited_s)

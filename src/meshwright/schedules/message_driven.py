@@ -1,0 +1,172 @@
+"""Message-driven pipelines: a rule in place of an order. Each rank runs the next micro-batch that is ready.
+
+The rule is that of AxoNN (Singh, Bhatele 2022, "AxoNN: An asynchronous, message-driven parallel framework for
+extreme-scale deep learning"): a backward whose gradient has come goes before a forward whose activation has come, and
+at most ``limit`` micro-batches are in flight. Here the gradients of two micro-batches are late. Under 1f1b,
+rank 1 waits for the first, and then runs F2 before B1; by the rule, it runs F2 and F3 meanwhile:
+
+    1f1b            F0 F1 .  .  .  B0--- F2 B1--- F3
+    message-driven  F0 F1 F2 F3 .  B0--- B1--- F4
+
+A channel keeps the order of its messages. So each rank runs its forwards in the order of the micro-batches, and its
+backwards too; only how the two alternate depends on time. Sums over micro-batches are therefore bit for bit those of
+1f1b, and the ranks cannot wait for each other in a circle: a micro-batch that has come to a rank is in flight on the
+first rank too, which has at most ``limit`` of them, so a later rank never has to refuse it.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from meshwright.errors import Problem
+from meshwright.ir.plan import Plan
+from meshwright.ir.schedule import Action, ActionKind, ActionList, Schedule
+
+F, B = ActionKind.F, ActionKind.B
+
+
+def most_in_flight(num_ranks: int) -> int:
+    """The limit of built schedules: 2 p. AxoNN has p, with which the first rank is never ahead: if F and B take 3, a
+    micro-batch comes back to it just when it would run the (p + 1)-th, so that each delay of any rank is a bubble."""
+    return 2 * num_ranks
+
+
+class Progress(NamedTuple):
+    """How far one rank is in a step. Of the micro-batches, ``activations`` have come from the stage before, and
+    ``gradients`` from the stage behind; ``forwards`` and ``backwards`` have run. At most ``limit`` may be between their
+    forward and the end of their backward."""
+
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    limit: int
+    activations: int = 0
+    gradients: int = 0
+    forwards: int = 0
+    backwards: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all micro-batches have run."""
+        return self.backwards == self.num_microbatches
+
+    def needs(self, kind: ActionKind) -> bool:
+        """Whether the next forward, or the next backward, is one that may run as soon as its message comes."""
+        if kind is B:
+            return self.backwards < self.forwards
+        return self.forwards < self.num_microbatches and self.forwards - self.backwards < self.limit
+
+    def waits(self, kind: ActionKind) -> bool:
+        """Whether the message for the next forward, or backward, has yet to come. The first stage makes its own
+        activations, and the last its own gradients."""
+        if kind is B:
+            return self.stage < self.num_stages - 1 and self.gradients == self.backwards
+        return self.stage > 0 and self.activations == self.forwards
+
+    def after(self, action: Action) -> "Progress":
+        """The progress after an action has run."""
+        if action.kind is B:
+            return self._replace(backwards=self.backwards + 1)
+        return self._replace(forwards=self.forwards + 1)
+
+    def received(self, kind: ActionKind) -> "Progress":
+        """The progress after the message for one more forward, or backward, has come."""
+        if kind is B:
+            return self._replace(gradients=self.gradients + 1)
+        return self._replace(activations=self.activations + 1)
+
+
+def next_action(progress: Progress) -> Action | None:
+    """The next forward or backward of a rank. None: the rank has nothing to run until a message comes, or is done."""
+    for kind, number in ((B, progress.backwards), (F, progress.forwards)):
+        if progress.needs(kind) and not progress.waits(kind):
+            return Action(progress.stage, kind, number)
+    return None
+
+
+def ordered(
+    num_ranks: int,
+    num_microbatches: int,
+    limit: int,
+    seconds: Callable[[Action], float],
+    delay: Callable[[Action], float] = lambda action: 0.0,
+) -> list[list[Action]]:
+    """The forwards and backwards of each rank in the order in which they run, if each takes ``seconds``. Its result
+    reaches the next rank ``delay`` seconds later; the results of one rank arrive in order."""
+    progress = [Progress(rank, num_ranks, num_microbatches, limit) for rank in range(num_ranks)]
+    ranks: list[list[Action]] = [[] for _ in progress]
+    busy = [False] * num_ranks
+    arrived: dict[tuple[int, ActionKind], float] = {}
+    numbers = itertools.count()
+    events: list[tuple[float, int, int, ActionKind | None]] = [
+        (0.0, next(numbers), rank, None) for rank in range(num_ranks)
+    ]
+    while events:
+        now, touched = events[0][0], dict[int, None]()
+        while events and events[0][0] == now:
+            _, _, rank, kind = heapq.heappop(events)
+            touched[rank] = None
+            if kind is None:
+                busy[rank] = False
+            else:
+                progress[rank] = progress[rank].received(kind)
+        for rank in touched:
+            action = None if busy[rank] else next_action(progress[rank])
+            if action is None:
+                continue
+            end, busy[rank] = now + seconds(action), True
+            ranks[rank].append(action)
+            progress[rank] = progress[rank].after(action)
+            heapq.heappush(events, (end, next(numbers), rank, None))
+            target = rank + 1 if action.kind is F else rank - 1
+            if 0 <= target < num_ranks:
+                came = arrived[target, action.kind] = max(end + delay(action), arrived.get((target, action.kind), 0.0))
+                heapq.heappush(events, (came, next(numbers), target, action.kind))
+    return ranks
+
+
+def reordered(schedule: Schedule, seconds: Callable[[Action], float]) -> Schedule:
+    """A message-driven schedule that only computes, in the order that arises if each action takes ``seconds``."""
+    ranks = ordered(len(schedule.ranks), schedule.num_microbatches, schedule.in_flight, seconds)
+    return msgspec.structs.replace(schedule, ranks=tuple(map(ActionList, ranks)))
+
+
+def with_most_in_flight(schedule: Schedule) -> tuple[Iterable[Action], ...]:
+    """The actions of each rank in the order that keeps most micro-batches in flight: the schedule's own, if it is
+    static. Under a rule, a rank other than the last may run forwards up to the limit before the first gradient
+    comes."""
+    if not schedule.in_flight:
+        return schedule.ranks
+    return tuple(
+        actions if rank == len(schedule.ranks) - 1 else list(_forwards_first(actions, schedule.in_flight))
+        for rank, actions in enumerate(schedule.ranks)
+    )
+
+
+def _forwards_first(actions: Iterable[Action], limit: int) -> Iterator[Action]:
+    forwards = [action for action in actions if action.kind is F]
+    backwards = [action for action in actions if action.kind is B]
+    yield from forwards[:limit]
+    for number, backward in enumerate(backwards):
+        yield backward
+        yield from forwards[limit + number : limit + number + 1]
+
+
+def runtime_problems(plan: Plan, meetings: Iterable[str], device: str) -> Iterator[Problem]:
+    """Reasons for which ranks cannot run the plan's message-driven schedule. Ranks that meet within a micro-batch would
+    come to their collectives in different orders, and would wait for each other for ever; ``meetings`` names the
+    collectives in the forwards and backwards of this rank."""
+    where, remedy = "schedule message-driven", "take another schedule, such as `1f1b`"
+    without = f"{remedy}, or a layout without such collectives"
+    if plan.uneven:
+        yield where, "stages have different numbers of ranks, which meet in every micro-batch", remedy
+    if device != "cpu":
+        yield where, f"ranks compute on {device}, where messages between two ranks run in one order", remedy
+    for axis, size in plan.mesh.sizes.items():
+        if size > 1 and axis not in ("pp", "dp", "dp_shard"):
+            yield where, f"ranks of axis {axis} meet in every micro-batch", without
+    for meeting in meetings:
+        yield where, f"`{meeting}` is a collective in every micro-batch", without
