@@ -17,12 +17,14 @@ from meshwright.errors import LayoutError, RankError, ScheduleError
 from meshwright.ir.cluster import Cluster, Level
 from meshwright.ir.device import Device
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.schedule import ActionList, Schedule
 from meshwright.ir.trace import Trace
 from meshwright.runtime.executor import Executor
+from meshwright.schedules.check import check
 from meshwright.schedules.passes import add_communication, add_reduction
-from meshwright.schedules.pipeline import build
+from meshwright.schedules.pipeline import build, training_schedule
 from meshwright.simulate.engine import play
+from meshwright.simulate.faults import Faults
 from tests.distributed.pool import Ranks
 
 DEVICE = Device(
@@ -83,6 +85,36 @@ def test_the_schedule_is_run_and_nothing_ends_before_its_time(
             # The clocks of a merged trace are off by less than a millisecond.
             assert all(span.end_s - begun >= ends[span.what] - 1e-3 for span in mine)
         assert trace.duration_s >= wanted.duration_s - 1e-3
+
+
+def emulated_with_faults(stages: tuple[EmulatedStage, ...], schedule: Schedule, faults: Faults) -> list[Trace]:
+    return emulate(stages, schedule, 3, faults)
+
+
+def test_messages_decide_under_jitter_and_a_slow_rank(ranks: Ranks) -> None:
+    """Every order is one that the rule allows; the slow middle rank has the largest part of its time to compute."""
+    schedule = training_schedule("message-driven", 3, 6)
+    stage = StageWork(
+        pieces={"F": (Compute("f", 2e-3),), "B": (Compute("b", 4e-3),)}, sent_up_bytes=9, sent_down_bytes=9
+    )
+    stages = emulated_stages(StepWork((stage,) * 3), Mesh.of(pp=3), CLUSTER, schedule)
+    first, *_ = ranks(3, emulated_with_faults, stages, schedule, Faults(jitter=0.5, slow={1: 3.0}))
+    orders = set()
+    for trace in first:
+        lists = []
+        for rank in range(3):
+            spans = [span for span in trace.of_rank(rank).spans if span.stream == "compute" and span.what[0].isdigit()]
+            lists.append(ActionList.from_text(" ".join(span.what for span in spans)))
+        report = check(Schedule.of("executed", lists))
+        assert [rank.live_activations <= 6 for rank in report.ranks] == [True] * 3
+        assert report.ranks[2].live_activations == 1
+        orders.add(tuple(lists))
+        busy = [
+            sum(span.end_s - span.start_s for span in trace.of_rank(rank).spans if span.stream == "compute")
+            for rank in range(3)
+        ]
+        assert busy[1] > max(busy[0], busy[2])
+    assert all(len(actions) == 12 for lists in orders for actions in lists)
 
 
 def wrong_number(stages: tuple[EmulatedStage, ...], schedule: Schedule) -> str:

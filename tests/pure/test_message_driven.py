@@ -213,6 +213,12 @@ def test_collectives_in_a_micro_batch_are_refused() -> None:
         play(training_schedule("message-driven", 2, 2), StepWork((stage, stage)), Mesh.of(pp=2, tp=2), FREE)
 
 
+def test_stages_of_different_numbers_of_ranks_are_refused() -> None:
+    mesh = Mesh.of_stages([{"dp": 1}, {"dp": 2}])
+    with pytest.raises(ScheduleError, match="stages have different numbers of ranks, which meet in every micro-batch"):
+        play(training_schedule("message-driven", 2, 2), work(2), mesh, FREE)
+
+
 def test_setups_by_sizes_refuse_axes_that_meet_in_every_micro_batch() -> None:
     with pytest.raises(MeshwrightError, match="message-driven beside tp, cp, ep or zero 3"):
         setup(pp=2, tp=2, schedule="message-driven")

@@ -62,6 +62,7 @@ def test_json_holds_one_string_for_each_rank() -> None:
         ' "num_stages": 2,\n'
         ' "num_microbatches": 1,\n'
         ' "num_chunks": 1,\n'
+        ' "in_flight": 0,\n'
         ' "ranks": ["0F0 0B0", "1F0 1B0"]\n'
         "}\n"
     )

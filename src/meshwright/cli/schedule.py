@@ -16,6 +16,7 @@ EPILOG = display.examples(
     "meshwright schedule 1f1b --stages 4 --microbatches 8",
     "meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --bytes 16MiB",
     "meshwright schedule zb-v --stages 4 --microbatches 8 --chunks 2",
+    "meshwright schedule message-driven --stages 4 --microbatches 8",
     "meshwright schedule zb-h1 --stages 4 --microbatches 8 --text > zb-h1.csv",
     "meshwright schedule --file zb-h1.csv",
 )
@@ -115,5 +116,10 @@ def _print(sched: Schedule, report: ScheduleReport, num_bytes: int | None, whole
         f"\nbubble: {report.bubble:.4g} of the time that a rank computes; at most {report.live_microbatches:.4g} "
         "micro-batches alive on a rank"
     )
+    if sched.in_flight:
+        terminal.print(
+            f"the order is a rule: this is the one that arises if nothing is late; at most {sched.in_flight} "
+            "micro-batches are in flight on a rank"
+        )
     if not whole and "\ndrawn: " in drawn:
         terminal.print("the first ranks and slots are shown: --whole draws all of it, --text and --json print it")

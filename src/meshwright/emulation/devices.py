@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.partition import LoweredStage, PhaseFunction
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.route import Route
+from meshwright.simulate.faults import Faults
 
 CPU = torch.device("cpu")
 EARLY_S = 150e-6
@@ -32,13 +33,16 @@ processes."""
 _SET_TIMER_SLACK = 29  # prctl's number
 
 
-def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int) -> list[Trace]:
+def emulate(
+    stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int, faults: Faults | None = None
+) -> list[Trace]:
     """Run ``schedule`` for ``num_steps`` steps, with one process for each pipeline rank, all on one machine. Every rank
     of the world must call it. All ranks begin a step together.
 
     Schedule, executor and channels are those of training. The devices are emulated: functions wait until their
     predicted time is over, and leave the cores to other processes meanwhile. The links are emulated: a message is one
-    number, the time at which the receiver may see it. All ranks read the same clock, that of the machine.
+    number, the time at which the receiver may see it. All ranks read the same clock, that of the machine. ``faults``
+    make computing slower, and vary its time, as in the simulator; the draws go on from step to step.
 
     Return one trace for each step, with the source ``emulated``. On rank 0 it covers all ranks, on other ranks their
     own. Raise a LayoutError if the world has another number of ranks than the schedule.
@@ -53,7 +57,7 @@ def emulate(stages: Sequence[EmulatedStage], schedule: Schedule, num_steps: int)
     rank = dist.get_rank() if world_size > 1 else 0
     _wake_in_time()
     group = axis_groups(Mesh.of(pp=world_size), rank)["pp"] if world_size > 1 else None
-    device = _Device(group)
+    device = _Device(group, (faults or Faults()).noise(rank))
     own_stages = sorted({action.stage for action in schedule.ranks[rank]})
     executor = _executor(stages, schedule, rank, own_stages, device)
     traces = []
@@ -85,10 +89,10 @@ def _wake_in_time() -> None:
 
 
 class _Device:
-    """An emulated device: it waits for given seconds instead of computing."""
+    """An emulated device: it waits for given seconds instead of computing. ``noise`` returns the factor of each."""
 
-    def __init__(self, group: AxisGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: AxisGroup | None, noise: Callable[[], float]) -> None:
+        self._group, self._noise = group, noise
         self._ends: dict[tuple[int, str], tuple[float, float]] = {}
         self._free_s: dict[str, float] = {}  # when the collectives of each axis have ended
 
@@ -105,7 +109,8 @@ class _Device:
             if doing.role == "meet":
                 self.meet()
             started = begun
-            end = max(time.perf_counter(), self._free_s.get(doing.axis, 0.0)) + doing.seconds
+            seconds = doing.seconds * self._noise() if doing.role == "compute" else doing.seconds
+            end = max(time.perf_counter(), self._free_s.get(doing.axis, 0.0)) + seconds
             if doing.axis:
                 self._free_s[doing.axis] = end
             if doing.role == "start":

@@ -80,13 +80,19 @@ def programs(schedule: Schedule, work: StepWork, fabric: Fabric) -> tuple[RankPr
     Raises:
         LayoutError: the mesh's ``pp`` differs from the number of ranks of the schedule.
         ScheduleError: the work has another number of stages than the schedule, or no pieces for an action of the
-            schedule.
+            schedule; or ranks would meet within a micro-batch of a message-driven schedule.
     """
     if fabric.size("pp") != len(schedule.ranks):
         raise LayoutError(
             f"pp is {fabric.size('pp')}, and the schedule has {len(schedule.ranks)} ranks",
             where=f"mesh {fabric.mesh}",
             remedy="build the schedule for the mesh",
+        )
+    if schedule.in_flight and fabric.mesh.stages:
+        raise ScheduleError(
+            "stages have different numbers of ranks, which meet in every micro-batch",
+            where=f"schedule {schedule.name}",
+            remedy="take another schedule, such as `1f1b`",
         )
     if len(work.stages) != schedule.num_stages:
         raise ScheduleError(
