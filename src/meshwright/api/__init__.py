@@ -1,6 +1,7 @@
 """The public functions, which join planning and running. The command line calls only these functions."""
 
 from meshwright.api.alpa import recompute_alpa
+from meshwright.api.convolutions import measure_convolutions
 from meshwright.api.ensembles import joint
 from meshwright.api.machine import (
     calibrate,
@@ -17,6 +18,7 @@ from meshwright.api.replicas import compare_rules_of_run
 from meshwright.api.runs import Trained, num_replica_jobs, ranks_of_replica, train, trainer_of, verify_run
 from meshwright.api.schedules import ComparedSchedules, compare_schedules_of_run
 from meshwright.api.sweeps import PlanSize, sweep_run
+from meshwright.api.times import times_file
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
@@ -50,6 +52,7 @@ __all__ = [
     "launched_rank",
     "learn_from_runs",
     "load_cluster",
+    "measure_convolutions",
     "measure_machine",
     "num_devices",
     "num_replica_jobs",
@@ -65,6 +68,7 @@ __all__ = [
     "simulate",
     "simulate_run",
     "sweep_run",
+    "times_file",
     "train",
     "trainer_of",
     "verify",

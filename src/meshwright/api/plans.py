@@ -14,6 +14,7 @@ from meshwright import optim
 from meshwright.api import plan_cache
 from meshwright.api.machine import calibrated, check_size, known_cluster
 from meshwright.api.plan_cache import SearchRequest
+from meshwright.api.times import times_of
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost import optimizer as cost
@@ -156,7 +157,9 @@ def plan(
     )
     return plan_layout(
         graph, layout, world_size=world_size, cluster=known,
-        ask=Ask(optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules)),
+        ask=Ask(
+            optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules), times=times_of(known)
+        ),
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ EPILOG = display.examples(
     'meshwright plan gpt --layout.plan auto --ranks 4 --allow "local(16)" --allow "diloco(50)"',
     "meshwright plan RUN.toml --cluster cluster.toml --layout.plan auto --codec auto",
     "meshwright plan diff OLD.json NEW.json",
+    "meshwright plan resnet --workspace 64MiB",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
     note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
     "its sizes.",
@@ -55,7 +56,8 @@ TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is lef
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = (
-    "dp", "tp", "strict", "output", "memory", "seconds", "fresh", "program", "rank", "why_not", "only", "allow",
+    "dp", "tp", "strict", "output", "memory", "workspace", "seconds", "fresh", "program", "rank", "why_not", "only",
+    "allow",
 )  # fmt: skip
 """Options that do not apply to a model that is planned from its sizes."""
 OF_SIZES = ("batch", "sequence", "price", "software", "report")
@@ -92,6 +94,9 @@ def plan(
         "",
         "--only",
         help="Only divide operators (intra), only make stages (inter), or all three searches side by side (each).",
+    ),
+    workspace: str = typer.Option(
+        "", "--workspace", help="The limit of the temporary memory of each convolution, as in 64MiB."
     ),
     memory: str = typer.Option(
         "", "--memory", help="What the tensors of a rank may take, as in 8GiB; default: what surely fits a device."
@@ -155,6 +160,8 @@ def plan(
         return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, software, codec, as_json)
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
     limited += [f"--layout.codec={codec}"] * bool(codec)
+    if workspace:
+        limited.append(f"--layout.workspace_bytes={display.num_bytes(workspace, '--workspace')}")
     run = run_of(target, [*limited, *context.args], dp, tp, cluster, strict)
     refuse(context, OF_SIZES, f"{target} is captured as it is: its run file has batch and sequence length")
     from meshwright import api

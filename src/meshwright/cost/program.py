@@ -6,13 +6,13 @@ from math import prod
 
 import msgspec
 
-from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
 from meshwright.cost.kernels import Cost
 from meshwright.cost.node_costs import NodeCosts, communicated, of_parameters
 from meshwright.cost.optimizer import SGD, OptimizerCost
+from meshwright.cost.scratch import scratch_bytes
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
@@ -112,7 +112,6 @@ class _Stage:
         values += [value for phase in program.phases for node in phase.nodes for value in node.outputs]
         self.sizes = {value.storage: value.num_bytes for value in values}
         self.sizes |= {value.storage: value.num_bytes for value in values if value.owns}
-        self.value_bytes = {value.name: value.num_bytes for value in values}
 
     def work(self) -> StageWork:
         program = self.program
@@ -359,14 +358,8 @@ class _Stage:
         return peak
 
     def _scratch_bytes(self, node: Node) -> int:
-        """Bytes of temporary memory that a node needs while it runs. Unfused attention holds its scores. On a CPU,
-        oneDNN's convolutions copy their larger input into blocks of channels; the gradient of the weights copies both
-        inputs."""
-        kinds = {kernel.kind for kernel in node.kernels if kernel.kind.startswith("convolution")}
-        if not kinds or not self.blocking:
-            return sum(scratch_bytes(kernel, self.blocking) for kernel in node.kernels)
-        sizes = sorted(self.value_bytes[name] for name in node.inputs)
-        return sum(sizes[-2:]) if "convolution_weight" in kinds else sizes[-1]
+        """Bytes of temporary memory that a node needs while it runs: of the one of its kernels that needs most."""
+        return max((scratch_bytes(kernel, self.blocking) for kernel in node.kernels), default=0)
 
 
 def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:

@@ -55,11 +55,35 @@ class AttentionSizes(NamedTuple):
         return fused_attention(on_cpu, dtype, self.dropout, self.width == self.values)
 
 
+class ConvolutionSizes(NamedTuple):
+    """The sizes of a convolution on one rank, or of one of its gradients.
+
+    ``direction`` is ``forward``, ``input`` (the gradient of the input) or ``weight`` (the gradient of the weight). All
+    directions have the sizes of forward: ``channels`` and ``image`` of the input, ``filters`` and ``output`` of the
+    result. The settings have one number for each spatial dim."""
+
+    direction: str
+    samples: int
+    channels: int
+    filters: int
+    image: tuple[int, ...]
+    output: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool
+    dtype: str
+
+
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """``calls`` launches of a kernel of one kind (``ir.kind``).
 
     ``flops`` and ``bytes`` (read and written) are totals of all calls. ``product`` has the sizes of a matrix product,
-    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention."""
+    or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``convolution`` those of a
+    convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of temporary tensors while the kernel
+    runs."""
 
     kind: str
     dtype: str = ""
@@ -68,6 +92,8 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     calls: int = 1
     product: Product | None = None
     attention: AttentionSizes | None = None
+    convolution: ConvolutionSizes | None = None
+    workspace_bytes: int = 0
 
 
 def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool) -> bool:

@@ -98,6 +98,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     consistency: str = "sync"
     """When a replica may go on, and how the states of replicas are mixed: ``server(ssp=3)``, ``gossip(ring)``,
     ``local(16)``, ``diloco(50)``, ... (``ir/consistency.py``). With ``sync``, replicas are more data parallelism."""
+    workspace_bytes: int = 0
+    """The limit of the temporary memory of each operator that has several algorithms (convolutions): the fastest within
+    the limit are taken, on micro-batches of samples where these need less. 0: no limit."""
+    workspace_over: Literal["operator", "network"] = "operator"
+    """``network``: ``workspace_bytes`` is the limit of all operators together, as if each kept its own workspace."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
@@ -191,6 +196,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             remedy = "experts lie over ranks that divide the batch: give a divisor of dp"
             yield "layout", f"ep={self.ep} does not divide dp={dp}", remedy
         yield from self._unfit_zero(dp)
+        yield from self._unfit_workspace()
         if self.context == "ring" and sizes["cp"] == 1:
             yield "layout", "context='ring' with cp=1", "give cp of 2 or more: it is the ring"
         tp = max((own.get("tp", 1) for own in self.stage_sizes), default=sizes["tp"])
@@ -206,6 +212,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield "layout", problem, f"several chunks need pp of 2 or more and schedule='{named}'"
         elif self.chunks != 2 and self.schedule in V_SHAPED and pp > 1:
             yield "layout", problem, f"give chunks=2: {self.schedule} has two stages on every rank"
+
+    def _unfit_workspace(self) -> Iterator[Problem]:
+        if self.workspace_bytes < 0:
+            yield "layout", f"workspace_bytes={self.workspace_bytes}", "give a number of bytes, or 0 for no limit"
+        if self.workspace_over == "network" and not self.workspace_bytes:
+            yield "layout", "workspace_over='network' without a limit", "give workspace_bytes"
 
     def _unfit_zero(self, dp: int) -> Iterator[Problem]:
         if self.zero_ranks and not self.zero:
@@ -328,5 +340,6 @@ def layout_text(layout: Layout) -> str:
         (layout.parameter_codec, f"parameters in {layout.parameter_codec}"),
         (layout.activation_codec, f"activations in {layout.activation_codec}"),
         (layout.replicas > 1, f"{layout.replicas} replicas, {layout.consistency}"),
+        (layout.workspace_bytes, f"{layout.workspace_bytes / 2**20:.4g} MiB of workspace"),
     )
     return ", ".join([axes or "one rank", *(str(word) for shown, word in words if shown)])

@@ -12,6 +12,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.interval import Interval
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.operator_algorithm import NATIVE
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
@@ -100,7 +101,9 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
     forward operator (empty for the first stage). ``recompute`` names operators, or whole blocks (``blocks.3``, or
     ``blocks.*`` for all alike), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``,
-    for the submesh of this stage, if the submeshes of stages differ.
+    for the submesh of this stage, if the submeshes of stages differ. ``operator_algorithms`` maps an operator,
+    also with ``*`` in its name, to the text of its algorithm (``ir/operator_algorithm.py``); others run as PyTorch runs
+    them.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
@@ -116,11 +119,18 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     recompute: tuple[str, ...] = ()
     algorithms: dict[str, str] = {}
     links: dict[str, Link] = {}
+    operator_algorithms: dict[str, str] = {}
 
     def strategy(self, operator: str) -> Strategy:
         """The strategy of an operator; empty if the operator runs replicated."""
         strategy = self.strategies.get(operator)
         return strategy if strategy is not None else self.strategies.get(starred(operator), {})
+
+    def operator_algorithm(self, operator: str) -> str:
+        """The text of an operator's algorithm; empty if it runs as PyTorch runs it."""
+        found = self.operator_algorithms
+        text = found.get(operator) or found.get(starred(operator), "") if found else ""
+        return text if text != NATIVE else ""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

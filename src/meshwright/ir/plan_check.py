@@ -60,8 +60,10 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     yield from _gather_problems(plan, graph)
     names = {operator.name for operator in graph.operators}
     names |= {starred(name) for name in names}
-    for name in [name for stage in plan.stages for name in stage.strategies if name not in names]:
-        yield "strategies", f"there is no operator {name!r}", "remove the line"
+    for stage in plan.stages:
+        for key, named in (("strategies", stage.strategies), ("operator_algorithms", stage.operator_algorithms)):
+            for name in [name for name in named if name not in names]:
+                yield key, f"there is no operator {name!r}", "remove the line"
     divided = cut(graph, plan.firsts)
     strategies = plan.strategies(graph, divided)
     sizes = {op.name: plan.sizes(divided.stage_of.get(op.name, 0)) for op in graph.operators}

@@ -3,19 +3,23 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from meshwright.capture.rules import Rules
 from meshwright.ir.codec import codec_of
+from meshwright.ir.convolution import work_of
 from meshwright.ir.halo import most_rows
-from meshwright.ir.kernel import AttentionSizes, Kernel, Operand, attention_of, product_of
+from meshwright.ir.kernel import AttentionSizes, ConvolutionSizes, Kernel, Operand, attention_of, product_of
 from meshwright.ir.kind import kind_of_target
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.ir.shapes import shapes_of
 from meshwright.lower.fuse import FUNCTIONAL
 from meshwright.ops import collectives, experts
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
+from meshwright.ops.convolution_algorithms import DIRECTIONS
+from meshwright.ops.halo import each
 from meshwright.ops.table import operator_rule
 from meshwright.torch_private import OpOverload
 
@@ -87,6 +91,8 @@ class Counter:
             return (Kernel("pointwise", dtype, 0.0, 3 * num_bytes(call.args[1])),)
         if target is aten.convolution_backward.default:
             return tuple(self._convolution_backward(call, dtype))
+        if target in DIRECTIONS:
+            return work_of(convolution_sizes(call, DIRECTIONS[target]), call.args[-1]).kernels
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
         if kind == "gather":  # reads the rows that are looked up, not the whole table
             return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * written),)
@@ -97,6 +103,8 @@ class Counter:
         if target in _RINGS:
             flops *= size
         product = _kernel(call, kind, dtype, flops, read + written)
+        if target is aten.convolution.default:
+            product = msgspec.structs.replace(product, convolution=convolution_sizes(call, "forward"))
         if target is aten.addmm.default:  # the bias is written first, and the product added to it
             return product, Kernel("pointwise", dtype, 0.0, written)
         return (product,)
@@ -121,8 +129,28 @@ class Counter:
                 gradient_call = Call(call.target, call.args, call.kwargs, (output,))
                 gradient, images, weight = call.tensors[:3]
                 moved = num_bytes(gradient, images if index else weight, output)
-                kernels.append(_kernel(gradient_call, kind, dtype, flops, moved))
+                sizes = convolution_sizes(call, ("input", "weight")[index])
+                kernel = _kernel(gradient_call, kind, dtype, flops, moved)
+                kernels.append(msgspec.structs.replace(kernel, convolution=sizes))
         return kernels
+
+
+def convolution_sizes(call: Call, direction: str) -> ConvolutionSizes:
+    """The sizes of a call of a convolution, or of one of its gradients."""
+    if direction == "forward":
+        (images, weight), output = call.tensors[:2], call.outputs[0]
+    else:
+        output, images, weight = call.tensors[:3]
+    first = 2 + (direction != "forward") + (call.target not in DIRECTIONS)  # aten's calls have a bias
+    *settings, transposed, _, groups = call.args[first : first + 6]
+    image, made, kernel = (tuple(map(int, tensor.shape[2:])) for tensor in (images, output, weight))
+    stride, padding, dilation = (tuple(each(setting, len(image))) for setting in settings)
+    dtype = str(images.dtype).removeprefix("torch.")
+    samples, channels = map(int, images.shape[:2])
+    return ConvolutionSizes(
+        direction, samples, channels, int(output.shape[1]), image, made, kernel, stride, padding, dilation, groups,
+        transposed, dtype,
+    )  # fmt: skip
 
 
 def _sizes(value: Any) -> Hashable:

@@ -48,14 +48,16 @@ class LocalCall:
         strategy: Strategy,
         call: tuple[Target, tuple[Any, ...], dict[str, Any]],
         interior: bool = False,
+        algorithm: str = "",
     ) -> None:
-        """``interior``: the operator computes its interior rows while halos travel."""
+        """``interior``: the operator computes its interior rows while halos travel. ``algorithm``: the text of the
+        operator's algorithm."""
         self.target, self.args, self.kwargs = call
         self.name, self.call = operator.name, shared.emit
         self._shared, self._graph, self._groups = shared, shared.graph, shared.groups
         self._operator, self._letters, self._strategy = operator, operator.letters, strategy
         self._sizes, self._at = sizes_of(shared.groups)
-        self._exchanged, self._interior = shared.exchanged, interior
+        self._exchanged, self._interior, self.algorithm = shared.exchanged, interior, algorithm
 
     @property
     def _rule(self) -> Rule:

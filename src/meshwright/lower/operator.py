@@ -8,7 +8,7 @@ from torch import fx
 
 from meshwright.capture.calls import read, target_of
 from meshwright.capture.fx_graph import FxGraph
-from meshwright.errors import RuleError
+from meshwright.errors import PlanError, RuleError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import input_placements, local_shape
@@ -27,18 +27,25 @@ CPU = torch.device("cpu")
 
 def emit_operator(
     emitter: Emitter, operator: Operator, strategy: Strategy, tensors: list[fx.Node], interior_first: bool,
-    rules: Mapping[Target, OperatorRule] | None, device: torch.device = CPU,
+    rules: Mapping[Target, OperatorRule] | None, device: torch.device = CPU, algorithm: str = "",
 ) -> Any:  # fmt: skip
-    """Emit the calls that compute an operator on this rank's parts of its inputs; return their result.
+    """Emit the calls that compute an operator on this rank's parts of its inputs; return their result. ``algorithm``
+    is the text of the operator's algorithm (``ir/operator_algorithm.py``; empty: PyTorch's own).
 
     Raises:
+        PlanError: the operator has no algorithms, or the algorithm does not serve it.
         RuleError: the rule that the operator was captured with is not among ``rules``.
     """
     args, kwargs = read(operator.arguments, tensors)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": device}
     target = target_of(operator.target)
-    local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first)
+    if algorithm and not operator.target.startswith("aten.convolution"):
+        raise PlanError(
+            f"{operator.target} has no algorithms", where=f"operator_algorithms: {operator.name}",
+            remedy="name convolutions and their gradients only",
+        )  # fmt: skip
+    local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first, algorithm)
     if operator.rule is None:
         return emit_unchanged(local)
     rule = operator_rule(target, rules)

@@ -264,7 +264,8 @@ class _StageLowering:
             emission.want(name, self._wanted(operator, position)) for position, name in enumerate(operator.inputs)
         ]
         interior_first = self.plan.computes_interior_first(operator.name)
-        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, self.rules, self.device)
+        rest = self.rules, self.device, self.plan.stages[self.stage].operator_algorithm(operator.name)
+        result = emit_operator(self.emitter, operator, strategy, tensors, interior_first, *rest)
         self._made(operator, result, readers)
 
     def _made(self, operator: Operator, result: Any, readers: Mapping[str, int]) -> None:

@@ -57,6 +57,8 @@ class Local(Protocol):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str
+    algorithm: str
+    """The text of the algorithm that the plan names for the operator (``ir/operator_algorithm.py``), or empty."""
 
     def shape(self, output: int = 0) -> list[int]:
         """The shape of an output on this rank."""

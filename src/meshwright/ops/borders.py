@@ -8,7 +8,6 @@ A convolution is linear in its input, so this sum is the convolution of all rows
 its own rows, and the rank need not copy its part to join it with the halo. The same holds for the gradients.
 """
 
-import operator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,12 +17,10 @@ import torch
 from meshwright.ir.halo import Rows
 from meshwright.ops import collectives
 from meshwright.ops.base import Local, Value
+from meshwright.ops.convolution_algorithms import INPUT, WEIGHT, emit_convolution, emit_gradient
 from meshwright.ops.halo import Side, Window
 
 aten = torch.ops.aten
-
-INPUT, WEIGHT = [True, False, False], [False, True, False]
-"""Output masks of convolution_backward: only the gradient of the input, or only the gradient of the weight."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,9 @@ class Borders:
         """Convolve own rows, and add the halo's terms at the borders."""
         local, dim = self.local, self.side.dim
         begun = self._begun(source)
-        result = local.call(local.target, source, weight, None, *self._padded(rest))
+        result = emit_convolution(local, source, weight, self._padded(rest), local.algorithm)
         for strip, start, _ in self._strips(begun):
-            terms = local.call(local.target, strip, weight, None, *rest)
+            terms = emit_convolution(local, strip, weight, rest)
             result = local.call(collectives.ADD_ROWS, result, terms, dim, start)
         return result
 
@@ -80,23 +77,19 @@ class Borders:
         local = self.local
         begun = self._begun(source)
 
-        def gradient(grad: Value, source: Value, rest: tuple[Any, ...]) -> Value:
-            gradients = local.call(local.target, grad, source, weight, None, *rest, WEIGHT)
-            return local.call(operator.getitem, gradients, 1)
-
-        result = gradient(grad, source, self._padded(rest))
+        result = emit_gradient(local, grad, source, weight, self._padded(rest), WEIGHT, local.algorithm)
         for strip, start, count in self._strips(begun):
-            result = local.call(aten.add.Tensor, result, gradient(self._rows(grad, start, count), strip, rest))
+            terms = emit_gradient(local, self._rows(grad, start, count), strip, weight, rest, WEIGHT)
+            result = local.call(aten.add.Tensor, result, terms)
         return None, result, None
 
     def input_gradient(self, grad: Value, shape: list[int], weight: Value, rest: tuple[Any, ...]) -> Value:
         """Return the gradient of own rows. Terms for halo rows go to their owners; terms from neighbours are added."""
         local, dim, window = self.local, self.side.dim, self.window
 
-        def gradient(grad: Value, rows: int, rest: tuple[Any, ...]) -> Value:
+        def gradient(grad: Value, rows: int, rest: tuple[Any, ...], algorithm: str = "") -> Value:
             like = local.call(aten.new_empty.default, grad, [*shape[:dim], rows, *shape[dim:][1:]])
-            gradients = local.call(local.target, grad, like, weight, None, *rest, INPUT)
-            return local.call(operator.getitem, gradients, 0)
+            return emit_gradient(local, grad, like, weight, rest, INPUT, algorithm)
 
         strips = []
         for start, count, (low, high) in self._edges:
@@ -105,7 +98,7 @@ class Borders:
                 strips.append(self._rows(terms, low, high - low))
         started = local.halo_return(strips, self.side.factor, dim, self.side.image, self.ranges)
         rows = self.made * window.stride
-        own = gradient(grad, rows, self._padded(rest))
+        own = gradient(grad, rows, self._padded(rest), local.algorithm)
         come = local.call(collectives.WAIT, started)
         for first, count, start in ((0, self.after, 0), (self.after, self.before, rows - self.before)):
             if count:

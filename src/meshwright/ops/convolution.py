@@ -6,7 +6,6 @@ swap roles (Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiti
 section III).
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.errors import PlanError
+from meshwright.ir.convolution import algorithms_of
+from meshwright.ir.kernel import ConvolutionSizes
+from meshwright.ir.operator_algorithm import parse
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value
-from meshwright.ops.borders import INPUT, WEIGHT, Borders
+from meshwright.ops.borders import Borders
+from meshwright.ops.convolution_algorithms import INPUT, WEIGHT, emit_convolution, emit_gradient, emit_gradients
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.space import Space
 
@@ -112,13 +116,13 @@ def convolution_local(local: Local) -> Any:
     source, weight = local.args[:2]
     settings, sides, rest = _on_rank(local, 3)
     if settings.transposed:
-        result = local.call(local.target, source, weight, None, *rest)
+        result = emit_convolution(local, source, weight, rest, local.algorithm)
         return give_back(local, result, sides, settings.windows)
     borders, sides = _borders(local, sides, settings)
     source = fetch(local, source, sides, settings.windows)
     if borders is not None:
         return borders.convolved(source, weight, rest)
-    return local.call(local.target, source, weight, None, *rest)
+    return emit_convolution(local, source, weight, rest, local.algorithm)
 
 
 def convolution_backward_local(local: Local) -> Any:
@@ -128,8 +132,8 @@ def convolution_backward_local(local: Local) -> Any:
     mask = local.args[10]
     settings, sides, rest = _on_rank(local, 4)
 
-    def gradients(grad: Value, source: Value) -> Value:
-        return local.call(local.target, grad, source, weight, None, *rest, mask)
+    def gradients(grad: Value, source: Value) -> Any:
+        return emit_gradients(local, grad, source, weight, rest, mask, local.algorithm)
 
     if settings.transposed:
         return gradients(fetch(local, grad, sides, settings.windows), source)
@@ -146,7 +150,7 @@ def convolution_backward_local(local: Local) -> Any:
         result = borders.input_gradient(grad, shape, weight, rest)
     else:
         like = local.call(aten.new_empty.default, grad, shape)  # only its shape is read
-        result = local.call(operator.getitem, gradients(grad, like), 0)
+        result = emit_gradient(local, grad, like, weight, rest, INPUT, local.algorithm)
     return give_back(local, result, sides, settings.windows), None, None
 
 
@@ -156,7 +160,27 @@ def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any
     settings = _Settings.of(local.args[first : first + 6], kernel)
     sides = split_sides(local, len(kernel), settings.windows)
     sides = [side.turned() for side in sides] if settings.transposed else sides
-    return settings, sides, settings.arguments(local, sides)
+    rest = settings.arguments(local, sides)
+    _check_algorithm(local, kernel, rest)
+    return settings, sides, rest
+
+
+def _check_algorithm(local: Local, kernel: Sequence[int], rest: tuple[Any, ...]) -> None:
+    """Raise a PlanError if the plan names an algorithm that does not serve the operator on this rank."""
+    if not local.algorithm:
+        return
+    direction = "forward"
+    if local.target is aten.convolution_backward.default:
+        direction = "input" if local.args[10] == INPUT else "weight"
+    dtype, (stride, padding, dilation, transposed, _, groups) = str(local.dtype()).removeprefix("torch."), rest
+    settings = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups, transposed, dtype)
+    served = algorithms_of(ConvolutionSizes(direction, 1, 1, 1, (), (), *settings))
+    for pieces in parse(local.algorithm):
+        if pieces.name not in served:
+            raise PlanError(
+                f"{pieces.name} does not compute a convolution with these settings",
+                where=f"operator_algorithms: {local.name}", remedy=f"use {' or '.join(served)}",
+            )  # fmt: skip
 
 
 def _borders(local: Local, sides: list[Side], settings: _Settings) -> tuple[Borders | None, list[Side]]:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -24,6 +25,7 @@ from meshwright.ir.plan import Plan, Stage, Strategy, starred
 from meshwright.ir.stages import Cut, cut
 
 _ATTENTION = "meshwright.attention."
+Value = TypeVar("Value", Strategy, str)
 Consumers = dict[str, list[tuple[Operator, int]]]
 
 
@@ -189,8 +191,8 @@ def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[
     return ()
 
 
-def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
-    """Group strategies by starred name if all repetitions of an operator agree, else by name.
+def grouped(strategies: dict[str, Value]) -> dict[str, Value]:
+    """Group strategies, or algorithms, by starred name if all repetitions of an operator agree, else by name.
 
     A starred name has ``*`` in place of block indices, such as ``h.*.mlp:mm#0``. Operators that are replicated in all
     repetitions are left out.
@@ -198,7 +200,7 @@ def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in strategies:
         groups[starred(name)].append(name)
-    result: dict[str, Strategy] = {}
+    result: dict[str, Value] = {}
     for star, members in groups.items():
         agreed = all(strategies[name] == strategies[members[0]] for name in members)
         if not agreed:
@@ -206,3 +208,9 @@ def grouped(strategies: dict[str, Strategy]) -> dict[str, Strategy]:
         elif strategies[members[0]]:
             result[star] = strategies[members[0]]
     return result
+
+
+def algorithms(operators: Iterable[Operator], chosen: Mapping[str, str], base: Stage | None) -> dict[str, str]:
+    """The algorithms of a stage's operators: those that were chosen, or those of the stage ``base`` of another plan."""
+    texts = {op.name: chosen.get(op.name, "") if base is None else base.operator_algorithm(op.name) for op in operators}
+    return {name: text for name, text in grouped(texts).items() if text}

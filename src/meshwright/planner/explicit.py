@@ -15,6 +15,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import LayoutError, refuse
+from meshwright.ir.algorithm_times import AlgorithmTimes
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import DATA_AXES, TIME, Layout
@@ -24,7 +25,7 @@ from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
 from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
-from meshwright.planner import derive
+from meshwright.planner import convolutions, derive
 from meshwright.planner.algorithms import algorithms_of, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
@@ -34,11 +35,9 @@ from meshwright.planner.cut import between_sizes, choose_cut, follow_cut
 from meshwright.planner.factor_choice import better_by_factors, gather_factors
 from meshwright.planner.factors import Factors, require_heads
 from meshwright.planner.follow import follow_storage, inherit
-from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.assign import Assigned, Chosen, assign
-from meshwright.planner.intra_op.costs import ClusterCosts, CostModel
+from meshwright.planner.intra_op.costs import CostModel
 from meshwright.planner.intra_op.explain import notes_of
-from meshwright.planner.intra_op.prices import Prices
 from meshwright.planner.join_plans import join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
 from meshwright.planner.pins import read_pins
@@ -62,7 +61,8 @@ class Ask:
     stages differ. ``alike`` gives the layout whose strategies a layout takes (None:
     each layout has its own). ``costs``: the cost model of the integer program (None: the cluster's).
     ``parameter_bytes``: the limit of the parameters that a rank stores between steps; the integer program respects it.
-    ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``.
+    ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``. ``times``: measured
+    times of the algorithms of convolutions.
 
     ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
     axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
@@ -83,6 +83,7 @@ class Ask:
     costs: CostModel | None = None
     parameter_bytes: float | None = None
     factors: bool = False
+    times: AlgorithmTimes | None = None
     known: dict[tuple[object, ...], Assigned] = field(default_factory=dict)
     learned: dict[tuple[object, ...], Chosen] = field(default_factory=dict)
 
@@ -162,6 +163,7 @@ class _Planner:
         self.axis_notes: list[Note] = []
         self.missed: set[str] = set()
         self.solved: Chosen | None = None
+        self.convolutions = convolutions.Chosen()
 
     def plan(self) -> Plan:
         base, layout, graph = self.base, self.layout, self.graph
@@ -198,7 +200,9 @@ class _Planner:
             name = self.cluster.name if self.cluster is not None else "unknown"
             algorithms = algorithms_of(self.mesh, self.axes, self.cluster)
             links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
-            buckets, gathers, inside, notes = (), (), self._interiors(), self._explained()
+            given = self.cluster, self.lower, layout, self.ask.times
+            self.convolutions = convolutions.choose_on_rank(graph, self.mesh, self.axes, self.strategies, *given)
+            buckets, gathers, inside, notes = (), (), self.convolutions.interiors, self._explained()
         zero = self._zero(graph.parameters)
         mover, coded = Mover(self.axes, links), layout.codec not in ("", NONE)
         reduced = reduced_members(graph, divided, placements, storage, mover, zero, coded=coded)
@@ -345,6 +349,7 @@ class _Planner:
             gradients={name: held[name] for name in reduced},
             released=released,
             first=first,
+            operator_algorithms=derive.algorithms(operators, self.convolutions.texts, base),
             recompute=base.recompute
             if base is not None
             else derive.recomputed(operators, divided, self._recomputation(index)),
@@ -352,14 +357,6 @@ class _Planner:
 
     def _recomputation(self, stage: int) -> str:
         return self.ask.recompute[stage] if self.ask.recompute else self.layout.recompute
-
-    def _interiors(self) -> tuple[str, ...]:
-        if self.cluster is None or self.lower is None:
-            return ()
-        known = {name: {a: c for a, c in strategy.items() if a != TIME} for name, strategy in self.strategies.items()}
-        costs = ClusterCosts(self.mesh, self.axes, self.cluster)
-        prices = Prices(self.graph, self.axes, costs, self.lower, self.layout.microbatches)
-        return interiors(self.graph, prices, known, self.cluster.device.kind != "cpu")  # CPU cores move the rows, too
 
     # --- data parallel -------------------------------------------------------------------------------------------
 
@@ -397,4 +394,4 @@ class _Planner:
         elif self.ask.explains:
             assert isinstance(self.solved, Assigned), "what other processes found is not looked up then"
             own = notes_of(self.graph, self.solved, self.pins)
-        return (*own, *dict.fromkeys(self.axis_notes), *unsplit)
+        return (*own, *dict.fromkeys(self.axis_notes), *unsplit, *self.convolutions.notes)

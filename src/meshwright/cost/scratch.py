@@ -1,0 +1,10 @@
+"""Bytes of temporary memory that a kernel needs while it runs."""
+
+from meshwright.cost import attention
+from meshwright.ir.convolution import workspace_bytes
+from meshwright.ir.kernel import Kernel
+
+
+def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
+    """Bytes of unfused attention's scores, and of a convolution's workspace."""
+    return attention.scratch_bytes(kernel, on_cpu) + workspace_bytes(kernel, on_cpu)

@@ -1,0 +1,59 @@
+"""Measured seconds of the algorithms of operators, for each number of samples, on one machine."""
+
+from functools import cached_property
+from typing import ClassVar
+
+import msgspec
+
+from meshwright.ir.kernel import ConvolutionSizes
+from meshwright.ir.operator_algorithm import NATIVE
+
+
+class AlgorithmTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The time of an algorithm on ``sizes.samples`` samples: the median ``seconds``, and their standard deviation as a
+    fraction of the median. ``workspace_bytes`` are bytes of temporary memory. ``piece``: the samples are a piece of a
+    larger call. Then PyTorch's own algorithm also copies its result; other algorithms write to the call's result."""
+
+    sizes: ConvolutionSizes
+    algorithm: str
+    seconds: float
+    deviation: float
+    workspace_bytes: int
+    piece: bool = False
+
+
+class AlgorithmTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """The timings of one machine, with the number of threads that computed.
+
+    ``machine`` is the name of its processor. ``time_s`` is the end of the measurement, in seconds since 1970."""
+
+    VERSION: ClassVar[int] = 1
+    version: int = 1
+    machine: str
+    torch: str
+    threads: int
+    time_s: int
+    timings: tuple[AlgorithmTiming, ...] = ()
+
+    @cached_property
+    def _by_shape(self) -> dict[ConvolutionSizes, list[AlgorithmTiming]]:
+        found: dict[ConvolutionSizes, list[AlgorithmTiming]] = {}
+        for timing in self.timings:
+            found.setdefault(timing.sizes._replace(samples=0), []).append(timing)
+        return found
+
+    def of(self, sizes: ConvolutionSizes) -> tuple[AlgorithmTiming, ...]:
+        """The timings of a convolution for all numbers of samples up to its own. Empty if PyTorch's own algorithm was
+        not measured on all of its samples."""
+        found = [
+            timing for timing in self._by_shape.get(sizes._replace(samples=0), ())
+            if timing.sizes.samples <= sizes.samples
+            and (timing.algorithm != NATIVE or timing.piece == (timing.sizes.samples < sizes.samples))
+        ]  # fmt: skip
+        whole = any(timing.algorithm == NATIVE and timing.sizes.samples == sizes.samples for timing in found)
+        return tuple(found) if whole else ()
+
+    def joined(self, others: "AlgorithmTimes") -> "AlgorithmTimes":
+        """These timings, with those of ``others`` in place of older ones of the same call."""
+        every = {(timing.sizes, timing.algorithm, timing.piece): timing for timing in (*self.timings, *others.timings)}
+        return msgspec.structs.replace(others, timings=tuple(every.values()))

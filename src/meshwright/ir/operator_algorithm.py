@@ -1,0 +1,93 @@
+"""Algorithms of an operator as text: its samples in pieces, each with the name of the algorithm that computes it.
+
+A text is an algorithm's name alone (all samples at once), or pieces joined by " + ", each ``COUNTxSAMPLES NAME``:
+
+    fft                                  all samples at once
+    8x32 fft                             8 pieces of 32 samples
+    7x32 winograd(2) + 1x16 gemm         7 pieces of 32 samples, then 1 piece of 16 samples by another algorithm
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import groupby
+
+import msgspec
+
+from meshwright.errors import PlanError
+
+NATIVE = "native"
+"""The name of PyTorch's own algorithm."""
+CONVOLUTIONS = (NATIVE, "gemm", "implicit", "fft", "winograd(2)", "winograd(4)")
+"""The names of the algorithms of convolutions (``ir/convolution.py``)."""
+
+_PIECE = re.compile(r"(?:(?P<count>\d+)x(?P<samples>\d+) )?(?P<name>\S+)")
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """``count`` pieces of ``samples`` samples, each computed by the algorithm ``name``. 0 samples mean all samples."""
+
+    count: int
+    samples: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.samples} {self.name}" if self.samples else self.name
+
+
+@lru_cache(maxsize=2**12)
+def parse(text: str) -> tuple[Pieces, ...]:
+    """The pieces that a text names.
+
+    Raises:
+        PlanError: the text is not of this form, or names an unknown algorithm.
+    """
+    found = []
+    words = text.split(" + ")
+    for word in words:
+        match = _PIECE.fullmatch(word)
+        if match is None or match["name"] not in CONVOLUTIONS:
+            remedy = f"write NAME, or COUNTxSAMPLES NAME joined by ' + ', with a name of {', '.join(CONVOLUTIONS)}"
+            raise PlanError(f"{word!r} is no algorithm", where=f"operator_algorithms: {text!r}", remedy=remedy)
+        counts = int(match["count"] or 1), int(match["samples"] or 0)
+        if match["count"] and min(counts) < 1:
+            remedy = "give 1 or more pieces of 1 or more samples"
+            raise PlanError(f"{word!r} computes nothing", where=f"operator_algorithms: {text!r}", remedy=remedy)
+        found.append(Pieces(*counts, match["name"]))
+    if len(words) > 1 and not all(pieces.samples for pieces in found):
+        remedy = "write COUNTxSAMPLES before each name"
+        raise PlanError("a piece of several has no size", where=f"operator_algorithms: {text!r}", remedy=remedy)
+    return tuple(found)
+
+
+def divide(text: str, samples: int) -> Iterator[tuple[str, int]]:
+    """The name of the algorithm and the number of samples of each piece, for a call with ``samples`` samples.
+
+    A call with fewer samples than the text has ends within its pieces. A call with more repeats the last piece. So the
+    parts of ranks may differ by one sample, and the last batch of an epoch may be smaller, within the same workspace.
+
+    Raises:
+        PlanError: the text is not of the form that ``parse`` reads.
+    """
+    pieces = parse(text)
+    left = samples
+    for index, piece in enumerate(pieces):
+        count = 0
+        while left and (count < piece.count or index == len(pieces) - 1):
+            taken = min(left, piece.samples or left)
+            yield piece.name, taken
+            left, count = left - taken, count + 1
+
+
+def text_of(pieces: Iterable[tuple[str, int]]) -> str:
+    """The text of pieces, each a name and a number of samples, in their order; the name alone if there is one."""
+    every = list(pieces)
+    if len(every) == 1:
+        return every[0][0]
+    runs = ((key, len(list(run))) for key, run in groupby(every))
+    return " + ".join(str(Pieces(count, samples, name)) for (name, samples), count in runs)
+
+
+def piece_sizes(samples: int) -> list[int]:
+    """The numbers of samples of pieces that are considered: the powers of 2, and all samples."""
+    return sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power <= samples)})

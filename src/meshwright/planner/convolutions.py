@@ -1,0 +1,185 @@
+"""Choose the algorithms of convolutions and the micro-batches of their samples, within a limit of workspace.
+
+Every convolution of a rank has choices: each algorithm that serves it (``ir/convolution.py``) on 1, 2, 4, ... samples
+and on all, with seconds and workspace. ``planner/workspace.py`` divides the samples among them. The seconds are those
+of a measured table, or else follow from FLOPs and bytes. PyTorch's own algorithm on all samples at once stays wherever
+it fits, unless a measured time is shorter by more than the noise of the measurement. (With a budget for all operators
+together, the times alone decide.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import hypot
+from typing import NamedTuple
+
+from meshwright.cost.kernels import Rates
+from meshwright.cost.node_costs import NodeCosts
+from meshwright.cost.scratch import scratch_bytes
+from meshwright.errors import MeshwrightError
+from meshwright.ir import units
+from meshwright.ir.algorithm_times import AlgorithmTimes
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.convolution import algorithms_of, piece_work
+from meshwright.ir.graph import Graph, Operator
+from meshwright.ir.kernel import ConvolutionSizes
+from meshwright.ir.layout import TIME, Layout
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.operator_algorithm import NATIVE, piece_sizes, text_of
+from meshwright.ir.plan import Note, Strategy, starred
+from meshwright.ir.program import Lower, OperatorProgram
+from meshwright.planner.interiors import interiors
+from meshwright.planner.intra_op.costs import ClusterCosts
+from meshwright.planner.intra_op.prices import Prices
+from meshwright.planner.notes import merged
+from meshwright.planner.workspace import Choice, Division, divided, pareto, share
+
+NO_LIMIT = 2**62
+LEAST_GAIN = 0.05
+"""A measured time must be shorter than that of PyTorch's own algorithm by this fraction, and by twice the deviation of
+both measurements."""
+
+
+class Choices(NamedTuple):
+    """The choices of one convolution. ``measured``: they come from a table. ``gain`` is the fraction by which a
+    division must be faster than ``native``, PyTorch's own algorithm on all samples."""
+
+    every: tuple[Choice, ...]
+    native: Choice
+    measured: bool
+    gain: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How a plan computes its convolutions: the starred names of those that compute their interior rows first; by
+    operator, the text of the algorithm of those that do not run as PyTorch runs them; and notes."""
+
+    interiors: tuple[str, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+
+
+def choose_on_rank(
+    graph: Graph, mesh: Mesh, axes: Mapping[str, int], strategies: Mapping[str, Strategy], cluster: Cluster | None,
+    lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None,
+) -> Chosen:  # fmt: skip
+    """How a rank computes its parts of convolutions under the strategies on ``axes``. Nothing is chosen if the cluster
+    or the lowering is not known.
+
+    Raises:
+        LayoutError: as ``choose``.
+    """
+    if cluster is None or lower is None:
+        return Chosen()
+    known = {name: {a: c for a, c in strategy.items() if a != TIME} for name, strategy in strategies.items()}
+    prices = Prices(graph, axes, ClusterCosts(mesh, axes, cluster), lower, layout.microbatches)
+    hides = cluster.device.kind != "cpu"  # CPU cores move the rows, too
+    inside = interiors(graph, prices, known, hides)
+
+    def program(operator: Operator) -> OperatorProgram:
+        return prices.program(operator, known[operator.name], starred(operator.name) in inside)
+
+    chosen = choose(graph.operators, program, layout, NodeCosts(mesh, cluster).rates, times)
+    return replace(chosen, interiors=inside)
+
+
+def sizes_of(program: OperatorProgram) -> ConvolutionSizes | None:
+    """The sizes of a convolution's part on a rank. Of several calls, as for the borders of a part, the largest counts.
+    None if the operator is no convolution."""
+    kernels = [kernel for node in program.nodes for kernel in node.kernels if kernel.convolution is not None]
+    return max(kernels, key=lambda kernel: kernel.flops).convolution if kernels else None
+
+
+def choices_of(sizes: ConvolutionSizes, rates: Rates, times: AlgorithmTimes | None) -> Choices:
+    """The choices of a convolution on the device of ``rates``."""
+    timings = times.of(sizes) if times is not None else ()
+    if timings:
+        every = [
+            Choice(timing.algorithm, timing.sizes.samples, timing.seconds, timing.workspace_bytes) for timing in timings
+        ]
+        whole = next(t for t in timings if t.algorithm == NATIVE and t.sizes.samples == sizes.samples)
+        gain = max([LEAST_GAIN, *(2 * hypot(whole.deviation, timing.deviation) for timing in timings)])
+    else:
+        every = [
+            _closed_form(sizes, name, samples, rates)
+            for samples in piece_sizes(sizes.samples)
+            for name in algorithms_of(sizes)
+        ]
+        gain = 1.0
+    native = next(choice for choice in every if choice.name == NATIVE and choice.samples == sizes.samples)
+    return Choices(tuple(every), native, bool(timings), gain)
+
+
+def _closed_form(sizes: ConvolutionSizes, name: str, samples: int, rates: Rates) -> Choice:
+    work = piece_work(sizes._replace(samples=samples), name, samples == sizes.samples)
+    seconds = sum(rates.cost(kernel).seconds for kernel in work.kernels)
+    on_cpu = rates.device.kind == "cpu"
+    return Choice(name, samples, seconds, max(scratch_bytes(kernel, on_cpu) for kernel in work.kernels))
+
+
+def choose(
+    operators: Iterable[Operator], program: Callable[[Operator], OperatorProgram], layout: Layout, rates: Rates,
+    times: AlgorithmTimes | None = None,
+) -> Chosen:  # fmt: skip
+    """The algorithms of the convolutions among the operators. ``program`` is an operator's program on a rank. Without a
+    limit in the layout, only measured times are a reason for another algorithm than PyTorch's own.
+
+    Raises:
+        LayoutError: nothing fits within the limit; the error names the operator, and the smallest limit that fits.
+    """
+    limit = layout.workspace_bytes
+    if not limit and times is None:
+        return Chosen()
+    known: dict[ConvolutionSizes, Choices] = {}
+    every: dict[str, Choices] = {}
+    for operator in operators:
+        sizes = sizes_of(program(operator)) if operator.target.startswith("aten.convolution") else None
+        if sizes is not None and sizes.samples:
+            known[sizes] = known.get(sizes) or choices_of(sizes, rates, times)
+            every[operator.name] = known[sizes]
+    if limit and layout.workspace_over == "network":
+        taken = share({name: _each(name, choices, limit) for name, choices in every.items()}, limit)
+    else:
+        taken = {name: _fastest(name, choices, limit or NO_LIMIT) for name, choices in every.items()}
+    texts = {name: _text(division) for name, division in taken.items()}
+    shown = {name for name, text in texts.items() if limit or text != NATIVE}
+    others = {name: text for name, text in texts.items() if text != NATIVE}
+    return Chosen(texts=others, notes=_notes(taken, every, shown))
+
+
+def _fastest(name: str, choices: Choices, limit: int) -> Division:
+    native = choices.native
+    try:
+        best = divided(choices.every, native.samples, limit)
+    except MeshwrightError as error:
+        raise error.within(name) from None
+    if native.workspace_bytes <= limit and best.seconds > native.seconds * (1 - choices.gain):
+        return Division((native,), native.seconds, native.workspace_bytes)
+    return best
+
+
+def _each(name: str, choices: Choices, total: int) -> tuple[Division, ...]:
+    try:
+        return pareto(choices.every, choices.native.samples, total)
+    except MeshwrightError as error:
+        raise error.within(name) from None
+
+
+def _text(division: Division) -> str:
+    return text_of((piece.name, piece.samples) for piece in division.pieces)
+
+
+def _notes(taken: Mapping[str, Division], every: Mapping[str, Choices], shown: set[str]) -> tuple[Note, ...]:
+    """A note for each convolution: its algorithms and micro-batches, their workspace and seconds."""
+    lines = {}
+    for name, division in taken.items():
+        if name not in shown:
+            continue
+        choices, text = every[name], _text(division)
+        how = "measured" if choices.measured else "by FLOPs and bytes"
+        reason = f"{units.size(division.workspace_bytes)} of workspace, {units.seconds(division.seconds)} {how}"
+        if text != NATIVE:
+            native = choices.native
+            reason += f"; native {units.size(native.workspace_bytes)}, {units.seconds(native.seconds)}"
+        lines[name] = text, reason
+    return merged(lines)

@@ -1,0 +1,114 @@
+"""Measures the algorithms of convolutions on this machine, for pieces of 1, 2, 4, ... samples and for all samples.
+
+As in a calibration, a rank measures in laps: in each lap it makes every call once, so that no call follows itself.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.ir.algorithm_times import AlgorithmTimes, AlgorithmTiming
+from meshwright.ir.convolution import algorithms_of, piece_work, workspace_bytes
+from meshwright.ir.kernel import ConvolutionSizes
+from meshwright.ir.operator_algorithm import NATIVE, piece_sizes
+from meshwright.ops import convolution_algorithms
+from meshwright.runtime.machine import machine_name
+
+LAPS = 7
+TOO_SLOW = 4.0
+"""An algorithm that takes longer than PyTorch's own by this factor in its second call is not measured further."""
+LEAST_S = 2e-3
+"""Short calls are repeated until they take as long as this together."""
+
+_CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "forward": convolution_algorithms.convolution,
+    "input": convolution_algorithms.convolution_input,
+    "weight": convolution_algorithms.convolution_weight,
+}
+
+
+class _Timed(NamedTuple):
+    sizes: ConvolutionSizes
+    name: str
+    piece: bool
+    call: Callable[[], object]
+    times: int
+    taken: list[float]
+
+
+def measure(every: Iterable[ConvolutionSizes], advance: Callable[[str], None] = lambda what: None) -> AlgorithmTimes:
+    """The times of all algorithms that serve the convolutions, on the threads that PyTorch uses now. ``advance`` is
+    called with a text before each convolution. Convolutions that only PyTorch's own algorithm serves are left out."""
+    timings: list[AlgorithmTiming] = []
+    for sizes in every:
+        if len(algorithms_of(sizes)) > 1 and sizes.samples:
+            advance(text_of_sizes(sizes))
+            timings += _measured(sizes)
+    return AlgorithmTimes(
+        machine=machine_name(), torch=str(torch.__version__), threads=torch.get_num_threads(),
+        time_s=round(time.time()), timings=tuple(timings),
+    )  # fmt: skip
+
+
+def text_of_sizes(sizes: ConvolutionSizes) -> str:
+    """A convolution as text: ``forward 32 x 64 x 56x56 -> 64, 3x3``."""
+    image, kernel = ("x".join(map(str, numbers)) for numbers in (sizes.image, sizes.kernel))
+    stride = f", stride {max(sizes.stride)}" if max(sizes.stride) > 1 else ""
+    return f"{sizes.direction} {sizes.samples} x {sizes.channels} x {image} -> {sizes.filters}, {kernel}{stride}"
+
+
+@torch.no_grad()
+def _measured(sizes: ConvolutionSizes) -> list[AlgorithmTiming]:
+    dtype = getattr(torch, sizes.dtype)
+    generator = torch.Generator().manual_seed(0)
+    images, weight, grad = (
+        torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+        for shape in (
+            (sizes.samples, sizes.channels, *sizes.image),
+            (sizes.filters, sizes.channels // sizes.groups, *sizes.kernel),
+            (sizes.samples, sizes.filters, *sizes.output),
+        )
+    )
+    rest = (
+        list(sizes.stride), list(sizes.padding), list(sizes.dilation), sizes.transposed, [0] * len(sizes.kernel),
+        sizes.groups,
+    )  # fmt: skip
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    run, timed = _CALLS[sizes.direction], list[_Timed]()
+    for samples in reversed(piece_sizes(sizes.samples)):
+        of_native = 0.0
+        for name in algorithms_of(sizes):  # PyTorch's own is the first
+            for piece in (False, True) if name == NATIVE else (False,):
+                text = f"1x{samples} {name}" if piece else name
+                given = [*([] if sizes.direction == "forward" else [grad[:samples]]), images[:samples], weight]
+
+                def call(given: Sequence[torch.Tensor] = given, text: str = text) -> object:
+                    return run(*given, *rest, text)
+
+                call()
+                begin = clock()
+                call()
+                second = max(clock() - begin, 1e-7)
+                of_native = of_native or second
+                if second <= TOO_SLOW * of_native:
+                    times = max(1, round(LEAST_S / second))
+                    timed.append(_Timed(sizes._replace(samples=samples), name, piece, call, times, []))
+    for _ in range(LAPS):
+        for entry in timed:
+            begin = clock()
+            for _ in range(entry.times):
+                entry.call()
+            entry.taken.append((clock() - begin) / entry.times)
+    return [_timing(entry) for entry in timed]
+
+
+def _timing(entry: _Timed) -> AlgorithmTiming:
+    seconds = statistics.median(entry.taken)
+    kernels = piece_work(entry.sizes, entry.name, not entry.piece).kernels
+    workspace = max(workspace_bytes(kernel, True) for kernel in kernels)
+    return AlgorithmTiming(
+        entry.sizes, entry.name, seconds, statistics.stdev(entry.taken) / seconds, workspace, entry.piece
+    )
