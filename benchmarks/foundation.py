@@ -109,7 +109,7 @@ def sides_of(comparison: SpeedTarget) -> Sides:
     parts = [list(oracle.shards(batch, ranks))[rank] for batch in batches]
     for name, options in comparison.peers.items():
         peer = _model(comparison)
-        if comparison.layout.tp > 1:
+        if comparison.layout.feature_ranks > 1:
             sides[name] = over(peers.tensor_parallel(peer, ranks, sgd, **options), batches)
         elif comparison.layout.dp > 1:
             sides[name] = over(peers.data_parallel(peer, sgd, language_model_loss, **options), parts)

@@ -71,7 +71,7 @@ def train(name: str, layout: mw.Layout, first: int) -> list[float]:
 @pytest.mark.parametrize("layout", [mw.Layout(), mw.Layout(tp=2)], ids=["one", "tp2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_batch_of_one_trains_and_evaluates(ranks: Ranks, name: str, layout: mw.Layout, first: int) -> None:
-    for errors in ranks(layout.tp, train, name, layout, first):
+    for errors in ranks(layout.feature_ranks, train, name, layout, first):
         assert max(errors) <= TOLERANCE, errors
 
 

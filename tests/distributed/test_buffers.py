@@ -75,7 +75,7 @@ def train(layout: mw.Layout) -> list[float]:
 def test_buffers_that_are_assigned(ranks: Ranks, layout: str) -> None:
     """What is assigned is read back; two buffers that are one tensor, or an input, are written one after another."""
     chosen = {"one": mw.Layout(), **LAYOUTS}[layout]
-    for errors in ranks(chosen.dp * chosen.tp, train, chosen):
+    for errors in ranks(chosen.dp * chosen.feature_ranks, train, chosen):
         assert max(errors) <= TOLERANCE, errors
 
 

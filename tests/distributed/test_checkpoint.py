@@ -46,7 +46,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def num_ranks(layout: str) -> int:
-    return LAYOUTS[layout].dp * LAYOUTS[layout].tp
+    return LAYOUTS[layout].dp * LAYOUTS[layout].feature_ranks
 
 
 @dataclass

@@ -69,7 +69,7 @@ def differences(
     model: nn.Module, loss_fn: Any, batch: dict[str, Tensor], layout: mw.Layout, captured: Capture
 ) -> list[str]:
     """What differs between the step on the layout's ranks and eager PyTorch."""
-    plan = plan_of(captured.graph, layout, layout.dp * layout.tp)
+    plan = plan_of(captured.graph, layout, layout.dp * layout.feature_ranks)
     values = {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
     inputs = {f"batch.{name}": value for name, value in batch.items()}
     found, _ = run_step(captured, plan, {**{name: value.clone() for name, value in values.items()}, **inputs})

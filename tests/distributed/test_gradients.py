@@ -57,7 +57,7 @@ def train(view: str, layout: mw.Layout, algorithm: str, max_grad_norm: float | N
     model = Sum(view)
     plain = copy.deepcopy(model)
     batch = {"inputs": torch.randn(8, WIDTH, dtype=torch.float64), "label": torch.randint(WIDTH, (8,))}
-    ranks = layout.dp * layout.tp
+    ranks = layout.dp * layout.feature_ranks
     plan = mw.plan(mw.capture(model, loss_of, batch), devices=ranks, layout=layout)
     plan = msgspec.structs.replace(
         plan,
@@ -98,5 +98,5 @@ def train(view: str, layout: mw.Layout, algorithm: str, max_grad_norm: float | N
 def test_gradients_that_share_memory(
     ranks: Ranks, view: str, layout: mw.Layout, algorithm: str, max_grad_norm: float | None
 ) -> None:
-    for errors in ranks(layout.dp * layout.tp, train, view, layout, algorithm, max_grad_norm):
+    for errors in ranks(layout.dp * layout.feature_ranks, train, view, layout, algorithm, max_grad_norm):
         assert max(errors) <= TOLERANCE, errors

@@ -231,7 +231,7 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
 
 def slope_error(captured: Capture, model: nn.Module, batch: Tensor, layout: mw.Layout) -> float:
     """How far the gradient is from the slope of the loss in a random direction, all with one random key."""
-    plan = plan_of(captured.graph, layout, layout.dp * layout.tp)
+    plan = plan_of(captured.graph, layout, layout.dp * layout.feature_ranks)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     direction = {name: torch.randn_like(value) for name, value in parameters.items()}
 

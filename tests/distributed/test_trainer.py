@@ -35,7 +35,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def num_ranks(layout: mw.Layout) -> int:
-    return layout.dp * layout.tp
+    return layout.dp * layout.feature_ranks
 
 
 def fresh(make: Callable[[], Subject]) -> tuple[Subject, Subject]:
@@ -219,7 +219,7 @@ def test_local_parts_equal_the_global_batch(ranks: Ranks, layout: str) -> None:
     chosen = oracle.LAYOUTS[layout]
     results = ranks(num_ranks(chosen), train_on_parts, chosen, oracle.one_block)
     for rank, (shard, errors) in enumerate(results):
-        assert shard == (rank // chosen.tp, chosen.dp)
+        assert shard == (rank // chosen.feature_ranks, chosen.dp)
         assert max(errors) <= TOLERANCE, errors
 
 

@@ -35,7 +35,7 @@ def subject_of(layout: mw.Layout) -> oracle.Subject:
 def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[mw.Plan, set[int]]:
     """A plan in which a rank stores seven tenths of its parameters at most, in the fraction ``share`` of the memory
     that the fastest such plan needs; and the ZeRO stages that the plan mixes."""
-    total = sum(graph.tensors[name].num_bytes for name in graph.parameters) / layout.tp
+    total = sum(graph.tensors[name].num_bytes for name in graph.parameters) / layout.feature_ranks
     cluster = mw.Cluster.load("h100-80gb-dgx-ndr400x8", layout.num_ranks)
 
     def solved(memory_bytes: float) -> tuple[mw.Plan, Assigned]:

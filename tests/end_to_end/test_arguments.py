@@ -61,7 +61,7 @@ def test_wrong_arguments(options: dict[str, Any], kind: type[MeshwrightError], m
     ("fields", "message"),
     [
         ({"dp": "2"}, "layout: dp is '2'\n  -> Expected int, got str"),
-        ({"tp": True}, "layout: tp is True\n  -> Expected int, got bool"),
+        ({"tp": True}, "layout: tp is True\n  -> Expected int | array, got bool"),
         ({"pin": ["head"]}, "layout: pin is ['head']\n  -> Expected object, got array"),
         ({"pin": {"head": 1}}, "layout: pin is {'head': 1}\n  -> Expected str, got int"),
     ],

@@ -97,7 +97,7 @@ PLAN = ["plan", "llama2-7b", "--cluster", DGX]
             "a dgx joins devices by mesh or nvlink, and generic-cpu has",
         ),
         # negative and unit-less numbers
-        ([*PREDICT, "--tp", "-8"], "Invalid value for '--tp': Input should be greater than or equal to 1"),
+        ([*PREDICT, "--tp", "-8"], "--tp: '-8' is no size"),
         ([*PREDICT, "--memory", "-1"], "Invalid value for '--memory': Input should be greater than or equal to 0"),
         ([*PREDICT, "--memory", "80GB"], "Invalid value for '--memory': Input should be a valid number"),
         (

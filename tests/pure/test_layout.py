@@ -68,3 +68,56 @@ def test_text() -> None:
     assert layout_text(Layout(dp=2, zero=3)) == "dp2, zero3"
     hybrid = Layout(dp=4, zero=1, zero_ranks=2, microbatches=4)
     assert layout_text(hybrid) == "dp4, zero1 in groups of 2, 4 micro-batches"
+
+
+# --- grids of tensor-parallel ranks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "axis", "zero"),
+    [
+        (Layout(tp=(2, 2, 1)), "dp=1 x tz=1 x ty=2 x tx=2", "", 0),
+        (Layout(dp=2, tp=(1, 2, 4)), "dp=2 x tz=4 x ty=2 x tx=1", "tz", 3),
+        (Layout(dp=2, tp=(1, 2, 4), zero=2), "dp=2 x tz=4 x ty=2 x tx=1", "tz", 2),
+        (Layout(dp=2, tp=(2, 1, 1), zero=1), "dp=2 x tz=1 x ty=1 x tx=2", "dp", 1),
+        (Layout(dp=4, tp=(2, 1, 1), zero=3, zero_ranks=2), "dp=2 x dp_shard=2 x tz=1 x ty=1 x tx=2", "dp_shard", 3),
+        (Layout(pp=2, dp=-1, tp=(3, 1, 1)), "pp=2 x dp=2 x tz=1 x ty=1 x tx=3", "", 0),
+    ],
+)
+def test_a_grid_has_three_axes(layout: Layout, mesh: str, axis: str, zero: int) -> None:
+    resolved = layout.resolved(12 if layout.dp == -1 else layout.num_ranks)
+    assert (str(resolved.mesh()), resolved.zero_axis, resolved.zero) == (mesh, axis, zero)
+    assert resolved.resolved(resolved.num_ranks) == resolved
+
+
+def test_a_grid_divides_features_and_samples() -> None:
+    layout = Layout(dp=2, tp=(2, 3, 4))
+    assert (layout.num_ranks, layout.feature_ranks, layout.depth, layout.data_ranks) == (48, 6, 4, 8)
+    assert (Layout(tp=4).grid, Layout(tp=4).feature_ranks, Layout(tp=4).data_ranks) == ((1, 4, 1), 4, 1)
+    assert layout_text(layout) == "dp2 x tp 2x3x4"
+    assert layout_text(Layout(tp=(1, 2, 1))) == "tp 1x2x1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "told"),
+    [
+        ({"tp": (2, 2, 2), "dp": 2}, 8, "layout: dp=2 x tp=[2, 2, 2] needs 16 ranks, there are 8\n  -> choose sizes"),
+        ({"tp": (2, 0, 1)}, 2, "layout: tp: tp=[2, 0, 1]\n  -> give three sizes of 1 or more"),
+        ({"tp": (2, -1, 1)}, 2, "layout: tp: tp=[2, -1, 1]\n  -> give three sizes of 1 or more"),
+        ({"tp": (2, 2)}, 4, "layout: tp is (2, 2)\n  -> Expected array of length 3"),
+        ({"tp": (2, 1, 1), "mixed": (2,)}, 4, "layout: tp: tp=[2, 1, 1] with mixed\n  -> leave mixed out"),
+        ({"tp": (2, 1, 1), "spatial": (2,)}, 4, "layout: tp: tp=[2, 1, 1] with spatial\n  -> leave spatial out"),
+        ({"tp": (2, 1, 1), "cp": 2}, 4, "layout: tp: tp=[2, 1, 1] with cp\n  -> leave cp out"),
+        ({"tp": (2, 1, 1), "dp": 2, "ep": 2}, 4, "layout: tp: tp=[2, 1, 1] with ep\n  -> leave ep out"),
+        (
+            {"tp": (2, 1, 1), "pp": 2, "stage_sizes": ({"dp": 2}, {"tp": 2})}, 4,
+            "layout: tp: tp=[2, 1, 1] with stage_sizes\n  -> leave stage_sizes out",
+        ),
+        ({"tp": (2, 1, 1), "sequence_parallel": True}, 2, "layout: tp: tp=[2, 1, 1] with sequence_parallel\n"),
+        ({"tp": (1, 1, 2), "dp": 2, "zero": 3, "zero_ranks": 2}, 4, "layout: tp: tp=[1, 1, 2] with zero_ranks=2\n"),
+    ],
+)  # fmt: skip
+def test_grids_that_cannot_be_are_refused(sizes: dict[str, Any], ranks: int, told: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout(**sizes).resolved(ranks)
+    assert str(caught.value).startswith(told)

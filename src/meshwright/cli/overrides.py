@@ -11,6 +11,7 @@ from msgspec import inspect
 from meshwright.config import completed, structs
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
+from meshwright.ir.call_text import sizes_of
 from meshwright.ir.run import Run
 
 EXTRA: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -94,8 +95,9 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
 
 
 def _value(text: str, kind: Any, option: str) -> Any:
-    """The text as a value of the key's type: read as TOML, as a TOML list without brackets, or as plain text."""
-    candidates: list[Any] = [text]
+    """The text as a value of the key's type: read as TOML, as a TOML list without brackets, as sizes such as 2x2x1, or
+    as plain text."""
+    candidates: list[Any] = [text, *([list(sizes_of(text))] if sizes_of(text) else [])]
     for index, toml in enumerate((text, f"[{text}]")):
         with suppress(msgspec.DecodeError):
             candidates.insert(2 * index, msgspec.toml.decode(f"value = {toml}".encode())["value"])

@@ -16,6 +16,7 @@ from meshwright.cli.pages import write_report
 from meshwright.cli.sweeps import show_sweep
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
+from meshwright.ir.call_text import sizes_of
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
@@ -52,7 +53,9 @@ PLANNED: Any = typer.Argument(
 )
 DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
 STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits.")
-TP: Any = typer.Option(None, "--tp", help="Tensor-parallel size; -1: what is left of the ranks.")
+TP: Any = typer.Option(
+    None, "--tp", help="Tensor-parallel size, -1: what is left of the ranks; or a grid, as in 2x2x2."
+)
 RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = (
@@ -70,7 +73,7 @@ def plan(
     context: typer.Context,
     target: str = PLANNED,
     dp: int | None = DP,
-    tp: int | None = TP,
+    tp: str | None = TP,
     strict: bool = STRICT,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
@@ -273,7 +276,9 @@ def layout_of(text: str) -> Layout:
         if not has_value or name not in known:
             hint = files.did_you_mean(name, known, "write it as in dp=8,tp=2")
             raise LayoutError(f"{word.strip()!r} is not a size or option of a layout", where="--why-not", remedy=hint)
-        fields[name] = int(value) if value.lstrip("-").isdigit() else {"true": True, "false": False}.get(value, value)
+        words: dict[str, Any] = {"true": True, "false": False}
+        number = int(value) if value.lstrip("-").isdigit() else words.get(value, value)
+        fields[name] = sizes_of(value) or number
     return Layout(**fields)
 
 
@@ -294,7 +299,7 @@ def run_of(
     target: str,
     arguments: list[str],
     dp: int | None = None,
-    tp: int | None = None,
+    tp: str | None = None,
     cluster: str = "",
     strict: bool = False,
 ) -> Run:

@@ -7,8 +7,9 @@ import typer
 
 from meshwright.cli import display
 from meshwright.cli.calibrate import print_learned
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir import files
+from meshwright.ir.call_text import sizes_of
 from meshwright.ir.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def predict(
     cluster: str = typer.Option(..., help="A name of `meshwright clusters`, or a .toml file."),
     devices: int = typer.Option(0, min=0, help="Number of devices; 0: what the axes make."),
     dp: int = typer.Option(0, min=0, help="Data-parallel size; 0: what is left of the devices."),
-    tp: int = typer.Option(1, min=1, help="Tensor-parallel size."),
+    tp: str = typer.Option("1", help="Tensor-parallel size; or a grid for inputs, outputs and depth, as in 2x2x4."),
     pp: int = typer.Option(1, min=1, help="Pipeline stages."),
     cp: int = typer.Option(1, min=1, help="Context-parallel size."),
     ep: int = typer.Option(1, min=1, help="Expert-parallel size."),
@@ -61,8 +62,11 @@ def predict(
     """Predict a training step: whether it fits in memory, how long it takes, and the parts of that time."""
     from meshwright import prediction
 
+    if not tp.isdecimal() and not sizes_of(tp):
+        raise LayoutError(f"{tp!r} is no size", where="--tp", remedy="write a size, or a grid such as 2x2x4")
     layout = {
-        "tp": tp, "pp": pp, "cp": cp, "ep": ep, "global_batch": global_batch, "micro_batch": micro_batch,
+        "tp": sizes_of(tp) or int(tp), "pp": pp, "cp": cp, "ep": ep, "global_batch": global_batch,
+        "micro_batch": micro_batch,
         "schedule": schedule, "chunks": chunks, "recompute": recompute, "sequence_parallel": sequence_parallel,
         "zero": zero, "precision": precision, "flash": flash, "compiled": compiled, "overlap": overlap, "inner": inner,
         "codec": codec,

@@ -30,7 +30,7 @@ def simulate(
     context: typer.Context,
     target: str = TARGET,
     dp: int | None = DP,
-    tp: int | None = TP,
+    tp: str | None = TP,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
     contention: bool = typer.Option(False, "--contention", help="Transfers that share a link share its rate."),

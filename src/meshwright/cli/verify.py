@@ -21,7 +21,7 @@ def verify(
     context: typer.Context,
     target: str = TARGET,
     dp: int | None = DP,
-    tp: int | None = TP,
+    tp: str | None = TP,
     strict: bool = STRICT,
     steps: int = typer.Option(3, min=1, help="Training steps to compare."),
     as_json: bool = display.JSON,

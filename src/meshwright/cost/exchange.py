@@ -112,8 +112,8 @@ def shares_memory(network: Network, group: Group) -> bool:
 
 
 def data_group(setup: Setup) -> Group:
-    """The ranks that hold equal parameters: those of dp and cp."""
-    return Group(setup.dp * setup.cp, setup.data_stride)
+    """The ranks that hold equal parameters, or equal parts of them: those of dp and cp, without the depth of a grid."""
+    return Group(setup.dp * setup.cp // setup.depth, setup.data_stride * setup.depth)
 
 
 def _exchanged(setup: Setup, network: Network, num_bytes: float) -> tuple[CollectiveKind, Group, CodedElements | None]:

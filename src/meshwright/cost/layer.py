@@ -69,13 +69,14 @@ class _Tally:
         if self._cast:
             self.memory_bound(self._cast * batch * (m * k + k * n), 4)
 
-    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> None:
-        """Add the two products of a product's backward: the gradient of its first operand, then that of its second.
-        ``weights``: the second operand holds parameters, not activations."""
+    def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> float:
+        """Add the two products of a product's backward: the gradient of its first operand, then that of its second,
+        whose seconds are returned. ``weights``: the second operand holds parameters, not activations."""
         self.matmul(m, k, n, batch)
         before_s = self.device_s
         self.matmul(k, n, m, batch)
         self.weight_s += (self.device_s - before_s) * weights
+        return self.device_s - before_s
 
     def memory_bound(
         self, moved_bytes: float, kernels: int = 1, *, weights: bool = False, kind: str = "pointwise"
@@ -90,8 +91,9 @@ class _Tally:
         self.device_s += self._rates.seconds(kind, dtype, flops, moved_bytes)
         self.kernels += 1
 
-    def wait(self, seconds: float, collectives: int = 1) -> None:
-        self.comm_s += seconds
+    def wait(self, seconds: float, collectives: int = 1, hidden_s: float = 0.0) -> None:
+        """Add collectives. The device computes during ``hidden_s`` of their seconds."""
+        self.comm_s += max(0.0, seconds - hidden_s)
         self.kernels += collectives
 
     def span(self) -> PassCost:
@@ -122,7 +124,7 @@ def embedding_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     """The embedding on one micro-batch: lookup of tokens and positions, their sum and its dropout."""
     model, element = setup.model, setup.element_bytes
     forward, backward = _Tally(setup, rates), _Tally(setup, rates)
-    width = setup.tokens * model.hidden * element
+    width = setup.tokens * model.hidden / setup.input_ranks * element
     forward.memory_bound(width * (4 if model.dropout else 2), 4, kind="gather")
     backward.memory_bound(width * 4 + model.hidden * model.vocabulary / setup.tp * element, 4)
     _tensor_collective(setup, network, forward)
@@ -145,18 +147,44 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     backward.backward_matmul(setup.tokens, columns, model.hidden)
     backward.memory_bound(4 * setup.local_tokens * model.hidden * element, 2)
     _tensor_collective(setup, network, backward)
+    if setup.input_ranks > 1:  # all tp ranks divide the vocabulary, and need whole features
+        hidden = float(setup.tokens * model.hidden * element)
+        forward.wait(network.collective_s("all_gather", hidden, _along_inputs(setup)))
+        backward.wait(network.collective_s("reduce_scatter", hidden, _along_inputs(setup)))
     if setup.tp > 1:
         tensor = Group(setup.tp)
         forward.wait(3 * network.collective_s("all_reduce", 4.0 * setup.tokens, tensor), 3)
     return Pass(forward.span(), backward.span())
 
 
-def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None:
-    """Add one all-reduce of the activations over tp, or with sequence parallelism a reduce-scatter and an
-    all-gather."""
-    if setup.tp < 2:
+def _along_inputs(setup: Setup) -> Group:
+    """The ranks over which the first product of a pair splits input features. They are neighbours."""
+    return Group(setup.input_ranks)
+
+
+def _sum_over_inputs(setup: Setup, network: Network, tally: _Tally, width: float, hidden_s: float = 0.0) -> None:
+    """Add the all-reduce of the inner features of a pair of products over the ranks that split input features of the
+    first. ``width``: the inner features of a rank; ``hidden_s``: seconds of a product that runs meanwhile."""
+    if setup.input_ranks > 1:
+        summed = float(setup.tokens * width * setup.element_bytes)
+        tally.wait(network.collective_s("all_reduce", summed, _along_inputs(setup)), hidden_s=hidden_s)
+
+
+def _norm_sums(setup: Setup, network: Network, *tallies: _Tally) -> None:
+    """Add the all-reduce of a norm's two sums, in float32, where a grid splits the features of the norm."""
+    if setup.input_ranks > 1:
+        for tally in tallies:
+            tally.wait(network.collective_s("all_reduce", 8.0 * setup.tokens, _along_inputs(setup)))
+
+
+def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally, hidden_s: float = 0.0) -> None:
+    """Add one all-reduce of the activations over the ranks that split output features (without a grid: tp), or with
+    sequence parallelism a reduce-scatter and an all-gather. ``hidden_s``: seconds of a product that runs beside the
+    all-reduce."""
+    if setup.output_ranks < 2:
         return
-    tensor, width = Group(setup.tp), float(setup.tokens * setup.model.hidden * setup.element_bytes)
+    tensor = Group(setup.output_ranks, setup.input_ranks)
+    width = float(setup.tokens * setup.model.hidden / setup.input_ranks * setup.element_bytes)
     for tally in tallies:
         if setup.sequence_parallel:
             tally.wait(
@@ -165,15 +193,15 @@ def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally) -> None
                 2,
             )
         else:
-            tally.wait(network.collective_s("all_reduce", width, tensor))
+            tally.wait(network.collective_s("all_reduce", width, tensor), hidden_s=hidden_s)
 
 
 def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassCost, PassCost]:
     """Forward and backward of the attention core: from queries, keys and values to the heads' outputs."""
     model, element = setup.model, setup.element_bytes
     forward, backward = _Tally(setup, rates), _Tally(setup, rates)
-    heads = model.heads / setup.tp
-    query = setup.tokens * model.query_width / setup.tp * element
+    heads = model.heads / setup.output_ranks
+    query = setup.tokens * model.query_width / setup.output_ranks * element
     keys = 2 * setup.tokens * setup.key_width * element
     keyed = model.sequence  # the ring brings the keys of all cp ranks
     rows = model.sequence / setup.cp
@@ -211,37 +239,39 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassC
 
 def _attention_rest(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
     """Add the norm, projections and residual around the attention core."""
-    model, element, tp = setup.model, setup.element_bytes, setup.tp
-    tokens, local = setup.tokens, setup.local_tokens * model.hidden * element
-    columns = model.query_width / tp + 2 * setup.key_width
+    model, element, query = setup.model, setup.element_bytes, setup.model.query_width / setup.output_ranks
+    tokens, local, width = setup.tokens, setup.local_tokens * model.hidden * element, model.hidden / setup.input_ranks
+    columns = query + 2 * setup.key_width
     _norm(setup, forward, backward)
-    forward.matmul(tokens, columns, model.hidden)
-    backward.backward_matmul(tokens, columns, model.hidden)
+    _norm_sums(setup, network, forward, backward)
+    forward.matmul(tokens, columns, width)
+    into_s = backward.backward_matmul(tokens, columns, width)
     if model.rotary:
-        turned = tokens * (model.query_width / tp + setup.key_width) * element
+        turned = tokens * (query + setup.key_width) * element
         passes, kernels = (10, 6) if forward.eager else (2, 2)
         forward.memory_bound(passes * turned, kernels)
         backward.memory_bound(passes * turned, kernels)
-    forward.matmul(tokens, model.hidden, model.query_width / tp)
-    backward.backward_matmul(tokens, model.hidden, model.query_width / tp)
-    weights = model.hidden * (columns + model.query_width / tp)
+    forward.matmul(tokens, width, query)
+    out_s = backward.backward_matmul(tokens, width, query)
+    weights = width * (columns + query)
     _residual(setup, forward, backward, local)
     if model.bias:
-        backward.memory_bound(tokens * (columns + model.hidden) * element, 2, weights=True)
+        backward.memory_bound(tokens * (columns + width) * element, 2, weights=True)
     _accumulate(setup, backward, weights, 2)
-    _tensor_collective(setup, network, forward, backward)
+    _grid_collectives(setup, network, forward, backward, (columns, query), (into_s, out_s))
 
 
 def _mlp(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
     model, element = setup.model, setup.element_bytes
-    width, inputs = model.ffn / setup.tp, 2 if model.gated else 1
+    width, inputs, outer = model.ffn / setup.output_ranks, 2 if model.gated else 1, model.hidden / setup.input_ranks
     _norm(setup, forward, backward)
-    _feed_forward(setup, forward, backward, setup.tokens, width, 1)
+    _norm_sums(setup, network, forward, backward)
+    weights_s = _feed_forward(setup, forward, backward, setup.tokens, width, 1)
     if model.bias:
-        backward.memory_bound(setup.tokens * (inputs * width + model.hidden) * element, 2, weights=True)
-    _accumulate(setup, backward, (inputs + 1) * model.hidden * width, 2)
+        backward.memory_bound(setup.tokens * (inputs * width + outer) * element, 2, weights=True)
+    _accumulate(setup, backward, (inputs + 1) * outer * width, 2)
     _residual(setup, forward, backward, setup.local_tokens * model.hidden * element)
-    _tensor_collective(setup, network, forward, backward)
+    _grid_collectives(setup, network, forward, backward, (inputs * width, width), weights_s)
 
 
 def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) -> None:
@@ -269,17 +299,34 @@ def _experts(setup: Setup, network: Network, forward: _Tally, backward: _Tally) 
     _tensor_collective(setup, network, forward, backward)
 
 
-def _feed_forward(setup: Setup, forward: _Tally, backward: _Tally, tokens: float, width: float, batch: int) -> None:
+def _grid_collectives(
+    setup: Setup, network: Network, forward: _Tally, backward: _Tally, inner: tuple[float, float],
+    weights_s: tuple[float, float],
+) -> None:  # fmt: skip
+    """Add the all-reduces of a pair of products. ``inner``: the width of what the first makes and of what the second
+    reads, on one rank; ``weights_s``: seconds of the gradients of their weights. On a grid, these run while the
+    gradients of inputs are summed, as in AxoNN."""
+    into_s, out_s = weights_s if setup.grid else (0.0, 0.0)
+    _tensor_collective(setup, network, forward)
+    _tensor_collective(setup, network, backward, hidden_s=into_s)
+    _sum_over_inputs(setup, network, forward, inner[0])
+    _sum_over_inputs(setup, network, backward, inner[1], out_s)
+
+
+def _feed_forward(
+    setup: Setup, forward: _Tally, backward: _Tally, tokens: float, width: float, batch: int
+) -> tuple[float, float]:
+    """Add an MLP. Returns the seconds of the gradients of the weights of its first and last product."""
     model, element = setup.model, setup.element_bytes
-    inputs = 2 if model.gated else 1
+    inputs, outer = 2 if model.gated else 1, model.hidden / setup.input_ranks
     tokens = math.ceil(tokens)
-    forward.matmul(tokens, inputs * width, model.hidden, batch)
+    forward.matmul(tokens, inputs * width, outer, batch)
     extra = 2 if model.gated and forward.eager else 0
     forward.memory_bound((inputs + 1 + extra) * batch * tokens * width * element, 1 + extra // 2)
-    forward.matmul(tokens, model.hidden, width, batch)
-    backward.backward_matmul(tokens, model.hidden, width, batch)
+    forward.matmul(tokens, outer, width, batch)
+    out_s = backward.backward_matmul(tokens, outer, width, batch)
     backward.memory_bound((2 * inputs + 1 + 2 * extra) * batch * tokens * width * element, 1 + extra)
-    backward.backward_matmul(tokens, inputs * width, model.hidden, batch)
+    return backward.backward_matmul(tokens, inputs * width, outer, batch), out_s
 
 
 def _norm(setup: Setup, forward: _Tally, backward: _Tally) -> None:

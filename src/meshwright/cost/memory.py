@@ -78,13 +78,13 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     states = 12.0 if mixed else 8.0  # Adam's two moments, and with 16-bit parameters their float32 copy
     layers = setup.stage_layers[stage]
     saved = layer_activation_bytes(setup, software)
-    if setup.resharded:
+    if setup.resharded or setup.depth > 1:
         # The shards are those of the float32 copy; two layers are gathered at a time.
         parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
     else:
         parameters_bytes, gathered = parameters * element, 0.0
     # A pipeline accumulates whole gradients over its micro-batches, and shards them once.
-    shards = data if setup.zero >= 2 and setup.pp == 1 else 1
+    shards = data if setup.zero >= 2 and setup.pp == 1 else setup.depth
     working = _layer_bytes(setup, software, setup.recompute == "full") if setup.recompute != "none" else 0.0
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup, software)
     loss = (
@@ -95,13 +95,14 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     # The loss comes before the first layer's backward: the two workspaces do not live at once.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     outside = float(cluster.device.kind != "cpu")
-    groups = {"dp": data, "cp": setup.cp, "tp": setup.tp, "pp": setup.pp, "ep": setup.ep}
+    groups = {"dp": data // setup.depth, "cp": setup.cp, "pp": setup.pp, "ep": setup.ep, "tz": setup.depth,
+              "ty": setup.output_ranks, "tx": setup.input_ranks}  # fmt: skip
     memory = Memory(
         stage=stage,
         moment="the loss of the first micro-batch" if in_loss else backward,
         parameters_bytes=parameters_bytes,
         gradients_bytes=parameters * gradient / shards,
-        optimizer_bytes=parameters * states / (data if setup.zero else 1),
+        optimizer_bytes=parameters * states / (data if setup.zero else setup.depth),
         activations_bytes=layers * saved * in_flight(setup, stage),
         ends_bytes=_ends_bytes(setup, stage) + (loss if in_loss else 0.0),
         workspace_bytes=0.0 if in_loss else workspace,
@@ -155,7 +156,7 @@ def layer_activation_bytes(setup: Setup, software: Software) -> float:
     eager code norms and rotary embeddings keep copies.
     """
     if setup.recompute == "full":
-        return setup.tokens * setup.model.hidden * setup.element_bytes / setup.sequence_parts
+        return setup.tokens * setup.model.hidden * setup.element_bytes / setup.outer_parts
     if setup.alternate:
         return software.activations * _alternate_bytes(setup)
     return _layer_bytes(setup, software, scores=setup.recompute == "none")
@@ -164,13 +165,13 @@ def layer_activation_bytes(setup: Setup, software: Software) -> float:
 def _alternate_bytes(setup: Setup) -> float:
     """Bytes that a layer saves if it keeps its input, attention's output and the output of every other matrix product:
     queries, values, the first and the last product of the MLP."""
-    model, shared = setup.model, setup.sequence_parts
-    split = (2 * model.query_width + model.ffn) / setup.tp + setup.key_width
+    model, shared = setup.model, setup.outer_parts
+    split = (2 * model.query_width + model.ffn) / setup.output_ranks + setup.key_width
     return setup.tokens * setup.element_bytes * (2 * model.hidden / shared + split)
 
 
 def _layer_bytes(setup: Setup, software: Software, scores: bool) -> float:
-    model, element, tp = setup.model, setup.element_bytes, setup.tp
+    model, element, tp = setup.model, setup.element_bytes, setup.output_ranks
     width = model.hidden
     whole = 4 * width * element + (2 * width if model.dropout else 0)  # inputs of norms and of first products; masks
     parallel = 2 * element * model.query_width / tp + 2 * element * setup.key_width
@@ -191,12 +192,12 @@ def _layer_bytes(setup: Setup, software: Software, scores: bool) -> float:
     elif setup.flash:
         attention = 4 * model.heads / tp  # the softmax's log-sum-exp
     crossed = 1 + model.cross / model.layers / 2
-    return software.activations * setup.tokens * crossed * (whole / setup.sequence_parts + parallel + dense + attention)
+    return software.activations * setup.tokens * crossed * (whole / setup.outer_parts + parallel + dense + attention)
 
 
 def _ends_bytes(setup: Setup, stage: int) -> float:
     model = setup.model
-    local = setup.tokens * model.hidden / setup.sequence_parts
+    local = setup.tokens * model.hidden / setup.outer_parts
     saved = 0.0
     if stage == 0:
         saved += local * (1 if model.dropout else 0) * in_flight(setup, 0)
@@ -217,8 +218,9 @@ def logit_bytes(setup: Setup, software: Software) -> float:
 def _gradient_workspace_bytes(setup: Setup, software: Software) -> float:
     """Bytes of the gradients of a layer's widest activations: those of the MLP, or the attention scores."""
     model, element = setup.model, setup.element_bytes
-    mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.tp + 2 * model.hidden)
+    outer = 2 * model.hidden / setup.input_ranks
+    mlp = setup.tokens * element * (model.mlp_matrices * model.ffn / setup.output_ranks + outer)
     if setup.flash:
         return mlp
     scores = 2 * element if software.score_bytes is None else software.score_bytes
-    return max(mlp, scores * setup.tokens * model.heads / setup.tp * model.sequence)
+    return max(mlp, scores * setup.tokens * model.heads / setup.output_ranks * model.sequence)

@@ -17,6 +17,7 @@ from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWor
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
 from meshwright.ir.graph import ITEM_BYTES
+from meshwright.ir.layout import DATA_AXES
 from meshwright.ir.mesh import members
 from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
@@ -230,7 +231,7 @@ class _Stage:
     def _communicate(self, what: str, collective: Collective, blocking: bool) -> Communicate:
         """A collective. Over dp, the host is not assumed to go on: layers of layouts that differ in dp share prices."""
         piece = communicated(what, collective, blocking)
-        if not blocking or not self.costs.launch_s or {"dp", "dp_shard"} & set(members(piece.axis)):
+        if not blocking or not self.costs.launch_s or set(DATA_AXES) & set(members(piece.axis)):
             return piece
         mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
         return msgspec.structs.replace(piece, ahead_s=collective_s(piece, mesh, self.network))

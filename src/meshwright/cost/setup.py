@@ -33,6 +33,10 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """How one training step runs. It has ``dp * cp * tp * pp`` ranks. The innermost axis is tp, then come cp, ``inner``
     (dp or pp), and the other of dp and pp.
 
+    ``grid`` divides tensor-parallel ranks as ``Layout.tp`` does (empty: one axis): (x, y, z), where tp is x times y.
+    Products split input features over x neighbouring ranks and output features over y, every other product the other
+    way round, and z of the dp ranks together hold one copy of the parameters, which they gather layer by layer.
+
     ``global_batch`` is the number of sequences of a step, ``micro_batch`` that of one micro-batch on one replica.
     ``chunks`` is the number of model chunks per pipeline rank (interleaved; 2 with zb-v and dualpipe-v). ``recompute``:
     ``selective`` recomputes only the attention core, ``full`` recomputes whole layers. With ``zero`` 3, ``selective``
@@ -65,6 +69,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     overlap: Overlap = "none"
     inner: Inner = "dp"
     codec: str = ""
+    grid: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         refuse(LayoutError, self._problems())
@@ -80,6 +85,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if value not in known:
                 remedy = did_you_mean(str(value), known, f"one of {', '.join(known)}")
                 yield key, f"unknown {key} {value!r}", remedy
+        if self.grid:
+            yield from self._grid_problems()
         codec = codec_of(self.codec) if self.codec else None
         if codec is not None and (codec.exchange == "factors" or codec.rank):
             problem = f"codec {self.codec!r} by sizes: it depends on the shape of each parameter"
@@ -105,11 +112,30 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if self.inner == "pp" and self.cp > 1:
             yield "inner", "with cp above 1, dp lies beside it", 'give "dp", or cp = 1'
 
+    def _grid_problems(self) -> Iterator[Problem]:
+        if len(self.grid) != 3 or min(self.grid) < 1:
+            yield (
+                "grid",
+                f"grid={list(self.grid)}",
+                "give three sizes of 1 or more: input features, output features, depth",
+            )
+        elif math.prod(self.grid[:2]) != self.tp or self.dp % self.grid[2]:
+            problem = f"grid={list(self.grid)} with tp={self.tp} and dp={self.dp}"
+            yield "grid", problem, "tp is the product of the first two sizes, and the third divides dp"
+        others = {
+            "cp": self.cp > 1, "ep": self.ep > 1, "sequence_parallel": self.sequence_parallel,
+            "experts": self.model.experts > 0, "zero": self.zero > 0 and self.grid[-1] > 1,
+        }  # fmt: skip
+        for name in [name for name, used in others.items() if used]:
+            yield "grid", f"grid={list(self.grid)} with {name}", f"leave {name} out, or the grid"
+
     def _divisions(self) -> Iterator[tuple[str, int, str, int]]:
         """Every division that must have no remainder: name and size of the divisor, then of the dividend."""
         model = self.model
-        yield "tp", self.tp, "heads", model.heads
-        yield "tp", self.tp, "ffn", model.ffn
+        yield "tp", self.output_ranks, "heads", model.heads
+        yield "tp", self.output_ranks, "ffn", model.ffn
+        if self.input_ranks > 1:
+            yield "grid", self.input_ranks, "hidden", model.hidden
         yield "dp x micro_batch", self.dp * self.micro_batch, "global_batch", self.global_batch
         yield "cp", self.cp, "sequence", model.sequence
         if self.sequence_parallel:
@@ -122,6 +148,22 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def world_size(self) -> int:
         """The number of ranks."""
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def input_ranks(self) -> int:
+        """The number of ranks over which the first product of a pair splits its input features."""
+        return self.grid[0] if self.grid else 1
+
+    @property
+    def output_ranks(self) -> int:
+        """The number of ranks over which the first product of a pair splits its output features: heads, or the inner
+        width of an MLP."""
+        return self.tp // self.input_ranks
+
+    @property
+    def depth(self) -> int:
+        """The number of dp ranks that together hold one copy of the parameters of a grid; 1 without a grid."""
+        return self.grid[2] if self.grid else 1
 
     @property
     def data_stride(self) -> int:
@@ -144,15 +186,16 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.micro_batch * self.model.sequence // self.cp
 
     @property
-    def sequence_parts(self) -> int:
-        """The number of parts into which sequence parallelism cuts the sequence outside the tensor-parallel
-        operators."""
-        return self.tp if self.sequence_parallel else 1
+    def outer_parts(self) -> int:
+        """The number of parts into which sequence parallelism cuts the sequence outside the tensor-parallel operators,
+        or a grid the features."""
+        return self.tp if self.sequence_parallel else self.input_ranks
 
     @property
     def local_tokens(self) -> float:
-        """Tokens of a rank outside the tensor-parallel operators, where sequence parallelism may cut the sequence."""
-        return self.tokens / self.sequence_parts
+        """Tokens of a rank outside the tensor-parallel operators, where sequence parallelism may cut the sequence. A
+        part of the features of all tokens counts as a part of the tokens."""
+        return self.tokens / self.outer_parts
 
     @property
     def resharded(self) -> bool:
@@ -163,7 +206,10 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def eager(self, software: Software) -> bool:
         """Whether the operations between matrix products run one by one, as in PyTorch's eager mode. If the software
         does not say so: fully sharded frameworks run the model's code as it is, while Megatron-LM has fused kernels."""
-        return not self.compiled and (software.code or ("eager" if self.zero == 3 else "fused")) == "eager"
+        return (
+            not self.compiled
+            and (software.code or ("eager" if self.zero == 3 or self.depth > 1 else "fused")) == "eager"
+        )
 
     @property
     def alternate(self) -> bool:
@@ -197,7 +243,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def key_width(self) -> int:
         """The width of the keys on one rank; key heads are repeated if they are fewer than tp."""
         heads = self.model.kv_heads or self.model.heads
-        return math.ceil(heads / self.tp) * self.model.head_width
+        return math.ceil(heads / self.output_ranks) * self.model.head_width
 
 
 SPELLED = (

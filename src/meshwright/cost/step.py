@@ -192,32 +192,44 @@ def _timed(span: PassCost, rates: Rates, exposed: float = 1.0) -> Busy:
 
 def _send_s(setup: Setup, network: Network) -> float:
     """Seconds to send activations to the next stage and gradients back. With tp each rank sends only its part
-    (scatter-gather); without sequence parallelism the receivers then gather the parts."""
+    (scatter-gather); without sequence parallelism the receivers then gather the parts that they need."""
     if setup.pp < 2:
         return 0.0
     moved = setup.tokens * setup.model.hidden * setup.element_bytes / setup.tp
     gathered = 0.0
-    if setup.tp > 1 and not setup.sequence_parallel:
-        gathered = network.collective_s("all_gather", moved * setup.tp, Group(setup.tp))
+    if setup.output_ranks > 1 and not setup.sequence_parallel:
+        group = Group(setup.output_ranks, setup.input_ranks)
+        gathered = network.collective_s("all_gather", moved * setup.output_ranks, group)
     return 2 * (network.send_s(moved, setup.stage_stride) + gathered)
 
 
 def _data_comm_s(setup: Setup, network: Network, hidden: float, parameters: float, microbatch_s: float) -> float:
     """Exposed seconds of the collectives of gradients (and of sharded parameters) over dp x cp."""
-    data = data_group(setup)
+    data, moved = data_group(setup), parameters * setup.element_bytes
+
+    def exposed_s(seconds: float) -> float:
+        return max((1 - hidden) * seconds, seconds - hidden * microbatch_s)
+
+    depth_s = setup.microbatches * exposed_s(_depth_comm_s(setup, network, moved)) if setup.depth > 1 else 0.0
     if data.size < 2:
-        return 0.0
-    moved = parameters * setup.element_bytes
+        return depth_s
+    moved /= setup.depth
     sums_s, gather_s = exchange_s(setup, network, moved), network.collective_s("all_gather", moved, data)
     if setup.resharded:
         # Every micro-batch gathers for forward and again for backward, overlapped by the compute of other layers.
         each_s = 2 * gather_s + sums_s
-        return setup.microbatches * max((1 - hidden) * each_s, each_s - hidden * microbatch_s)
+        return setup.microbatches * exposed_s(each_s)
     once_s = sums_s + gather_s if setup.zero else sums_s
-    if setup.overlap == "none":
-        return once_s
     # Gradients overlap the last micro-batch's backward, parameters overlap the next step's forward.
-    return max((1 - hidden) * once_s, once_s - hidden * microbatch_s)
+    return depth_s + (once_s if setup.overlap == "none" else exposed_s(once_s))
+
+
+def _depth_comm_s(setup: Setup, network: Network, moved: float) -> float:
+    """Seconds in which the depth of a grid gathers the ``moved`` bytes of the parameters of a stage, layer by layer,
+    for forward and again for backward, and reduce-scatters their gradients."""
+    layers, depth = max(setup.stage_layers), Group(setup.depth, setup.data_stride)
+    gather_s = network.collective_s("all_gather", moved / layers, depth)
+    return layers * (2 * gather_s + network.collective_s("reduce_scatter", moved / layers, depth))
 
 
 def _tied_s(setup: Setup, network: Network) -> float:
@@ -230,5 +242,5 @@ def _tied_s(setup: Setup, network: Network) -> float:
 
 
 def _optimizer_s(setup: Setup, rates: Rates, parameters: float) -> float:
-    updated = parameters / (setup.dp * setup.cp if setup.zero else 1)
+    updated = parameters / (setup.dp * setup.cp if setup.zero else setup.depth)
     return rates.memory_bound("update", updated * rates.software.optimizer_bytes).seconds

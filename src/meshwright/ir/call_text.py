@@ -118,3 +118,9 @@ class CallText:
             raise self._wrong(f"{self.name} with {what}", known)
         for key in self._options:
             raise self._wrong(f"unknown option {key!r} of {self.name}", known)
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """The sizes in a text such as ``2x2x1``; empty if the text is anything else."""
+    parts = text.split("x")
+    return tuple(map(int, parts)) if len(parts) > 1 and all(part.isdecimal() for part in parts) else ()

@@ -14,8 +14,10 @@ from meshwright.ir.precision import Precision
 
 TIME = "time"
 """The axis of micro-batches. It splits the batch as a mesh axis does, but in time: no ranks communicate over it."""
-DATA_AXES = ("dp", "dp_shard")
+DATA_AXES = ("dp", "dp_shard", "tz")
 """The axes over which the batch of a step is split before the ranks receive it, outermost first."""
+FEATURE_AXES = ("tp", "ty", "tx")
+"""The axes over which products split features: ``tp``, or the two axes of a grid."""
 
 SPATIAL_AXES = ("sz", "sy", "sx")
 """The axes over which the depth, height and width of images are split."""
@@ -25,6 +27,8 @@ MIXED = "m"
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recomputation, in the order of falling memory and rising time."""
+Grid = tuple[int, int, int]
+"""The sizes of a grid of tensor-parallel ranks: for input features, for output features, and depth."""
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 """ZeRO stages, in the order of falling memory and rising time."""
@@ -41,8 +45,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """How attention gets the keys and values of other cp ranks: all at once (``gather``) or rank by rank (``ring``)."""
     ep: int = 1
     """Expert-parallel size: the number of dp ranks that divide the experts among them. It must divide dp."""
-    tp: int = 1
-    """Tensor-parallel size: divides heads, hidden features and the vocabulary."""
+    tp: int | Grid = 1
+    """Tensor-parallel size: divides heads, hidden features and the vocabulary. Three sizes ``(x, y, z)`` make a grid:
+    products split features over two axes, ``tx`` and ``ty``, and the z ranks along the axis ``tz`` take different
+    samples. These z ranks together hold one copy of the parameters. They gather it for every use (``zero=3``, the
+    default if z is above 1), or once a step (``zero`` of 1 or 2)."""
     sequence_parallel: bool = False
     """Whether tp ranks split the sequence outside of tensor-parallel blocks, as in Megatron: reduce-scatters and
     all-gathers replace all-reduces."""
@@ -120,7 +127,28 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def axis_sizes(self) -> tuple[int, ...]:
         """The sizes whose product is the number of ranks. At most one of them is open (-1)."""
-        return (self.dp, self.cp, self.tp, self.pp, *self.spatial, *self.mixed)
+        tensor = self.tp if isinstance(self.tp, tuple) else (self.tp,)
+        return (self.dp, self.cp, *tensor, self.pp, *self.spatial, *self.mixed)
+
+    @property
+    def grid(self) -> Grid:
+        """The sizes of ``tx``, ``ty`` and ``tz``. Without a grid, all tensor-parallel ranks count as ``ty``."""
+        return self.tp if isinstance(self.tp, tuple) else (1, self.tp, 1)
+
+    @property
+    def feature_ranks(self) -> int:
+        """The number of ranks over which products split features: ``tp``, or x times y of a grid."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def depth(self) -> int:
+        """The number z of ranks along the axis ``tz`` of a grid; 1 without a grid."""
+        return self.grid[2]
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks over which the batch is split: dp times the depth of a grid."""
+        return self.dp * self.depth
 
     @property
     def num_ranks(self) -> int:
@@ -131,8 +159,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layout has no axes but dp, tp and pp, and no sequence parallelism."""
-        return self.cp == self.ep == 1 and not (self.sequence_parallel or self.mixed or self.spatial)
+        """Whether the layout has no axes but dp, tp (or tx and ty) and pp, and no sequence parallelism."""
+        others = self.sequence_parallel or self.mixed or self.spatial
+        return self.cp == self.ep == self.depth == 1 and not others
 
     @property
     def spatial_axes(self) -> dict[str, int]:
@@ -146,12 +175,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return {f"m{index}": size for index, size in enumerate(self.mixed, start=1)}
 
     def resolved(self, world_size: int) -> "Layout":
-        """The layout with -1 replaced by the number of ranks that the other sizes leave.
+        """The layout with -1 replaced by the number of ranks that the other sizes leave. The ZeRO stage over the depth
+        of a grid is 3 if none is given.
 
         Raises:
             LayoutError: the product of the sizes is not ``world_size``, or sizes or options exclude each other.
         """
-        sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp")}
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.feature_ranks, "pp": self.pp}
         refuse(LayoutError, self._impossible(sizes))
         if self.stage_sizes:
             refuse(LayoutError, self._unfit_stages(sizes, world_size))
@@ -161,10 +191,15 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in [name for name, size in sizes.items() if size == -1 and world_size % product == 0]:
             sizes[name], product = world_size // product, world_size
         refuse(LayoutError, self._unfit(sizes, product, world_size))
-        return msgspec.structs.replace(self, **sizes)
+        tp = self.tp if isinstance(self.tp, tuple) else sizes["tp"]
+        zero = 3 if self.depth > 1 and self.zero == 0 else self.zero
+        return msgspec.structs.replace(self, **{**sizes, "tp": tp, "zero": zero})
 
     def _impossible(self, sizes: dict[str, int]) -> Iterator[Problem]:
         """Problems that do not depend on the number of ranks."""
+        if isinstance(self.tp, tuple):
+            yield from self._unfit_grid(self.tp)
+            sizes = {name: size for name, size in sizes.items() if name != "tp"}
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 yield "layout", f"{name}={size}", "give 1 or more, or -1 for what is left"
@@ -179,11 +214,30 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in [name for name, used in others.items() if used and max(self.mixed, default=1) > 1]:
             yield "layout: mixed", f"mixed with {name}", "leave one of them out"
 
+    def _unfit_grid(self, grid: Grid) -> Iterator[Problem]:
+        """Problems of a grid of tensor-parallel ranks, and options that exclude it."""
+        text = f"tp={list(grid)}"
+        if min(grid) < 1:
+            yield "layout: tp", text, "give three sizes of 1 or more, as in [2, 2, 1]; dp may be -1, for what is left"
+        others = {
+            "cp": self.cp != 1, "ep": self.ep != 1, "spatial": max(self.spatial, default=1) > 1,
+            "mixed": max(self.mixed, default=1) > 1, "stage_sizes": bool(self.stage_sizes),
+        }  # fmt: skip
+        for name in [name for name, used in others.items() if used]:
+            yield "layout: tp", f"{text} with {name}", f"leave {name} out, or give tp as one size"
+        if self.sequence_parallel:
+            remedy = "leave it out: sequences are split over tx and ty between products where that is faster"
+            yield "layout: tp", f"{text} with sequence_parallel", remedy
+        if self.depth > 1 and self.zero_ranks:
+            remedy = f"leave zero_ranks out: the {self.depth} ranks along tz share the state"
+            yield "layout: tp", f"{text} with zero_ranks={self.zero_ranks}", remedy
+
     def _unfit(self, sizes: dict[str, int], product: int, world_size: int) -> Iterator[Problem]:
         """Problems of sizes that exclude each other, or that need another number of ranks than ``world_size``."""
         if product != world_size:
             named = [name for name in sizes if name in ("dp", "tp") or sizes[name] != 1]
-            asked = " x ".join(f"{name}={sizes[name]}" for name in named)
+            shown = sizes | ({"tp": list(self.tp)} if isinstance(self.tp, tuple) else {})
+            asked = " x ".join(f"{name}={shown[name]}" for name in named)
             for name, parts in (("spatial", self.spatial), ("mixed", self.mixed)):
                 asked += f" x {name}={list(parts)}" if max(parts, default=1) > 1 else ""
             remedy = f"choose sizes whose product is {world_size}, or start {product} ranks"
@@ -222,7 +276,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def _unfit_zero(self, dp: int) -> Iterator[Problem]:
         if self.zero_ranks and not self.zero:
             yield "layout", f"zero_ranks={self.zero_ranks} with zero=0", "give zero 1, 2 or 3"
-        if not self.zero:
+        if not self.zero or self.depth > 1:
             return
         share, nobody = self.zero_ranks or dp, "there is no rank to share with"
         if dp == 1:
@@ -279,7 +333,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
         With expert parallelism, the data-parallel ranks lie along two axes, ``dp`` and ``ep``. If ``zero_ranks`` is
         less than dp, they lie along ``dp`` and ``dp_shard``, and the ranks along ``dp_shard`` hold one copy of the
-        state that ZeRO divides. If stages differ (``stage_sizes``), each has a mesh of dp and tp."""
+        state that ZeRO divides. A grid has the axes ``tz``, ``ty`` and ``tx`` in place of ``tp``. If stages differ
+        (``stage_sizes``), each has a mesh of dp and tp."""
         if self.stage_sizes:
             return Mesh.of_stages([{"dp": 1, "tp": 1} | own for own in self.stage_sizes])
         stages = {"pp": self.pp} if self.pp > 1 else {}
@@ -287,6 +342,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         inner = (("dp_shard", shares), ("ep", self.ep), ("cp", self.cp), *self.spatial_axes.items(),
                  *self.mixed_axes.items())  # fmt: skip
         sizes = {name: size for name, size in inner if size > 1}
+        if isinstance(self.tp, tuple):
+            x, y, z = self.tp
+            return Mesh.of(**stages, dp=self.dp // max(1, shares), **sizes, tz=z, ty=y, tx=x)
         return Mesh.of(**stages, dp=self.dp // self.ep // max(1, shares), **sizes, tp=self.tp)
 
     @property
@@ -299,7 +357,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The mesh axis over which ZeRO divides state; empty if it divides none."""
         if not self.zero:
             return ""
-        return next((name for name in ("dp_shard", "dp", "ep") if self.mesh().sizes.get(name, 1) > 1), "")
+        return next((name for name in ("tz", "dp_shard", "dp", "ep") if self.mesh().sizes.get(name, 1) > 1), "")
 
 
 @cache
@@ -312,7 +370,11 @@ def _fields(kind: type[Layout]) -> tuple[msgspec.structs.FieldInfo, ...]:
 def layout_text(layout: Layout) -> str:
     """The layout as text, without default values: ``dp2 x tp2, 4 micro-batches, 1f1b``."""
     names = ("pp",) if layout.stage_sizes else ("dp", "ep", "cp", "tp", "pp")
-    axes = " x ".join(f"{name}{size}" for name in names if (size := getattr(layout, name)) > 1)
+    grid = isinstance(layout.tp, tuple)
+    sizes = {name: getattr(layout, name) for name in names if not (grid and name == "tp")}
+    axes = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    if grid:
+        axes += " x " * bool(axes) + "tp " + "x".join(map(str, layout.grid))
     for name, parts in (("spatial", layout.spatial), ("mixed", layout.mixed)):
         if max(parts, default=1) > 1:
             axes += " x " * bool(axes) + f"{name} " + "x".join(map(str, parts))

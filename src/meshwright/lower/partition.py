@@ -15,7 +15,7 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, WEIGHT
 from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
-from meshwright.lower.prefetch import prefetch, sink_waits
+from meshwright.lower.prefetch import prefetch, sink_waits, start_early
 from meshwright.lower.regions import Compiler
 from meshwright.ops import collectives
 from meshwright.ops.view import VIEWS
@@ -219,6 +219,7 @@ class _Partition:
         write_into_buckets(new)
         prefetch(new)
         sink_waits(new)
+        start_early(new)
         accumulate_products(new)
         reuse_memory(new)
         if self.note is not None and phase == PROLOGUE:

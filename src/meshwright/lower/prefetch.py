@@ -1,7 +1,7 @@
 """Passes over a rank's graph that move or join collectives.
 
-They gather parameters one bucket ahead, delay the wait for sums of halo rows until their first reader, and join the
-all-reduces of returned values into one.
+They gather parameters one bucket ahead, start sums over grids early, delay the wait for sums of halo rows until their
+first reader, and join the all-reduces of returned values into one.
 """
 
 import operator
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.ir.mesh import members
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
@@ -53,6 +54,31 @@ def sink_waits(graph: fx.Graph) -> None:
             first = min(wait.users, key=place.__getitem__, default=None)
             if first is not None:
                 first.prepend(wait)
+
+
+def start_early(graph: fx.Graph) -> None:
+    """Start the sums over the axes of a grid as soon as their terms are computed. So the gradient of a product's weight
+    is computed while the gradient of its input is summed.
+
+    gx = mm(gy, w)                                    gx = mm(gy, w)
+    gw = mm(x, gy)                        becomes     s  = all_reduce_start(gx)
+    gx = wait(all_reduce_start(gx))                   gw = mm(x, gy)
+                                                      gx = wait(s)
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not collectives.ALL_REDUCE:
+            continue
+        if {*members(str(node.args[2]))}.isdisjoint(("tx", "ty")):
+            continue
+        moved, term = [node], node.args[0]
+        assert isinstance(term, fx.Node)
+        if term.target is aten.clone.default and len(term.users) == 1:
+            moved, term = [term, node], term.args[0]
+            assert isinstance(term, fx.Node)
+        own = len(moved) > 1 or len(term.users) == 1  # nobody reads the memory in which the sum is made
+        if own and term.target is aten.mm.default:
+            for each in reversed(moved):
+                term.append(each)
 
 
 def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> dict[fx.Node, fx.Node]:

@@ -35,8 +35,9 @@ def plan_auto(
     """Find the fastest plan that fits in memory.
 
     The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, the cut into stages, the recomputation of
-    each stage, ZeRO, sequence parallelism, and dp and tp of each stage. For models with convolutions, it also varies
-    mixed axes, which may split any factor of an operator.
+    each stage, ZeRO, sequence parallelism, and dp and tp of each stage. If the fastest layout has a large tp, grids of
+    these ranks follow. For models with convolutions, the search also varies mixed axes, which may split any factor of
+    an operator.
 
     Layouts are estimated in the order of their lower bounds until six of them have shorter estimates than the lower
     bounds of all others. The cuts of the fastest are tried in the simulator (``inter_op.recut``). Of these layouts, all

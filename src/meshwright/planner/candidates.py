@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,9 @@ MOST_MICROBATCHES = 32
 """Largest number of micro-batches of a step that is considered at first, for up to 4 stages. With p stages, it is 8 p
 if that is more. If a layout with this number does not fit, more micro-batches are considered."""
 MOST_CHUNKS = 3
+LEAST_GRID = 8
+"""Smallest number of tensor-parallel ranks for which a search tries a grid in place of one axis. The products of a
+transformer block sum fewer words on a grid of 2 x p/2 ranks from p = 8 on (``cost.grid``)."""
 Only = Literal["both", "intra", "inter"]
 """What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
 ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -54,6 +57,10 @@ class Space:
         """Whether a division of the ranks belongs to the space, and to a search with ``only``."""
         alone = {"inter": shape.pp == shape.num_ranks, "intra": shape.pp == 1}
         return alone.get(only, True) and self.holds(shape)
+
+    def within(self, every: Iterable[Layout], only: Only) -> list[Layout]:
+        """Those divisions of the ranks that belong to the space, with its least recomputation."""
+        return [self.least(shape) for shape in every if self.has(shape, only)]
 
     def runs(self, shape: Layout, batch_size: int) -> list[Layout]:
         """The runs of a division of the ranks that belong to the space."""
@@ -124,6 +131,20 @@ def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = ma
                     for between, context in itertools.product(sequence, contexts):
                         if cp > 1 or ep > 1 or between:
                             yield Layout(dp=dp, cp=cp, ep=ep, tp=tp, pp=pp, sequence_parallel=between, context=context)
+
+
+def grids_of(layout: Layout, most_tp: float) -> list[Layout]:
+    """The grids of tensor-parallel ranks beside a fast layout with tp, with one micro-batch. The same ranks along two
+    axes, if there are at least ``LEAST_GRID``; and if tp fills a box, twice as many: a box along one axis, two boxes
+    along the other. Depth is left out: its ranks split samples and state, as dp with ZeRO does."""
+    if isinstance(layout.tp, tuple) or not layout.is_plain or layout.stage_sizes:
+        return []
+    dp, tp, grids = layout.dp, layout.tp, []
+    if tp >= LEAST_GRID and tp % 2 == 0:
+        grids.append(Layout(dp=dp, tp=(2, tp // 2, 1), pp=layout.pp))
+    if tp == most_tp and dp % 2 == 0:
+        grids.append(Layout(dp=dp // 2, tp=(tp, 2, 1), pp=layout.pp))
+    return grids
 
 
 def has_one_more(shape: Layout, layout: Layout) -> bool:

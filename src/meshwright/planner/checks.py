@@ -27,17 +27,18 @@ def check_precision(asked: Precision | None, graph: Graph, cluster: Cluster | No
 def batch_problems(graph: Graph, layout: Layout, runs_forward: bool) -> Iterator[Problem]:
     """Problems of a batch that does not divide over data-parallel ranks and micro-batches. ``runs_forward``: the graph
     is an evaluation, which runs whole if it has too few samples."""
-    size, parts = graph.batch_size, layout.dp * layout.microbatches
+    size, parts = graph.batch_size, layout.data_ranks * layout.microbatches
     whole = layout.microbatches == 1  # parts may be unequal, micro-batches may not
+    ranks = f"dp={layout.dp}" + (f" x tz={layout.depth}" if layout.depth > 1 else "")
     if runs_forward:
         return
     if whole and size < parts:
         remedy = f"use a batch of {parts} or more, or drop the last batch"
-        yield "batch", f"a global batch of {size} is too small for dp={layout.dp}", remedy
+        yield "batch", f"a global batch of {size} is too small for {ranks}", remedy
     if not whole and size % parts:
         lower = size // parts * parts
         fits = f"{lower} or {lower + parts}" if lower else str(parts)
-        over = f"{layout.microbatches} micro-batches" + (f" on dp={layout.dp}" if layout.dp > 1 else "")
+        over = f"{layout.microbatches} micro-batches" + (f" on {ranks}" if layout.data_ranks > 1 else "")
         remedy = f"use a batch of {fits}, or drop the ragged last batch"
         yield "batch", f"a global batch of {size} does not divide over {over}", remedy
 

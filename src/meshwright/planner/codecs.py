@@ -46,7 +46,7 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
             problem = f"activation_codec={text!r}: the size of its messages is not known to the next stage"
             yield "layout", problem, "use fp16, bf16, qsgd, or onebit(feedback=off)"
     asked = codec_of(layout.codec) if layout.codec not in UNNAMED else None
-    if asked is not None and asked.needs_whole_sum and layout.zero and not layout.zero_ranks:
+    if asked is not None and asked.needs_whole_sum and layout.zero and not layout.zero_ranks and layout.depth == 1:
         problem = f"codec={layout.codec!r} with zero={layout.zero}: its sums are whole on every rank"
         yield "layout", problem, "use another codec, or zero=0, or zero_ranks: groups of ranks then hold copies"
     counts = asked is not None and bool(asked.momentum or asked.warmup)

@@ -191,7 +191,7 @@ def _estimated(pipelines: Pipelines, layout: Layout) -> Option:
 
 def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
     """Yield all changes of one thing that may save memory, as a user would write them, with the layout that results."""
-    sizes = [layout.of_stage(index).dp for index in range(layout.pp)] if layout.stage_sizes else [layout.dp]
+    sizes = [layout.of_stage(index).dp for index in range(layout.pp)] if layout.stage_sizes else [layout.data_ranks]
     shares = math.lcm(*sizes)
     wanted: list[dict[str, object]] = [
         {"microbatches": m}
@@ -208,11 +208,11 @@ def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterat
     for factor in (2, 4, 8):
         wanted += [
             {axis: getattr(layout, axis) * factor, "dp": layout.dp // factor}
-            for axis in ("tp", "pp", "cp")
+            for axis in (("pp",) if isinstance(layout.tp, tuple) else ("tp", "pp", "cp"))
             if layout.dp % factor == 0 and not layout.stage_sizes
         ]
     for factor in (2, 4):
-        if batch_size % (layout.dp * factor * layout.microbatches) == 0 and not layout.stage_sizes:
+        if batch_size % (layout.data_ranks * factor * layout.microbatches) == 0 and not layout.stage_sizes:
             wanted.append({"dp": layout.dp * factor})
     for fields in wanted:
         text = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items())

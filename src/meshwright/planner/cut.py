@@ -197,7 +197,7 @@ def between_sizes(graph: Graph, layout: Layout, firsts: tuple[str, ...]) -> froz
     """Parameters that stages of different dp or tp sizes share. No split fits all these stages, so the parameters are
     stored whole. ``firsts`` are the first operators of all stages except the first stage."""
     divided = cut(graph, firsts)
-    sizes = [(stage.dp, stage.tp) for stage in map(layout.of_stage, range(layout.pp))]
+    sizes = [(stage.dp, stage.feature_ranks) for stage in map(layout.of_stage, range(layout.pp))]
     shared = {
         name
         for name, held in divided.owners.items()

@@ -18,7 +18,7 @@ from meshwright.errors import LayoutError, refuse
 from meshwright.ir.algorithm_times import AlgorithmTimes
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import DATA_AXES, TIME, Layout
+from meshwright.ir.layout import DATA_AXES, FEATURE_AXES, TIME, Layout
 from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Note, Plan, Stage, Strategy, starred
@@ -118,7 +118,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
             at which a stage begins.
     """
     layout = plan.layout
-    parts = layout.microbatches * math.lcm(*(axes.get("dp", 1) for axes in layout.stage_sizes or ({"dp": layout.dp},)))
+    parts = layout.microbatches * math.lcm(layout.data_ranks, *(axes.get("dp", 1) for axes in layout.stage_sizes))
     if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
         layout = msgspec.structs.replace(layout, microbatches=1)
     return _planned(graph, layout, None, plan, Ask())
@@ -174,8 +174,8 @@ class _Planner:
         firsts = follow_cut(graph, base.firsts) if base is not None else ()
         if base is not None:
             inherit(self.factors, base, firsts)
-            if "tp" in self.sizes:
-                follow_storage(self.factors, base, "tp")
+            for axis in [axis for axis in FEATURE_AXES if axis in self.sizes]:
+                follow_storage(self.factors, base, axis)
         else:
             self._choose()
         self._follow_rules()
@@ -246,8 +246,8 @@ class _Planner:
         parallelism, and for layouts that leave nothing to choose, explicit rules give the other strategies later
         (``_follow_rules``)."""
         self.pins = read_pins(self.factors, self.layout.pin, self.mesh.names)
-        mixes = not self.axes.keys().isdisjoint(self.layout.mixed_axes)
-        ruled = self.ask.by_rule or self.layout.sequence_parallel
+        mixes = not self.axes.keys().isdisjoint({*self.layout.mixed_axes, "tx", "ty"})
+        ruled = self.layout.sequence_parallel or (self.ask.by_rule and not mixes)
         if ruled or not (mixes or self.axes.keys().isdisjoint(self.space)):
             for operator in self.graph.operators:
                 for axis, letter in self.pins.get(operator.name, {}).items():

@@ -113,6 +113,15 @@ class Finalists:
     stopped: bool = False
     """Whether the time was over before all were simulated that could be the best."""
 
+    def _in_any_case(self) -> list[Option]:
+        """The options that are simulated in any case. Grids take the place of no other option: if the first option is a
+        grid, the first option without a grid is simulated, too."""
+        grids = [option for option in self.options if isinstance(option.layout.tp, tuple)]
+        others = [option for option in self.options if isinstance(option.layout.tp, int)]
+        most = self.at_least or int(bool(grids) and self.options[0] is grids[0])
+        chosen = {option.name for option in (*others[:most], *grids[:most])}
+        return [option for option in self.options if option.name in chosen]
+
     def best(self) -> tuple[Option, Plan, Foretold]:
         """The simplest of the options within ``ALIKE`` of the fastest, with its plan and simulated step.
 
@@ -120,7 +129,7 @@ class Finalists:
             LayoutError: no option fits.
         """
         self.step_s |= {option.name: option.step_s for option in self.options}
-        for option in self.options[: self.at_least]:
+        for option in self._in_any_case():
             if self._any_fits and self.clock.over:
                 self.stopped = True
                 break

@@ -28,6 +28,7 @@ from meshwright.planner.candidates import (
     Only,
     Space,
     axes_of,
+    grids_of,
     has_one_more,
     more_microbatches,
     shapes,
@@ -137,10 +138,7 @@ class Search:
         """Estimate layouts until the fastest are known, or the time is over."""
         try:
             space = self.batch, self.world_size, self.axes, self.most_tp
-            plain, every = (
-                [self.space.least(shape) for shape in kind(*space) if self.space.has(shape, self.only)]
-                for kind in (shapes, variations)
-            )
+            plain, every = (self.space.within(kind(*space), self.only) for kind in (shapes, variations))
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
             first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
             self._push_every(first)
@@ -220,8 +218,10 @@ class Search:
                 self.clock.check()
                 self._lighten(entry)
             else:
-                taken += 1
+                taken += isinstance(entry.layout.tp, int)  # grids take the place of no other layout
                 akin += entry.layout.is_plain
+                if taken == 1:
+                    self._push_every(self.space.within(grids_of(entry.layout, self.most_tp), self.only))
                 if not entry.layout.mixed and (akin <= AKIN or not entry.layout.is_plain):
                     self._push_every([shape for shape in every if has_one_more(shape, entry.layout)])
         self.weighed = self.count

@@ -169,7 +169,7 @@ class Lighter:
 
     def _may_be_careful(self, layout: Layout) -> bool:
         """Whether the integer program can choose strategies of ``layout`` that need less memory."""
-        chosen = not layout.sequence_parallel and (layout.tp > 1 or bool(layout.mixed))
+        chosen = not layout.sequence_parallel and (layout.feature_ranks > 1 or bool(layout.mixed))
         return self.whole and self.pipelines.kinds[0] == "none" and chosen
 
     def _careful(self, option: Option) -> Option | None:

@@ -11,7 +11,7 @@ from meshwright.planner.inter_op.pipelines import ALIKE, Option
 
 def complexity(layout: Layout) -> tuple[int, ...]:
     """Sort key: of equally fast layouts, the simpler come first."""
-    sizes = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, *layout.mixed)
+    sizes = (layout.dp, *layout.grid, layout.pp, layout.cp, layout.ep, *layout.mixed)
     axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
     axes += bool(layout.stage_sizes)
     return (
@@ -85,7 +85,7 @@ def nothing_fits(
 def _smaller_batch(batch_size: int, option: Option, limit: float) -> int:
     """The largest smaller batch with which the option's layout would fit in ``limit`` bytes; 0 if there is none. The
     memory of a micro-batch is assumed to be proportional to its number of samples."""
-    parts = option.layout.dp * option.layout.microbatches
+    parts = option.layout.data_ranks * option.layout.microbatches
     samples, memory = batch_size // parts, option.memory
     shrinking = memory.saved_bytes + memory.workspace_bytes
     fewer = math.floor((limit - memory.held_bytes) * samples / shrinking) if shrinking else 0

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -22,6 +23,7 @@ from meshwright.ir.pipeline import CHUNKED, V_SHAPED, ScheduleName
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
 from meshwright.planner.codecs import UNNAMED
+from meshwright.planner.grids import RankGrid, promising_grids
 from meshwright.planner.rehearse import rehearse
 from meshwright.planner.size_codecs import with_codec
 from meshwright.schedules.pipeline import least_microbatches
@@ -40,6 +42,10 @@ faster option, or needs less than this fraction of its memory."""
 REHEARSED = 12
 """Number of options that are rehearsed action by action (``planner.rehearse``). These are the best options of the best
 combinations of dp, tp, pp, cp and ep."""
+
+
+Grids = Literal["also", "only", "none"]
+"""Whether a search considers grids of tensor-parallel ranks beside other layouts."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +105,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """The layout as one line of text, such as ``dp=2 tp=8 pp=4 micro_batch=1 1f1b recompute=full``."""
         setup, axes = self.setup, ("dp", "tp", "pp", "cp", "ep")
-        words = [f"{axis}={getattr(setup, axis)}" for axis in axes if getattr(setup, axis) > 1] or ["dp=1"]
+        sizes = {axis: getattr(setup, axis) for axis in axes} | {"dp": setup.dp // setup.depth}
+        shown = sizes | ({"tp": "x".join(map(str, setup.grid))} if setup.grid else {})
+        words = [f"{axis}={shown[axis]}" for axis in axes if sizes[axis] > 1 or (axis == "tp" and setup.grid)]
+        words = words or ["dp=1"]
         words.append(f"micro_batch={setup.micro_batch}")
         if setup.pp > 1:
             words.append(setup.schedule + (f" x{setup.chunks}" if setup.chunks > 1 else ""))
@@ -164,13 +173,15 @@ def search(
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SEARCHED,
     codec: str = "",
+    grids: Grids = "also",
 ) -> SearchResult:
     """Estimate all setups of a model on a cluster, and sort the setups that fit in memory.
 
     ``devices`` is the number of devices of a cluster that is given by name. ``sequence`` is the sequence length of a
     model that is given by name (0: the length in the catalog). ``usd_per_hour`` is the price of a device (default: the
     price in the catalog). ``schedules`` are the pipeline schedules to consider. ``codec`` is that of gradients;
-    ``auto``: for each setup the fastest that fits, or none.
+    ``auto``: for each setup the fastest that fits, or none. ``grids``: whether to consider grids of tensor-parallel
+    ranks (``planner.grids``): ``also``, ``only``, or ``none``.
 
     Raises:
         PlanError: ``codec`` names no codec.
@@ -185,7 +196,11 @@ def search(
     considered = 0
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     whole = codec not in UNNAMED and codec_of(codec).needs_whole_sum
-    for plain in _setups(model, cluster, global_batch, precision, flash, schedules):
+    every = _setups(model, cluster, global_batch, precision, flash, schedules) if grids != "only" else iter(())
+    beside = () if grids == "none" else promising_grids(model, cluster, global_batch, every=grids == "only")
+    base = Setup(model=model, precision=precision, flash=flash)
+    on_grids = (run for grid in beside for run in _on_grid(base, grid, global_batch, schedules))
+    for plain in itertools.chain(every, on_grids):
         considered += 1
         if whole and plain.zero:
             continue
@@ -202,7 +217,7 @@ def search(
             nearest = option
             continue
         everything.append(option)
-        key = (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep)
+        key = (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep, *setup.grid)
         if key not in best or _rank(option) < _rank(best[key]):
             best[key] = option
     if not considered:
@@ -298,6 +313,14 @@ def _setups(
                     yield from _runs(axes, schedules)
 
 
+def _on_grid(base: Setup, grid: RankGrid, global_batch: int, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
+    """Yield the setups of a grid. Its depth divides the state of the optimizer, unless it is 1."""
+    axes = msgspec.structs.replace(
+        base, dp=grid.z * grid.dp, tp=grid.x * grid.y, grid=grid.sizes, global_batch=global_batch
+    )
+    yield from _runs(axes, schedules)
+
+
 def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
     """Yield the setups of ``axes`` with all combinations of micro-batch size, schedule, chunks, recomputation kind,
     ZeRO stage and size of ``ep``."""
@@ -308,7 +331,8 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
         for name in schedules:
             allowed = (2,) if name in V_SHAPED else CHUNKS if name == "interleaved" else ()
             chunked += [(name, chunks) for chunks in allowed if model.layers % (pp * chunks) == 0]
-    zeros = (0,) if dp * axes.cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+    zeros = (0,) if dp * axes.cp == 1 or axes.depth > 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+    between = axes.tp > 1 and not axes.grid and model.sequence % (axes.tp * axes.cp) == 0
     experts = divisors(math.gcd(model.experts, dp * axes.cp)) if model.experts else [1]
     whole: tuple[Recompute, ...] = ("none", "full")
     for micro_batch in MICRO_BATCHES:
@@ -322,5 +346,5 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
             for recompute in RECOMPUTE if zero == 3 or not axes.flash else whole:
                 yield msgspec.structs.replace(
                     axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,
-                    zero=zero, sequence_parallel=axes.tp > 1 and model.sequence % (axes.tp * axes.cp) == 0,
+                    zero=zero, sequence_parallel=between,
                 )  # fmt: skip

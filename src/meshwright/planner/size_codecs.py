@@ -21,7 +21,7 @@ def with_codec(setup: Setup, codec: str, cluster: Cluster) -> Setup:
     texts = (*exact_codecs(cluster), *(CANDIDATES if codec == AUTO else ()))
     if codec == NONE or not texts or group.size < 2 or shares_memory(network, group):
         return setup
-    num_bytes = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes
+    num_bytes = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes / setup.depth
     every = [msgspec.structs.replace(setup, codec=text) for text in texts]
     coded = min(every, key=lambda each: exchange_s(each, network, num_bytes))
     gains = estimate_step(coded, cluster).step_s < (1 - GAIN) * estimate_step(setup, cluster).step_s

@@ -65,12 +65,14 @@ class UnlikeStages:
             layout = option.layout
             if layout.pp == 1 or layout.chunks > 1 or layout.zero or not layout.is_plain or self.clock.over:
                 continue
-            ranks, works = layout.dp * layout.tp, {}
+            if isinstance(layout.tp, tuple):
+                continue
+            ranks, works = layout.dp * layout.feature_ranks, {}
             for dp in divisors(ranks):
                 own = msgspec.structs.replace(layout, dp=dp, tp=ranks // dp, recompute=self.pipelines.kinds[0])
-                if self.batch % (dp * layout.microbatches) == 0 and own.tp <= self.most_tp:
+                if self.batch % (dp * layout.microbatches) == 0 and own.feature_ranks <= self.most_tp:
                     with suppress(*REFUSALS):
-                        works[own.dp, own.tp] = self.pipelines.prices.of(own)
+                        works[own.dp, own.feature_ranks] = self.pipelines.prices.of(own)
             uneven = self.pipelines.uneven(option, works) if len(works) > 1 else None
             if uneven is not None and uneven.peak_bytes <= self.pipelines.limit_bytes:
                 yield uneven

@@ -13,7 +13,7 @@ from meshwright.cost.occupancy import Occupancy, fit_chance
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import StepEstimate, estimate_step, stage_parameters
 from meshwright.cost.uncertainty import memory_interval, step_interval
-from meshwright.errors import ClusterError, refuse
+from meshwright.errors import ClusterError, LayoutError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import quantity_problems
 from meshwright.ir.interval import Interval
@@ -105,8 +105,9 @@ def predict(
     """Predict a training step of ``model`` on ``cluster``, in closed form. ``software`` is a profile or its name, in
     place of the cluster's own.
 
-    ``layout`` holds fields of ``cost.setup.Setup``; with the codec ``auto``, the fastest one is taken, or none. If
-    ``dp`` is not given, it is ``devices`` divided by the sizes of the other axes.
+    ``layout`` holds fields of ``cost.setup.Setup``; with the codec ``auto``, the fastest one is taken, or none. ``tp``
+    may also be a grid ``(x, y, z)``, as in ``Layout``. If ``dp`` is not given, it is ``devices`` divided by the sizes
+    of the other axes.
 
     Raises:
         LayoutError: the model is unknown, or the layout does not fit model, batch or devices.
@@ -115,9 +116,16 @@ def predict(
     if memory_bytes is not None:
         refuse(ClusterError, quantity_problems({"memory_bytes": memory_bytes}))
     known = load_model(model, sequence=sequence) if isinstance(model, str) else model
-    inner = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+    tp, depth = layout.get("tp", 1), 1
+    if isinstance(tp, tuple):
+        if len(tp) != 3 or min(tp) < 1:
+            raise LayoutError(f"tp={tp}", where="tp", remedy="give three sizes of 1 or more, as in 2x2x4, or one")
+        layout |= {"grid": tp, "tp": tp[0] * tp[1]}
+        depth = tp[2]
+    inner = layout.get("tp", 1) * depth * layout.get("pp", 1) * layout.get("cp", 1)
     if "dp" not in layout and devices:
         layout["dp"] = max(1, devices // inner)
+    layout["dp"] = layout.get("dp", 1) * depth
     codec = layout.pop("codec", "")
     setup = Setup(model=known, **layout)
     if devices and setup.world_size != devices:
@@ -135,7 +143,7 @@ def predict(
             remedy="take a smaller layout or a larger cluster",
         )
     setup = with_codec(setup, codec, machine)
-    moved = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes
+    moved = max(stage_parameters(setup, stage) for stage in range(setup.pp)) * setup.element_bytes / setup.depth
     exchange = gradient_exchange(setup, Network(machine), moved) if data_group(setup).size > 1 else None
     estimate, memory = estimate_step(setup, machine), estimate_memory(setup, machine)
     peaks = machine.device.peak_flops_per_s

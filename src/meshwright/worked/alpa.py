@@ -173,7 +173,7 @@ def pairs_of(family: str = "") -> tuple[Pair, ...]:
 
 def _plain(shape: Layout) -> bool:
     """dp, ep, tp and pp; what Alpa and the systems of its time did not have is left out."""
-    return not shape.mixed and shape.cp == 1 and not shape.sequence_parallel
+    return not shape.mixed and shape.cp == 1 and not shape.sequence_parallel and isinstance(shape.tp, int)
 
 
 def _grid(shape: Layout) -> bool:

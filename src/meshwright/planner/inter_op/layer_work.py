@@ -197,7 +197,7 @@ class LayerPrices:
         plain = msgspec.structs.replace(single, cp=1, ep=1, context="gather").is_plain
         if not plain or single.stage_sizes or batch % (single.dp * single.microbatches):
             return single
-        parts = gcd(batch, self.num_ranks // (single.tp * single.cp))
+        parts = gcd(batch, self.num_ranks // (single.feature_ranks * single.cp))
         if parts % single.ep or (parts == single.ep < single.dp):
             return single
         dp, microbatches = (parts, 1) if single.dp > single.ep else (single.ep, parts // single.ep)

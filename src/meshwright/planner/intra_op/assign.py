@@ -8,7 +8,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kind import COMPUTE, kind_of
-from meshwright.ir.layout import DATA_AXES, MIXED, SPATIAL_AXES
+from meshwright.ir.layout import DATA_AXES, FEATURE_AXES, MIXED, SPATIAL_AXES
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.placement import (
     Partial,
@@ -73,17 +73,17 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators and storage of all parameters, over the axes of ``mesh`` except ``pp``.
 
-    The axes ``dp``, ``dp_shard`` and ``ep`` split the batch only, ``cp`` the sequence only, ``tp`` any factor but the
-    batch, the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules: experts
-    are pinned on ``ep``.
+    The data axes and ``ep`` split the batch only, ``cp`` the sequence only, ``tp`` and the axes of a grid any factor
+    but the batch, the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules:
+    experts are pinned on ``ep``.
 
     Args:
         lower: makes the programs of operators, from which their costs are computed.
         microbatches: the number of micro-batches of a step.
         own_statistics: whether batch norm computes statistics from each rank's own samples.
         uses_axes: use all axes wherever possible, even if that costs time. Operators then split their batch over
-            ``dp`` and ``ep``. Matrix products split their weights over ``tp``. Products, convolutions and attention
-            split any factor over mixed axes.
+            ``dp`` and ``ep``. Matrix products split their weights over ``tp``, or over both axes of a grid. Products,
+            convolutions and attention split any factor over mixed axes.
         memory_bytes: the limit of a rank's parameters, gradients, optimizer state and activations together.
         whole: parameters that are stored whole; operators may still read parts of them.
         costs: the cost model; None: the costs of ``cluster``.
@@ -102,8 +102,8 @@ def assign(
         batch = any(graph.factor_classes[name].role == "batch" for name in names)
         if asked.get(operator.name, {}).get(axis) == letter:
             return True
-        allowed = {"dp": batch, "dp_shard": batch, "ep": batch, "cp": sequences.issuperset(names), "tp": not batch}
-        return allowed.get(axis, axis not in SPATIAL_AXES)
+        allowed = dict.fromkeys((*DATA_AXES, "ep"), batch) | dict.fromkeys(FEATURE_AXES, not batch)
+        return (allowed | {"cp": sequences.issuperset(names)}).get(axis, axis not in SPATIAL_AXES)
 
     def keeps(operator: Operator, strategy: Strategy) -> bool:
         return operator.backward or _as_asked(asked.get(operator.name, {}), strategy)
@@ -114,8 +114,8 @@ def assign(
     def merit(operator: Operator, strategy: Strategy) -> int:
         pinned = asked.get(operator.name, {})
         met = 2 * _as_asked(pinned, strategy)
-        if uses_axes and "tp" in sizes and "tp" not in pinned:
-            met += strategy.get("tp", "") in weights.get(operator.name, ())
+        for axis in [axis for axis in FEATURE_AXES if uses_axes and axis in sizes and axis not in pinned]:
+            met += strategy.get(axis, "") in weights.get(operator.name, ())
         if uses_axes and kind_of(operator) in COMPUTE:
             met += sum(bool(strategy.get(axis)) and not is_linear(strategy[axis]) for axis in free - pinned.keys())
         for axis in (*DATA_AXES, "ep") if uses_axes and not operator.prologue else ():
