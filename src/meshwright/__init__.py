@@ -12,24 +12,40 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from meshwright.api import auto_parallelize, calibrate, capture, joint, parallelize, plan, simulate, verify
+    from meshwright.api import (
+        auto_parallelize,
+        calibrate,
+        capture,
+        grid_product,
+        joint,
+        matmul,
+        parallelize,
+        plan,
+        simulate,
+        verify,
+    )
+    from meshwright.runtime.products import ShardedMatrix
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "Trainer", "auto_parallelize", "calibrate",
-    "capture", "joint", "parallelize", "plan", "simulate", "verify",
+    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix", "Trainer",
+    "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "matmul", "parallelize", "plan", "simulate",
+    "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
     "auto_parallelize": "meshwright.api",
     "calibrate": "meshwright.api",
     "capture": "meshwright.api",
+    "grid_product": "meshwright.api",
     "joint": "meshwright.api",
+    "matmul": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",
     "simulate": "meshwright.api",
     "verify": "meshwright.api",
+    "ShardedMatrix": "meshwright.runtime.products",
     "Trainer": "meshwright.runtime.trainer",
 }
 

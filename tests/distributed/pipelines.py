@@ -116,7 +116,7 @@ def possible(case: Case) -> bool:
     """Whether the schedule is defined for these counts, and the model has enough places to cut. Ranks that meet within
     a micro-batch (in tp, and in batch norm under dp) cannot be message-driven."""
     layout = case.layout
-    if layout.schedule == "message-driven" and (layout.tp > 1 or (layout.dp > 1 and case.model == "ResNet")):
+    if layout.schedule == "message-driven" and (layout.feature_ranks > 1 or (layout.dp > 1 and case.model == "ResNet")):
         return False
     stages = layout.pipeline.num_stages
     if stages > MOST_STAGES.get(case.model, stages):

@@ -14,6 +14,7 @@ from meshwright.api.machine import (
 )
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
+from meshwright.api.products import grid_product
 from meshwright.api.replicas import compare_rules_of_run
 from meshwright.api.runs import Trained, num_replica_jobs, ranks_of_replica, train, trainer_of, verify_run
 from meshwright.api.schedules import ComparedSchedules, compare_schedules_of_run
@@ -25,6 +26,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.runtime.launch import launched, launched_rank, num_devices
 from meshwright.runtime.launch_replicas import run_replicas
 from meshwright.runtime.loop import HeldOut, Progress
+from meshwright.runtime.products import matmul
 from meshwright.runtime.ranks import run_ranks
 from meshwright.runtime.restarts import Restarts
 from meshwright.runtime.verify import Verification
@@ -46,12 +48,14 @@ __all__ = [
     "cluster_names",
     "compare_rules_of_run",
     "compare_schedules_of_run",
+    "grid_product",
     "is_busy",
     "joint",
     "launched",
     "launched_rank",
     "learn_from_runs",
     "load_cluster",
+    "matmul",
     "measure_convolutions",
     "measure_machine",
     "num_devices",

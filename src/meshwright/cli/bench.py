@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from meshwright import config
-from meshwright.cli import bench_consistency, bench_convolutions, display
+from meshwright.cli import bench_consistency, bench_convolutions, bench_products, display
 from meshwright.cli.overrides import EXTRA, overridden, target_of
 from meshwright.cli.plan import run_of
 from meshwright.ir import files, units
@@ -343,7 +343,8 @@ def _help(context: typer.Context) -> None:
 
 group = typer.Typer(
     name="bench",
-    help="Measure scaling, utilization, batch sizes, codecs, consistency rules and convolutions; refuse what misleads.",
+    help="Measure scaling, utilization, batch sizes, codecs, consistency rules, convolutions, and products on grids; "
+    "refuse what misleads.",
     rich_markup_mode="rich",
 )
 group.callback(invoke_without_command=True)(_help)
@@ -353,4 +354,5 @@ group.command(context_settings=EXTRA, epilog=BATCH_SIZE_EPILOG)(batch_size)
 group.command(context_settings=EXTRA, epilog=CODEC_EPILOG)(codec)
 group.command(context_settings=EXTRA, epilog=bench_consistency.EPILOG)(bench_consistency.consistency)
 group.command(context_settings=EXTRA, epilog=bench_convolutions.EPILOG)(bench_convolutions.convolutions)
+group.command(epilog=bench_products.EPILOG)(bench_products.products)
 group.command(epilog=LINT_EPILOG)(lint)

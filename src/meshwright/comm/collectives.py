@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -26,7 +26,7 @@ HEAR_S = 1.0
 
 _Table = tuple[tuple[int, ...], ...]
 _Key = tuple[str, str, int, torch.dtype, str, int, _Table | None]
-"""Key of a kind of collective: operation, algorithm, length, dtype, reduction, root, counts of an all-to-all."""
+"""Key of a kind of collective: operation, algorithm, length, dtype, reduction, root, counts of parts."""
 
 
 class Collectives:
@@ -81,6 +81,18 @@ class Collectives:
         """Collect every rank's ``value`` in ``into``, a contiguous tensor ``[size, ...]``."""
         into[self.rank].copy_(value)
         return self._start("all_gather", algorithm, into.numel(), into.view(-1), "sum", label)
+
+    def all_gather_parts(self, memory: Tensor, counts: Sequence[int], algorithm: str = "star", label: str = "") -> Work:
+        """Collect the parts of a flat tensor in place: rank r has its ``counts[r]`` elements behind those of the ranks
+        before it. All ranks pass the same counts."""
+        return self._start("all_gather", algorithm, memory.numel(), memory, "sum", label, counts=(tuple(counts),))
+
+    def reduce_scatter_parts(
+        self, memory: Tensor, counts: Sequence[int], algorithm: str = "star", label: str = ""
+    ) -> Work:
+        """Sum a flat tensor in place: rank r ends with the sums of its ``counts[r]`` elements, which lie behind those
+        of the ranks before it. Its other elements are undefined afterwards. All ranks pass the same counts."""
+        return self._start("reduce_scatter", algorithm, memory.numel(), memory, "sum", label, counts=(tuple(counts),))
 
     def broadcast(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
         """Copy the contiguous tensor of rank ``root`` to every rank."""

@@ -77,6 +77,17 @@ def axis_groups(
     return result
 
 
+def groups_once(mesh: Mesh, rank: int) -> dict[str, AxisGroup]:
+    """The groups that ``axis_groups`` makes, made at the first call with this mesh and kept. All ranks of the world
+    must call this."""
+    world = dist.group.WORLD
+    assert world is not None
+    kept = member(world).meshes
+    if mesh not in kept:
+        kept[mesh] = axis_groups(mesh, rank)
+    return kept[mesh]
+
+
 def pipeline_group(mesh: Mesh, rank: int) -> AxisGroup:
     """The group of ``pp`` of a mesh whose stages differ: all ranks of the world (see ``AxisGroup``)."""
     world = dist.group.WORLD
@@ -272,6 +283,14 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     value = value.clone() if counts else torch.zeros_like(value)
     with blocking("all_reduce", group.name, value.nbytes):
         dist.all_reduce(value, group=process_group(group.name))
+    return value
+
+
+@naming("all ranks")
+def sum_of_all(value: Tensor) -> Tensor:
+    """Sum a tensor over all ranks of the world, in place."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
     return value
 
 

@@ -15,6 +15,7 @@ from meshwright.comm.transport.base import Channel, Trouble
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.comm.watch import Watch
+from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.schedules.collectives.choice import chosen
 
 P = ParamSpec("P")
@@ -44,7 +45,8 @@ class GroupState:
     ``watch`` measures the group's collectives if their algorithm may change. ``begun`` is the number of collectives
     begun so far. ``blocks`` is memory that results of collectives reuse. ``progress`` holds this rank's streams, which
     all groups share. ``coded`` has the last coded collective of every label. For the world only, ``has_links`` tells
-    whether any watched group spans several boxes, and ``attendance`` (set by ``attend``) tells which ranks are gone.
+    whether any watched group spans several boxes, ``attendance`` (set by ``attend``) tells which ranks are gone, and
+    ``meshes`` has the groups of meshes that are made once.
     """
 
     def __init__(self, progress: RankStreams) -> None:
@@ -56,6 +58,7 @@ class GroupState:
         self.blocks = Blocks()
         self.channels: dict[int, Channel] = {}
         self.coded: dict[str, MeasuredCoding] = {}
+        self.meshes: dict[Mesh, dict[str, AxisGroup]] = {}
         self._told: dict[tuple[str, object], str] = {}
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:

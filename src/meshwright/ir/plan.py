@@ -102,7 +102,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     forward operator (empty for the first stage). ``recompute`` names operators, or whole blocks (``blocks.3``, or
     ``blocks.*`` for all alike), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``,
     for the submesh of this stage, if the submeshes of stages differ. ``operator_algorithms`` maps an operator, also
-    with ``*`` in its name, to the text of its algorithm (``ir/operator_algorithm.py``); others run as PyTorch runs them.
+    with ``*`` in its name, to the text of its algorithm (``ir/operator_algorithm.py``); PyTorch decides for others.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.

@@ -233,13 +233,14 @@ def build(
     operation: str, algorithm: str, num_ranks: int, length: int, root: int = 0, counts: Counts | None = None
 ) -> Steps:
     """The steps of any operation over a vector of ``length`` elements, which is cut into nearly equal parts. In an
-    all-to-all each rank sends ``length`` elements, unless ``counts`` is given, as for :func:`all_to_all`."""
+    all-to-all each rank sends ``length`` elements, unless ``counts`` is given, as for :func:`all_to_all`. For an
+    all-gather or a reduce-scatter, the only row of ``counts`` has the elements of each part."""
     _check(operation, algorithm, num_ranks, length)
     parts = [end - begin for begin, end in cut((0, length), num_ranks)]
     makers: dict[str, Callable[[], Steps]] = {
         "all_reduce": lambda: all_reduce(algorithm, num_ranks, length),
-        "reduce_scatter": lambda: reduce_scatter(algorithm, parts),
-        "all_gather": lambda: all_gather(algorithm, parts),
+        "reduce_scatter": lambda: reduce_scatter(algorithm, counts[0] if counts else parts),
+        "all_gather": lambda: all_gather(algorithm, counts[0] if counts else parts),
         "reduce": lambda: reduce(algorithm, num_ranks, length, root),
         "broadcast": lambda: broadcast(algorithm, num_ranks, length, root),
         "gather": lambda: gather(algorithm, parts, root),

@@ -1,0 +1,67 @@
+"""The memory of a product on a grid: the words that a rank holds, and the panels that keep them within a limit."""
+
+import msgspec
+
+from meshwright.schedules.products.grid import DIMS, Operand, ProductPlan
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """The words that the busiest rank holds: ``fixed``, and for each unit of the largest panel ``each``. With more than
+    one panel, the next is exchanged during a product, so that two are held."""
+
+    fixed: int
+    each: int
+
+    def words(self, width: int, panels: int) -> int:
+        """The words with panels of ``width`` units."""
+        return self.fixed + self.each * width * (2 if panels > 1 else 1)
+
+
+def needs(plan: ProductPlan, *, gradients: bool = False) -> Needs:
+    """Upper limit on the words of all operands on a rank, by its largest blocks: the stored parts, and buffers for the
+    blocks and panels that are not its own. Buffers in the transport are not counted.
+
+    ``gradients``: in the backward products, which hold A, B, the three gradients, and buffers for all of them. They
+    never hold less than the forward product.
+    """
+    stored = {operand: _largest_part(plan, operand) for operand in DIMS}
+    fixed, each = sum(stored.values()), 0
+    uses: list[Operand] = [*DIMS]
+    if gradients:
+        fixed += stored["a"] + stored["b"]
+        uses += ["a", "b"]
+    for operand in uses:
+        if plan.sharing(operand) == 1:
+            continue
+        divided = plan.largest(plan.cut_dim(operand))
+        if operand == plan.stationary:
+            fixed += divided * plan.largest(plan.other_dim(operand))
+        else:
+            each += divided
+    return Needs(fixed, each)
+
+
+def peak_words(plan: ProductPlan, *, gradients: bool = False) -> int:
+    """Upper limit on the words that a rank holds at once; with ``gradients``, also in the backward products."""
+    width = -(-plan.largest(plan.over) // plan.panels)
+    return needs(plan, gradients=gradients).words(width, plan.panels)
+
+
+def fewest_panels(plan: ProductPlan, memory_words: float, *, gradients: bool = False) -> int:
+    """The fewest panels with which a rank holds at most ``memory_words``; 0 if no number of panels fits."""
+    required, length = needs(plan, gradients=gradients), plan.largest(plan.over)
+    if required.words(length, 1) <= memory_words:
+        return 1
+    width = int((memory_words - required.fixed) // (2 * required.each)) if required.each else 0
+    return -(-length // width) if width > 0 else 0
+
+
+def least_words(plan: ProductPlan, *, gradients: bool = False) -> int:
+    """The least memory in which some number of panels fits."""
+    required, length = needs(plan, gradients=gradients), plan.largest(plan.over)
+    return min(required.words(length, 1), required.words(1, 2))
+
+
+def _largest_part(plan: ProductPlan, operand: Operand) -> int:
+    divided, other = plan.largest(plan.cut_dim(operand)), plan.largest(plan.other_dim(operand))
+    return -(-divided // plan.sharing(operand)) * other
