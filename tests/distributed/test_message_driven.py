@@ -62,6 +62,11 @@ def test_losses_and_values_are_those_of_1f1b_bit_for_bit(ranks: Ranks, pp: int, 
         assert live == report.ranks[rank].live_activations <= (LIMIT[pp] if rank < pp - 1 else 1)
 
 
+def test_a_limit_of_its_own_is_kept(ranks: Ranks) -> None:
+    layout = mw.Layout(pp=3, microbatches=8, schedule="message-driven", in_flight=2)
+    assert [live for _, _, _, live in ranks(3, trained, layout, 2)] == [2, 2, 1]
+
+
 @pytest.mark.parametrize("dp", [{"dp": 2}, {"dp": 2, "zero": 2}])
 def test_replicas_of_a_stage_may_differ_in_their_order(ranks: Ranks, dp: dict[str, int]) -> None:
     layout = mw.Layout(pp=2, microbatches=4, **dp)  # type: ignore[arg-type]

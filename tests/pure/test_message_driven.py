@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from meshwright.cost.memory import in_flight
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Communicate, Compute, StageWork, StepWork
-from meshwright.errors import MeshwrightError, ScheduleError
+from meshwright.errors import LayoutError, MeshwrightError, ScheduleError
+from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.schedule import Action, ActionKind, ActionList, Schedule
 from meshwright.ir.trace import Trace
@@ -35,8 +35,7 @@ TRIED = settings(max_examples=60, deadline=None)
 
 
 def limited(num_ranks: int, num_microbatches: int, limit: int) -> Schedule:
-    schedule = training_schedule("message-driven", num_ranks, num_microbatches)
-    return msgspec.structs.replace(schedule, in_flight=limit) if num_ranks > 1 else schedule
+    return training_schedule("message-driven", num_ranks, num_microbatches, in_flight=limit)
 
 
 def executed(trace: Trace, num_ranks: int) -> Schedule:
@@ -165,9 +164,7 @@ def test_contention_changes_nothing_where_links_are_not_shared() -> None:
 
 
 def mean_s(name: str, jitter: float, limit: int = 0) -> float:
-    schedule = training_schedule(name, 4, 16)
-    if limit:
-        schedule = msgspec.structs.replace(schedule, in_flight=limit)
+    schedule = training_schedule(name, 4, 16, in_flight=limit)
     return sum(played(schedule, jitter=jitter, seed=seed).step_s for seed in range(40)) / 40
 
 
@@ -228,3 +225,20 @@ def test_built_schedules_say_their_limit() -> None:
     assert build("message-driven", 4, 8).in_flight == 8
     assert training_schedule("message-driven", 4, 8).in_flight == 8
     assert build("1f1b", 4, 8).in_flight == 0
+    assert limited(4, 8, 5).in_flight == 5
+    assert_obeys(
+        Schedule.of("drawn", [[a for a in actions if a.kind.computes] for actions in limited(4, 8, 3).ranks]), 3, 8
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, in_flight=4),
+        Layout(in_flight=4, schedule="message-driven"),
+        Layout(pp=2, in_flight=-1, schedule="message-driven"),
+    ],
+)
+def test_a_limit_without_the_rule_is_refused(layout: Layout) -> None:
+    with pytest.raises(LayoutError, match=f"in_flight={layout.in_flight} with schedule '{layout.schedule}'"):
+        layout.resolved(layout.pp)

@@ -78,6 +78,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The number of equal parts of the batch that run one after the other. Their gradients are accumulated."""
     schedule: ScheduleName = "1f1b"
     """The order of the micro-batches in a pipeline."""
+    in_flight: int = 0
+    """The largest number of micro-batches between forward and backward on a rank, under the schedule
+    ``message-driven``; 0: 2 pp. More of them bridge longer delays, and need more memory."""
     chunks: int = 1
     """The number of stages on every pipeline rank. More than 1 needs the schedule ``interleaved``; ``zb-v`` and
     ``dualpipe-v`` need 2."""
@@ -260,6 +263,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if getattr(self, name) < 1:
                 yield "layout", f"{name}={getattr(self, name)}", "give 1 or more"
         pp = sizes["pp"]
+        if self.in_flight and (self.in_flight < 0 or self.schedule != "message-driven" or pp == 1):
+            problem = f"in_flight={self.in_flight} with schedule {self.schedule!r} and pp={pp}"
+            yield "layout", problem, "give 0, or 1 or more with pp of 2 or more and schedule='message-driven'"
         problem = f"chunks={self.chunks} with schedule {self.schedule!r} and pp={pp}"
         if self.chunks > 1 and (self.schedule not in CHUNKED or pp == 1):
             named = self.schedule if self.schedule in V_SHAPED else "interleaved"
@@ -385,6 +391,7 @@ def layout_text(layout: Layout) -> str:
         (layout.precision, layout.precision),
         (layout.microbatches > 1, f"{layout.microbatches} micro-batches"),
         (layout.pp > 1, layout.schedule),
+        (layout.in_flight, f"{layout.in_flight} in flight"),
         (layout.chunks > 1, f"{layout.chunks} chunks"),
         (
             layout.stage_sizes,

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
+import msgspec
+
 from meshwright.errors import Problem, ScheduleError, refuse
 from meshwright.ir import files
 from meshwright.ir.pipeline import CHUNKED, V_SHAPED, Pipeline
 from meshwright.ir.plan import Plan
 from meshwright.ir.schedule import Action, ActionKind, Schedule
-from meshwright.schedules.message_driven import most_in_flight, ordered
+from meshwright.schedules.message_driven import most_in_flight, ordered, reordered
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.timing import Costs
 
@@ -270,10 +272,17 @@ def least_microbatches(name: str, num_ranks: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def training_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def training_schedule(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, in_flight: int = 0
+) -> Schedule:
     """The schedule ``name`` of a training step, with its communication and the reduction of gradients. One rank has the
-    schedule ``none``."""
+    schedule ``none``. ``in_flight``: the limit of a message-driven schedule, if it is not that of ``build``."""
     schedule = build(name if num_ranks > 1 else "none", num_ranks, num_microbatches, num_chunks)
+    if in_flight:
+        costs = Costs()
+        schedule = reordered(
+            msgspec.structs.replace(schedule, in_flight=in_flight), lambda action: costs.of(action.kind)
+        )
     return add_reduction(add_communication(schedule, built=True))
 
 
@@ -282,4 +291,6 @@ def schedule_of(plan: Plan, *, backward: bool = True) -> Schedule:
     forwards."""
     if not backward:
         return forwards(plan.pipeline, plan.microbatches)
-    return training_schedule(plan.schedule, plan.pipeline.num_ranks, plan.microbatches, plan.chunks)
+    return training_schedule(
+        plan.schedule, plan.pipeline.num_ranks, plan.microbatches, plan.chunks, plan.layout.in_flight
+    )

@@ -48,7 +48,7 @@ def periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
     long = pp > 1 and m > LONG * pp
     rounds = 3 if layout.schedule in ("zb-h2", "zb-v", "dualpipe-v") else 2
     numbers = (rounds * pp, (rounds + 1) * pp) if long else (m, m)
-    few, more = (training_schedule(layout.schedule, pp, number, layout.chunks) for number in numbers)
+    few, more = (training_schedule(layout.schedule, pp, number, layout.chunks, layout.in_flight) for number in numbers)
     return few, more, m / pp - rounds if long else 0.0
 
 

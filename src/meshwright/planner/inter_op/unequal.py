@@ -178,7 +178,8 @@ class UnequalStages:
             step_s = simulated_s(layout, work, self.cluster)
         except ScheduleError:
             return None
-        memory = peak_memory(work, training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
+        schedule = training_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks, layout.in_flight)
+        memory = peak_memory(work, schedule)
         if not self._fits(memory, layout):
             return None
         return Option(
