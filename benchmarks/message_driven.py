@@ -1,0 +1,91 @@
+"""Does a message-driven pipeline bridge jitter, as simulated? p = 4, m = 16. `python -m benchmarks.message_driven`.
+
+Every rank is a process with the executor, the channels and the schedule of training; its stage's functions sleep for
+times that jitter draws, so that 4 ranks run on 2 cores. Schedules take turns and meet the same draws. A busy machine
+wakes sleepers late: all schedules then take longer than simulated.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.emulation import CLUSTER
+from benchmarks.report import alone, at_most, ms
+from meshwright.cost.work import Compute, StageWork, StepWork
+from meshwright.emulation.devices import emulate
+from meshwright.emulation.stages import EmulatedStage, emulated_stages
+from meshwright.ir.mesh import Mesh
+from meshwright.ir.result import Check, Finding
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.statistics import ratio
+from meshwright.runtime import launch
+from meshwright.runtime.ranks import run_ranks
+from meshwright.schedules.pipeline import training_schedule
+from meshwright.simulate.engine import play
+from meshwright.simulate.faults import Faults
+
+RANKS, MICROBATCHES, ROUNDS, STEPS, JITTER, FASTER = 4, 16, 7, 4, 0.3, 0.97
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "message-driven")
+SECONDS = {"F": 10e-3, "B": 20e-3, "I": 10e-3, "W": 10e-3}
+STAGE = StageWork(
+    pieces={kind: (Compute(kind, seconds),) for kind, seconds in SECONDS.items()},
+    sent_up_bytes=10**5,
+    sent_down_bytes=10**5,
+)
+WORK, MESH = StepWork((STAGE,) * RANKS), Mesh.of(pp=RANKS)
+
+
+def on_a_rank(stages: tuple[EmulatedStage, ...], schedule: Schedule, faults: Faults) -> list[float]:
+    """The seconds of each step; on rank 0, of all ranks together."""
+    launch.start("cpu")
+    return [trace.duration_s for trace in emulate(stages, schedule, STEPS, faults)]
+
+
+def measured_s(schedule: Schedule, faults: Faults) -> float:
+    """The mean of some steps on ranks."""
+    stages = emulated_stages(WORK, MESH, CLUSTER, schedule)
+    with tempfile.TemporaryDirectory() as directory:
+        return statistics.fmean(
+            run_ranks(on_a_rank, stages, schedule, faults, num_ranks=RANKS, directory=Path(directory))
+        )
+
+
+def findings() -> list[Finding]:
+    """With and without a slow rank: how much faster than 1f1b the step is, simulated and on ranks."""
+    found: list[Finding] = []
+    schedules = {name: training_schedule(name, RANKS, MICROBATCHES) for name in SCHEDULES}
+    for slow in ({}, {RANKS // 2: 1.3}):
+        rounds = [Faults(jitter=JITTER, seed=number, slow=slow) for number in range(ROUNDS)]
+        many = [Faults(jitter=JITTER, seed=number, slow=slow) for number in range(100)]
+        simulated = {
+            name: statistics.fmean(play(schedule, WORK, MESH, CLUSTER, faults=faults).step_s for faults in many)
+            for name, schedule in schedules.items()
+        }
+        steps = {name: list[float]() for name in SCHEDULES}
+        for faults in rounds:
+            for name, schedule in schedules.items():
+                steps[name].append(measured_s(schedule, faults))
+        found_ratio = ratio(steps["message-driven"], steps["1f1b"])
+        means = ", ".join(
+            f"{name} {ms(statistics.median(steps[name]))} (simulated {ms(simulated[name])})" for name in SCHEDULES
+        )
+        what = f", rank {RANKS // 2} 1.3x slower" if slow else ""
+        verdict = at_most(found_ratio, FASTER)
+        found.append(
+            Check(
+                target=f"emulated devices, p = {RANKS}, m = {MICROBATCHES}, jitter {JITTER}{what}: "
+                f"a message-driven step takes at most {FASTER} of 1f1b's",
+                verdict=verdict,
+                measured=f"{found_ratio}; simulated {simulated['message-driven'] / simulated['1f1b']:.3f}; {means}",
+                passed=int(verdict == "pass"),
+                total=1,
+                notes={"seconds": steps, "load_before": os.getloadavg()[0]},
+            )
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(alone(findings()))
