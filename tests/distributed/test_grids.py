@@ -24,7 +24,12 @@ from tests.distributed.oracle import Subject
 from tests.distributed.pool import Ranks
 
 STEPS = 5
-MODELS = {"MLP": oracle.mlp, "GPT": lambda ragged: oracle.gpt(ragged, tied=False)}
+MODELS = {
+    "MLP": oracle.mlp,
+    "GPT": lambda ragged: oracle.gpt(ragged, tied=False),
+    "GPT, large vocabulary": lambda ragged: oracle.gpt(ragged, vocabulary=oracle.LARGE_VOCABULARY),
+    "ResNet": oracle.resnet,
+}
 
 
 def grids(ranks: int) -> list[tuple[int, int, int]]:
@@ -34,7 +39,10 @@ def grids(ranks: int) -> list[tuple[int, int, int]]:
 
 
 CASES = [
-    *((name, {"tp": grid}) for name in MODELS for ranks in (2, 4) for grid in grids(ranks)),
+    *((name, {"tp": grid}) for name in ("MLP", "GPT") for ranks in (2, 4) for grid in grids(ranks)),
+    *(("MLP", {"tp": grid}) for grid in grids(3)),
+    *(("GPT, large vocabulary", {"tp": grid}) for grid in [(2, 2, 1), (1, 2, 2), (2, 1, 2)]),
+    ("ResNet", {"tp": (2, 1, 2)}),
     ("MLP", {"dp": 2, "tp": (2, 1, 1)}),
     ("GPT", {"dp": 2, "tp": (1, 2, 1), "zero": 1}),
     ("GPT", {"dp": 2, "tp": (2, 1, 1), "zero": 3}),
@@ -73,6 +81,27 @@ def test_training_on_a_grid_equals_one_process(ranks: Ranks, name: str, sizes: d
         assert found.error <= oracle.TOLERANCE, found
         assert found.moved > 1e-3, "the parameters were trained"
         assert found.num_split, "parameters lie in parts"
+
+
+def evaluate(layout: Layout) -> list[float]:
+    """Losses of an evaluation of the whole batch, and of a ragged one, after a step; then those of one process."""
+    subject, serial = subject_of("GPT"), subject_of("GPT")
+    trainer = mw.parallelize(
+        subject.model, subject.loss_fn, subject.batches[0], plan=layout, optimizer=oracle.OPTIMIZERS["SGD"]
+    )
+    trainer.step(subject.batches[0])
+    oracle.in_one_process(replace(serial, batches=serial.batches[:1]), oracle.OPTIMIZERS["SGD"])
+    ragged = {name: value[:5] for name, value in serial.batches[1].items()}
+    found = [float(trainer.evaluate(batch)) for batch in (serial.batches[1], ragged)]
+    with torch.no_grad():
+        plain = [serial.loss_fn(serial.model.eval(), batch) for batch in (serial.batches[1], ragged)]
+    return [*found, *(float(loss[0] if isinstance(loss, tuple) else loss) for loss in plain)]
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 2), (2, 2, 1)], ids=str)
+def test_evaluations_on_a_grid_equal_one_process(ranks: Ranks, grid: tuple[int, int, int]) -> None:
+    for whole, ragged, *plain in ranks(4, evaluate, Layout(tp=grid), timeout=300):
+        assert [whole, ragged] == pytest.approx(plain, rel=oracle.TOLERANCE)
 
 
 # --- AxoNN's placement, by pins ---------------------------------------------------------------------------------------
@@ -247,6 +276,18 @@ def test_the_lowered_program_moves_the_words_of_the_formula(grid: tuple[int, int
     (program,) = PlanLowering(graph)(plan)
     found = received(program)
     assert any(found == pytest.approx(formula(grid, dp, kept, again)) for again in (False, True)), found
+
+
+def test_weight_gradients_are_computed_while_input_gradients_are_summed() -> None:
+    graph = dense_graph()
+    (program,) = PlanLowering(graph)(mw.plan(graph, layout=alternating(graph, (2, 2, 1))))
+    nodes = next(phase.nodes for phase in program.phases if phase.name == "backward")
+    between = []
+    for begin, node in enumerate(nodes):
+        if node.starts is not None and node.starts.axis in ("tx", "ty"):
+            end = next(index for index, other in enumerate(nodes) if other.waits == node.name)
+            between.append([other.operator for other in nodes[begin:end] if "aten.mm" in other.target])
+    assert between == [["products.2:mm#1"], ["products.1:mm#1"]]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from meshwright.ir.mesh import members
 from meshwright.ops import collectives
 
 aten = torch.ops.aten
+_VIEWS = (
+    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
+)  # fmt: skip
 
 
 def prefetch(graph: fx.Graph) -> None:
@@ -57,28 +60,40 @@ def sink_waits(graph: fx.Graph) -> None:
 
 
 def start_early(graph: fx.Graph) -> None:
-    """Start the sums over the axes of a grid as soon as their terms are computed. So the gradient of a product's weight
-    is computed while the gradient of its input is summed.
+    """Compute the terms of sums over the axes of a grid as early as possible, and start the sums at once. So the
+    gradient of a product's weight is computed while the gradient of its input is summed.
 
-    gx = mm(gy, w)                                    gx = mm(gy, w)
-    gw = mm(x, gy)                        becomes     s  = all_reduce_start(gx)
+    gw = mm(x, gy)                                    gx = mm(gy, w)
+    gx = mm(gy, w)                        becomes     s  = all_reduce_start(gx)
     gx = wait(all_reduce_start(gx))                   gw = mm(x, gy)
                                                       gx = wait(s)
     """
+    place = {node: float(index) for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not collectives.ALL_REDUCE:
             continue
         if {*members(str(node.args[2]))}.isdisjoint(("tx", "ty")):
             continue
-        moved, term = [node], node.args[0]
+        moved, own, term = [node], True, node.args[0]
         assert isinstance(term, fx.Node)
-        if term.target is aten.clone.default and len(term.users) == 1:
-            moved, term = [term, node], term.args[0]
-            assert isinstance(term, fx.Node)
-        own = len(moved) > 1 or len(term.users) == 1  # nobody reads the memory in which the sum is made
-        if own and term.target is aten.mm.default:
-            for each in reversed(moved):
-                term.append(each)
+        while term.target in (aten.clone.default, *_VIEWS) and isinstance(term.args[0], fx.Node):
+            own = own and len(term.users) == 1
+            moved.append(term)
+            term = term.args[0]
+        # a sum is made in the memory of its term, which nobody else may read
+        own = own and (len(term.users) == 1 or any(each.target is aten.clone.default for each in moved))
+        if not own or term.target is not aten.mm.default:
+            continue
+        moved.append(term)
+        moved += [operand for operand in term.all_input_nodes if operand.target in _VIEWS]
+        inputs = {source for each in moved for source in each.all_input_nodes} - {*moved}
+        last = max(inputs, key=place.__getitem__)
+        if last.op != "call_function":
+            continue
+        first = sorted((each for each in moved if place[each] > place[last]), key=place.__getitem__)
+        for number, each in enumerate(reversed(first)):
+            last.append(each)
+            place[each] = place[last] + (len(first) - number) / (2 * len(place) * (len(place) + 1))
 
 
 def join_returned(graph: fx.Graph, returned: Collection[fx.Node], device: torch.device) -> dict[fx.Node, fx.Node]:

@@ -84,14 +84,17 @@ def large_runs() -> Iterator[Line]:
         found = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, grids="only").options
         best, *others = sorted((_recomputing(option, cluster) for option in found), key=lambda option: option.step_s)
         other = next(option for option in others if option.setup.grid[:2] != best.setup.grid[:2])
-        flops_per_s = executed_flops(best.setup) / best.step_s
+        software = msgspec.structs.replace(cluster.software, hidden=0.0)
+        alone = estimate_step(best.setup, msgspec.structs.replace(cluster, software=software)).step_s
+        at_peak_s = executed_flops(best.setup) / (devices * cluster.device.peak("bfloat16"))
         yield predicted(
             claim,
             percent,
-            100 * flops_per_s / (devices * cluster.device.peak("bfloat16")),
+            100 * at_peak_s / best.step_s,
             POINTS,
             f"{best.text}, recomputed FLOPs counted as there; with other divisions of features, {other.text} is the "
-            f"next: {other.slower_than(best)}; no run on {cluster.device.name} was compared before",
+            f"next: {other.slower_than(best)}; if gathers of weights overlapped nothing, "
+            f"{100 * at_peak_s / alone:.1f} %; no run on {cluster.device.name} was compared before",
         )
 
 
