@@ -25,6 +25,7 @@ def test_products_are_timed_beside_the_bound(capsys: pytest.CaptureFixture[str])
     for each in compared:
         m, k, n = map(int, each.target.partition(":")[0].split("x"))
         assert {"1d-column", "1d-row", "chosen"} <= set(each.series)
+        m, k, n = map(int, each.target.partition(":")[0].split("x"))
         for row in each.notes.values():
             assert row["peak_words"] <= row["planned_words"]
             assert row["bound_words"] == round(lower_bound(m, k, n, 2))
@@ -41,7 +42,7 @@ def test_shapes_have_the_flops_of_the_square() -> None:
     ("arguments", "words"),
     [
         (["--shape", "round"], "--shape round"), (["--sides", "x"], "--sides"),
-        (["--ranks", "3", "--boxes", "2"], "3 ranks in 2 boxes"),
+        (["--ranks", "1"], "--ranks"), (["--ranks", "3", "--boxes", "2"], "3 ranks in 2 boxes"),
         (["--sides", "32", "--ranks", "2", "--memory", "10"], "hold no plan"),
     ],
 )  # fmt: skip

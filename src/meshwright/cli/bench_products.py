@@ -29,7 +29,7 @@ words that some rank must receive, and the time of the local products alone. Emu
 def products(
     shape: str = typer.Option("square", help=f"The shape of the products: {', '.join(SHAPES)}."),
     sides: str = typer.Option("256,512,1024", help="Sides of square products with as many FLOPs."),
-    ranks: int = typer.Option(4, min=1, help="Ranks that work together."),
+    ranks: int = typer.Option(4, min=2, help="Ranks that work together."),
     boxes: int = typer.Option(1, min=1, help="Emulated boxes among which the ranks are divided."),
     gbit: float = typer.Option(1.0, help="The rate of the links between boxes, in Gbit/s."),
     memory: float = typer.Option(0.0, min=0.0, help="The most words that a rank may hold; 0: no limit."),
