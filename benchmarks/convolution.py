@@ -34,7 +34,7 @@ from meshwright.cost.closed_form import Predicted, predict_step
 from meshwright.cost.optimizer import SGD
 from meshwright.ir.graph import Graph
 from meshwright.ir.kind import COMPUTE, kind_of
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import AlexNet, GoogLeNet, ResNet, UNet, WideResNet, classification_loss, segmentation_loss

@@ -31,7 +31,7 @@ from meshwright.cost.optimizer import MOMENTUM
 from meshwright.cost.program import stage_held, step_work
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Finding
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import gpt_s, language_model_loss

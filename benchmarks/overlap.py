@@ -23,7 +23,7 @@ from benchmarks.prediction import MODELS, calibrated
 from benchmarks.report import alone, at_most, ms, new_run
 from meshwright.emulation.network import run_in_boxes, why_not
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Duration, Finding, Series
 from meshwright.ir.statistics import median
 from meshwright.ir.summary import summarize

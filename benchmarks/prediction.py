@@ -25,7 +25,7 @@ from benchmarks.report import at_most, ms, new_run, show
 from meshwright.bench.repeat import alternate
 from meshwright.cost.optimizer import ADAMW, MOMENTUM, OptimizerCost
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Finding, PredictedTime, Series, Settings
 from meshwright.ir.statistics import median as estimated_median
 from meshwright.ir.statistics import ratio

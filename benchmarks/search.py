@@ -37,7 +37,7 @@ from meshwright.cost.optimizer import ADAMW
 from meshwright.garbage import nothing_collected
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Comparison, Duration, Finding, Series, Settings
 from meshwright.ir.statistics import median, ratio
 from meshwright.lower.plans import PlanLowering

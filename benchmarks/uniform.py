@@ -34,7 +34,7 @@ from benchmarks.enumeration import Uniform
 from benchmarks.search import of_tokens
 from meshwright.ir.cluster import Cluster, Member
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss

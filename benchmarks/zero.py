@@ -34,7 +34,7 @@ from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import stage_held, step_work
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.result import Check, Finding, Settings
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from tests.distributed import oracle
 from tests.distributed.oracle import BATCH, STEPS, Subject
 

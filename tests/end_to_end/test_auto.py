@@ -23,7 +23,8 @@ from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
 from meshwright.errors import ClusterError, LayoutError, MeshwrightError, PlanError
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES, layout_text
+from meshwright.ir.layout import RECOMPUTE, ZERO_STAGES
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering

@@ -21,7 +21,7 @@ from meshwright.ir.cluster import Cluster, CodecTiming
 from meshwright.ir.codec import CANDIDATES, codec_of
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.plan import Coding, Plan
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.run import RunLayout

@@ -22,7 +22,8 @@ from meshwright.cost.program import step_work
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import RECOMPUTE, layout_text
+from meshwright.ir.layout import RECOMPUTE
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.program import Program
 from meshwright.ir.stages import cut
 from meshwright.lower.plans import PlanLowering

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.models import MLP, ResNet, classification_loss
 
 SAMPLES = {"inputs": torch.zeros(8, 6), "label": torch.zeros(8, dtype=torch.int64)}

@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import meshwright as mw
 from meshwright.capture import builder
 from meshwright.errors import LayoutError
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import misfit
 from meshwright.lower.planned_graph import PlannedGraph

@@ -19,7 +19,7 @@ from meshwright.cli.display import INTERRUPTED
 from meshwright.errors import ClusterError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.plan import Prediction
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.data_limits import DataLimit, data_limits

@@ -20,7 +20,7 @@ from meshwright.ir.cluster import Cluster, Level, Member
 from meshwright.ir.device import Device
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of, stage_cluster
 from meshwright.ir.program import Program
 from meshwright.lower.plans import PlanLowering

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from meshwright.errors import LayoutError
-from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.layout import Layout
+from meshwright.ir.layout_text import layout_text
 
 
 def test_the_text_says_that_parameters_differ_in_their_zero_stage() -> None:

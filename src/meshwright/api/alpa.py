@@ -12,7 +12,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.garbage import nothing_collected
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss
 from meshwright.planner.layout_search import Search

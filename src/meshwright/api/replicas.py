@@ -8,7 +8,8 @@ from meshwright.api.planned_runs import CPU, cluster_of, planned
 from meshwright.api.plans import simulate
 from meshwright.errors import LayoutError
 from meshwright.ir.consistency import Sync, consistency_of
-from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.layout import Layout
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.run import Run
 from meshwright.planner.replicas import RuleComparison, compare_rules, replica_step
 from meshwright.schedules.replicas import all_ranks, of_replica, server_ranks

@@ -9,7 +9,7 @@ from meshwright.api.machine import known_cluster
 from meshwright.api.planned_runs import CPU, captured
 from meshwright.api.plans import plan
 from meshwright.errors import ClusterError, LayoutError
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.run import Run
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.data_limits import DataLimit, data_limits

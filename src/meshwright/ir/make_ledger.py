@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import Problem, TraceError, refuse
 from meshwright.ir.codec_use import CodecUse
 from meshwright.ir.interval import step_deviation
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.ledger import Ledger, RankEntry
 from meshwright.ir.plan import Plan
 from meshwright.ir.summary import RankTimes, exposed_share, summarize

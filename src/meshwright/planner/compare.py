@@ -13,7 +13,8 @@ from meshwright.cost.work import Communicate, Piece, StepWork
 from meshwright.errors import ClusterError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import RECOMPUTE, Layout, layout_text
+from meshwright.ir.layout import RECOMPUTE, Layout
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.plan import Alternative, Plan
 from meshwright.ir.program import Lower
 from meshwright.ir.schedule import ActionKind, Schedule

@@ -19,7 +19,8 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout, layout_text
+from meshwright.ir.layout import Layout
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower

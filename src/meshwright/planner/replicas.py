@@ -11,7 +11,7 @@ from meshwright.errors import DataError, LayoutError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.consistency import Consistency, DiLoCo, ElasticAverage, Local, Sync, consistency_of
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.placement import is_split
 from meshwright.ir.plan import Alternative, Note, Plan
 from meshwright.schedules.replicas import of_replica, server_ranks

@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.cost.occupancy import room_of
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import layout_text
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of, pools_of
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only, divisors

@@ -12,7 +12,8 @@ from meshwright.cost.occupancy import RankMemory, peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, layout_text
+from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
+from meshwright.ir.layout_text import layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
