@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution matrix clean
+.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench-large-batch: $(STAMP) ## train with batches of 8 and 256 over equal epochs
 
 bench-convolution: $(STAMP) ## images cut over ranks: parity, plans for 8 devices, speed and memory of a stack of 3x3 convolutions
 	@$(BIN)/python -m benchmarks.convolution
+
+bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eighth of the workspace of convolutions, beside eager PyTorch
+	@$(BIN)/python -m benchmarks.convolution_algorithms
 
 matrix: $(STAMP) ## check every combination of techniques, and every model under every layout, against one process
 	@rc=0; for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc

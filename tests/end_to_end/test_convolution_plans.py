@@ -12,6 +12,7 @@ import torch
 
 import meshwright as mw
 from meshwright.api.times import load_times, times_file
+from meshwright.cli import run as cli
 from meshwright.cost.program import step_work
 from meshwright.cost.scratch import scratch_bytes
 from meshwright.errors import ClusterError, LayoutError, PlanError
@@ -233,3 +234,22 @@ def test_a_plan_that_reads_the_table_trains_to_the_same_numbers() -> None:
     assert trainer.plan.stage.operator_algorithms
     assert all(parse(text) for text in trainer.plan.stage.operator_algorithms.values())
     assert oracle.compared(before, expected, found, trainer).error <= oracle.TOLERANCE
+
+
+def test_the_command_line_limits_measures_and_reads_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.shape", "[3, 8, 8]", "--model.width", "4", "--data.batch_size", "4", "--dp", "1"]
+    assert cli(["plan", "resnet", "--workspace", "8KiB", *small, "--output", "plan.json"]) == 0
+    assert " of workspace, " in capsys.readouterr().out
+    assert files.load("plan.json", mw.Plan).layout.workspace_bytes == 8192
+    assert cli(["plan", "resnet", "--workspace", "1KiB", *small]) == 2
+    assert "bytes of workspace" in capsys.readouterr().err
+    assert cli(["bench", "convolutions", *small[:-2], "--layout.dp", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "forward: 3 channels of 8x8 -> 4 filters of 3x3, stride 1" in text
+    assert times_file().name in text.replace("\n", "")
+    assert len({timing.sizes.direction for timing in load_times(times_file()).timings}) == 3
+    assert cli(["plan", "resnet", "--workspace", "8KiB", *small]) == 0
+    assert " measured" in capsys.readouterr().out

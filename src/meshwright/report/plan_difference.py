@@ -58,6 +58,11 @@ def _differences(old: Plan, new: Plan) -> Iterator[Difference]:
             (f"stage {index} begins at", before.first or "the beginning", after.first or "the beginning"),
             (f"stage {index} recomputes", _listed(before.recompute), _listed(after.recompute)),
             (f"stage {index} algorithms", _words(before.algorithms), _words(after.algorithms)),
+            (
+                f"stage {index} algorithms of operators",
+                _words(before.operator_algorithms),
+                _words(after.operator_algorithms),
+            ),
             (f"stage {index} reduces every micro-batch", _listed(before.gradients), _listed(after.gradients)),
             (f"stage {index} frees after each use", _listed(before.released), _listed(after.released)),
         ]

@@ -17,9 +17,10 @@ from meshwright.ir.operator_algorithm import NATIVE, piece_sizes
 from meshwright.ops import convolution_algorithms
 from meshwright.runtime.machine import machine_name
 
-LAPS = 7
+LAPS = 5
 TOO_SLOW = 4.0
-"""An algorithm that takes longer than PyTorch's own by this factor in its second call is not measured further."""
+"""An algorithm that takes longer than PyTorch's own by this factor in its second call, and needs no less workspace, is
+not measured further."""
 LEAST_S = 2e-3
 """Short calls are repeated until they take as long as this together."""
 
@@ -39,14 +40,17 @@ class _Timed(NamedTuple):
     taken: list[float]
 
 
-def measure(every: Iterable[ConvolutionSizes], advance: Callable[[str], None] = lambda what: None) -> AlgorithmTimes:
-    """The times of all algorithms that serve the convolutions, on the threads that PyTorch uses now. ``advance`` is
-    called with a text before each convolution. Convolutions that only PyTorch's own algorithm serves are left out."""
+def measure(
+    every: Iterable[ConvolutionSizes], advance: Callable[[str], None] = lambda what: None, laps: int = LAPS
+) -> AlgorithmTimes:
+    """The times of all algorithms that serve the convolutions, on the threads that PyTorch uses now. Every call is
+    timed ``laps`` times. ``advance`` is called with a text before each convolution. Convolutions that only
+    PyTorch's own algorithm serves are left out."""
     timings: list[AlgorithmTiming] = []
     for sizes in every:
         if len(algorithms_of(sizes)) > 1 and sizes.samples:
             advance(text_of_sizes(sizes))
-            timings += _measured(sizes)
+            timings += _measured(sizes, laps)
     return AlgorithmTimes(
         machine=machine_name(), torch=str(torch.__version__), threads=torch.get_num_threads(),
         time_s=round(time.time()), timings=tuple(timings),
@@ -61,7 +65,7 @@ def text_of_sizes(sizes: ConvolutionSizes) -> str:
 
 
 @torch.no_grad()
-def _measured(sizes: ConvolutionSizes) -> list[AlgorithmTiming]:
+def _measured(sizes: ConvolutionSizes, laps: int) -> list[AlgorithmTiming]:
     dtype = getattr(torch, sizes.dtype)
     generator = torch.Generator().manual_seed(0)
     images, weight, grad = (
@@ -79,7 +83,7 @@ def _measured(sizes: ConvolutionSizes) -> list[AlgorithmTiming]:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     run, timed = _CALLS[sizes.direction], list[_Timed]()
     for samples in reversed(piece_sizes(sizes.samples)):
-        of_native = 0.0
+        of_native, of_piece = 0.0, 0
         for name in algorithms_of(sizes):  # PyTorch's own is the first
             for piece in (False, True) if name == NATIVE else (False,):
                 text = f"1x{samples} {name}" if piece else name
@@ -93,10 +97,12 @@ def _measured(sizes: ConvolutionSizes) -> list[AlgorithmTiming]:
                 call()
                 second = max(clock() - begin, 1e-7)
                 of_native = of_native or second
-                if second <= TOO_SLOW * of_native:
+                needs = _workspace(sizes._replace(samples=samples), name, piece)
+                of_piece = needs if piece else of_piece
+                if second <= TOO_SLOW * of_native or needs < of_piece:
                     times = max(1, round(LEAST_S / second))
                     timed.append(_Timed(sizes._replace(samples=samples), name, piece, call, times, []))
-    for _ in range(LAPS):
+    for _ in range(laps):
         for entry in timed:
             begin = clock()
             for _ in range(entry.times):
@@ -105,10 +111,13 @@ def _measured(sizes: ConvolutionSizes) -> list[AlgorithmTiming]:
     return [_timing(entry) for entry in timed]
 
 
+def _workspace(sizes: ConvolutionSizes, name: str, piece: bool) -> int:
+    return max(workspace_bytes(kernel, True) for kernel in piece_work(sizes, name, not piece).kernels)
+
+
 def _timing(entry: _Timed) -> AlgorithmTiming:
     seconds = statistics.median(entry.taken)
-    kernels = piece_work(entry.sizes, entry.name, not entry.piece).kernels
-    workspace = max(workspace_bytes(kernel, True) for kernel in kernels)
+    workspace = _workspace(entry.sizes, entry.name, entry.piece)
     return AlgorithmTiming(
         entry.sizes, entry.name, seconds, statistics.stdev(entry.taken) / seconds, workspace, entry.piece
     )
