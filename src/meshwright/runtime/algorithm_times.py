@@ -99,7 +99,7 @@ def _measured(sizes: ConvolutionSizes, laps: int) -> list[AlgorithmTiming]:
                 of_native = of_native or second
                 needs = _workspace(sizes._replace(samples=samples), name, piece)
                 of_piece = needs if piece else of_piece
-                if second <= TOO_SLOW * of_native or needs < of_piece:
+                if name == NATIVE or second <= TOO_SLOW * of_native or needs < of_piece:
                     times = max(1, round(LEAST_S / second))
                     timed.append(_Timed(sizes._replace(samples=samples), name, piece, call, times, []))
     for _ in range(laps):
