@@ -250,6 +250,21 @@ def test_plan_refuses_what_means_nothing_there(words: str, option: str, capsys: 
     assert "-> leave" in told
 
 
+def test_simulate_compares_schedules_under_jitter(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--layout.dp", "1", "--layout.pp", "2", "--layout.microbatches", "4", "--ranks", "2"]
+    names = ["--schedule", "1f1b", "--schedule", "message-driven"]
+    arguments = ["simulate", str(run_file), *layout, *names, "--seeds", "3", "--jitter", "0.3"]
+    assert cli([*arguments, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["schedules"]
+    assert (first["schedule"], second["schedule"]) == ("1f1b", "message-driven")
+    for times in (first, second):
+        assert times["quiet_s"] > 0
+        assert times["worst_s"] >= times["mean_s"] > 0
+    assert second["peak_bytes"] >= first["peak_bytes"]
+    assert cli(["simulate", str(run_file), "--seeds", "3"]) == 2
+    assert "one step is simulated, without --schedule" in capsys.readouterr().err
+
+
 def test_simulate_plays_a_step(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--layout.dp", "1", "--layout.pp", "2", "--layout.microbatches", "4", "--ranks", "2"]
     assert cli(["simulate", str(run_file), *layout, "--trace", "step.json"]) == 0
