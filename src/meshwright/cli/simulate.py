@@ -21,7 +21,7 @@ EPILOG = display.examples(
     "meshwright simulate gpt --dp 2",
     "meshwright simulate RUN.toml --layout.pp 4 --layout.microbatches 8 --ranks 4 --slow 2=1.3",
     "meshwright simulate gpt --tp 2 --trace step.json     for ui.perfetto.dev",
-    "meshwright simulate gpt --layout.pp 4 --layout.microbatches 8 --schedule 1f1b --schedule zb-h1 --jitter 0.3",
+    "meshwright simulate gpt --layout.pp 2 --layout.microbatches 8 --schedule 1f1b --schedule zb-h1 --jitter 0.3",
     'meshwright simulate gpt --replicas 4 --consistency "server(ssp=3)" --consistency "local(16)" --slow 2x:0.25',
 )
 
