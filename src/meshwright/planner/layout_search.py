@@ -141,8 +141,7 @@ class Search:
             space = self.batch, self.world_size, self.axes, self.most_tp
             plain, every = (self.space.within(kind(*space), self.only) for kind in (shapes, variations))
             cut = [shape for shape in every if shape.cp > 1 and self._needs_cp(shape)]
-            first = [*plain, *(every if len(every) <= EVERY_VARIATION else cut)]
-            self._push_every(first)
+            self._push_every([*plain, *(every if len(every) <= EVERY_VARIATION else cut)])
             if len(every) > EVERY_VARIATION:
                 self._push_every(self._nearest(every))
             self._climb(every if len(every) > EVERY_VARIATION else [])
