@@ -3,8 +3,9 @@
 Run as ``make bench-convolution-algorithms`` (10 minutes on a quiet core). The exit code is 1 if a target is missed.
 AlexNet and ResNet-18 train on images of 224 x 224, on one rank with one thread. A rank first measures the algorithms of
 all convolutions. The limit is an eighth of the largest workspace that a convolution of the fastest plan has. On a CPU,
-PyTorch has two choices, oneDNN and, without it, the windows of all samples unfolded; a user can only give it smaller
-batches. The table says whether what PyTorch does fits within the limit.
+PyTorch has two choices, oneDNN and, without it, the windows of all samples unfolded; a user can only give it fewer
+samples: beside ours, every convolution of eager PyTorch computes one sample at a time, and the table says in how many
+of them that fits within the limit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks import report
 from benchmarks.report import judged, show
 from meshwright.api.convolutions import convolutions_of
 from meshwright.api.times import times_file
+from meshwright.bench import repeat
 from meshwright.bench.repeat import alternate
 from meshwright.cost.scratch import scratch_bytes
 from meshwright.ir import files
@@ -45,7 +47,7 @@ ROUNDS, STEPS, SHARE, LAPS = 7, 1, 8, 3
 BATCHES = {"AlexNet": 16, "ResNet-18": 8}
 Seconds = dict[str, list[float]]
 LEAST_SPEEDUP, NOT_SLOWER = 1.2, 1.03
-OURS, NATIVE, SMALL = "Meshwright", "eager", "eager, one sample at a time"
+OURS, NATIVE, SMALL = "Meshwright", "eager", "eager, convolutions of one sample"
 
 
 class ResNet18(nn.Module):
@@ -119,6 +121,16 @@ def run(name: str, rounds: int, steps: int) -> dict[bool, tuple[Seconds, Seconds
     return {limited: side_by_side(name, graph, limit if limited else 0, rounds, steps) for limited in (True, False)}
 
 
+def of_one_sample(convolution: nn.Conv2d) -> None:
+    """Let a convolution compute one sample at a time, as a user of PyTorch could write it."""
+    whole = convolution.forward
+
+    def forward(images: Tensor) -> Tensor:
+        return torch.cat([whole(image) for image in images.split(1)])
+
+    convolution.forward = forward  # type: ignore[method-assign,assignment]
+
+
 def side_by_side(name: str, graph: Graph, limit: int, rounds: int, steps: int) -> tuple[Seconds, Seconds, str]:
     """Ours under a limit (0: none) and eager PyTorch, by turns."""
     count = BATCHES[name]
@@ -126,21 +138,16 @@ def side_by_side(name: str, graph: Graph, limit: int, rounds: int, steps: int) -
     layout = mw.Layout(workspace_bytes=limit)
     trainer = mw.parallelize(model, classification_loss, batch, plan=layout, optimizer=sgd)
     eager, _ = subject(name, count, torch.float32)
-    optimizer, size = sgd(eager.parameters()), 1 if limit else count
+    for convolution in eager.modules() if limit else ():
+        if isinstance(convolution, nn.Conv2d):
+            of_one_sample(convolution)
+    eager_step = repeat.eager_step(eager, classification_loss, sgd(eager.parameters()))
 
-    def step() -> float:
-        optimizer.zero_grad()
-        total = 0.0
-        for start in range(0, count, size):
-            output = eager(batch["image"][start : start + size])
-            loss = nn.functional.cross_entropy(output, batch["label"][start : start + size]) * size / count
-            loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        return total
+    def step() -> Tensor:
+        return eager_step(batch)
 
     other = SMALL if limit else NATIVE
-    losses = {OURS: [float(trainer.step(batch))], other: [step()]}
+    losses = {OURS: [float(trainer.step(batch))], other: [float(step())]}
     seconds = alternate({OURS: lambda: trainer.step(batch), other: step}, rounds=rounds, steps=steps, warmup_steps=1)
     chosen = Counter(trainer.plan.stage.operator_algorithms.values()).most_common(4)
     words = ", ".join(f"{times} x {text}" for text, times in chosen) or "native everywhere"
@@ -154,7 +161,7 @@ def speed(name: str, rounds: int, steps: int) -> list[Finding]:
         both = ranks(1, run, name, rounds, steps, timeout=1800.0)[0]
     for limited, (seconds, losses, words) in both.items():
         target = (
-            f"{name}, an eighth of the workspace: at least {LEAST_SPEEDUP} x as fast as PyTorch on one sample at a time"
+            f"{name}, an eighth of the workspace: at least {LEAST_SPEEDUP} x as fast as PyTorch on one sample"
             if limited
             else f"{name}, no limit: at most {NOT_SLOWER} x the time of eager PyTorch"
         )
