@@ -89,6 +89,9 @@ bench-convolution: $(STAMP) ## images cut over ranks: parity, plans for 8 device
 bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eighth of the workspace of convolutions, beside eager PyTorch
 	@$(BIN)/python -m benchmarks.convolution_algorithms
 
+bench-message-driven: $(STAMP) ## message-driven pipelines under jitter beside 1F1B and others, on emulated devices
+	@$(BIN)/python -m benchmarks.message_driven
+
 matrix: $(STAMP) ## check every combination of techniques, and every model under every layout, against one process
 	@rc=0; for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 

@@ -263,6 +263,8 @@ def refused(case: str) -> None:
     plan = ProductPlan(8, 8, 8, Grid(2, 1, 1))
     if case == "grid":
         mw.grid_product(8, 8, 8, grid=(2, 2, 1))
+    elif case == "two sizes":
+        mw.grid_product(8, 8, 8, grid=(2, 1))
     elif case == "more":
         GridProduct(ProductPlan(8, 8, 8, Grid(2, 2, 1)))
     elif case == "empty":
@@ -292,6 +294,7 @@ def refused(case: str) -> None:
     ("case", "words"),
     [
         ("grid", "grid 2x2x1 has 4 ranks, and there are 2"),
+        ("two sizes", "give three sizes"),
         ("more", "grid 2x2x1 has 4 ranks, and there are 2"),
         ("empty", "a product of 8x0 and 0x8"),
         ("memory", "the smallest that fits is"),

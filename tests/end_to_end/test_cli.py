@@ -261,6 +261,9 @@ def test_simulate_compares_schedules_under_jitter(run_file: Path, capsys: pytest
         assert times["quiet_s"] > 0
         assert times["worst_s"] >= times["mean_s"] > 0
     assert second["peak_bytes"] >= first["peak_bytes"]
+    limited = ["simulate", str(run_file), *layout, "--layout.in_flight", "2", *names, "--seeds", "1", "--json"]
+    assert cli(limited) == 0, "only the schedule that has a limit takes it"
+    assert json.loads(capsys.readouterr().out)["schedules"][1]["peak_bytes"] < second["peak_bytes"]
     assert cli(["simulate", str(run_file), "--seeds", "3"]) == 2
     assert "one step is simulated, without --schedule" in capsys.readouterr().err
 

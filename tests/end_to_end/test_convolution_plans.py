@@ -24,6 +24,8 @@ from meshwright.ir.kernel import ConvolutionSizes
 from meshwright.ir.operator_algorithm import CONVOLUTIONS, NATIVE, parse, piece_sizes
 from meshwright.ir.plan import starred
 from meshwright.ir.plan_check import check_fits
+from meshwright.ir.run import RunLayout
+from meshwright.ir.stages import cut
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import ResNet, classification_loss
 from meshwright.planner.convolutions import sizes_of
@@ -190,7 +192,7 @@ def test_measured_pieces_are_divided_as_their_times_say() -> None:
     assert set(plan.stage.operator_algorithms.values()) == {"4x4 gemm"}
 
 
-def test_a_measurement_covers_every_algorithm_and_is_kept(tmp_path: Path) -> None:
+def test_a_measurement_has_native_and_others_and_is_kept(tmp_path: Path) -> None:
     graph = resnet(4)
     lower = PlanLowering(graph)
     sizes = next(sizes_of(lower.operator(op, {}, {})) for op in graph.operators if op.name.startswith("stem:conv"))
@@ -198,6 +200,7 @@ def test_a_measurement_covers_every_algorithm_and_is_kept(tmp_path: Path) -> Non
     times = algorithm_times.measure([sizes])
     names = {timing.algorithm for timing in times.timings}
     assert NATIVE in names <= set(CONVOLUTIONS)
+    assert len(names) > 1
     assert {timing.sizes.samples for timing in times.timings if timing.algorithm == NATIVE} == {1, 2, 4}
     assert all(timing.seconds > 0 for timing in times.timings)
     files.save(times.joined(times), tmp_path / "times.json")
@@ -208,16 +211,71 @@ def test_a_measurement_covers_every_algorithm_and_is_kept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("field", ["machine", "torch"])
-def test_a_table_of_another_machine_is_refused(field: str) -> None:
+def test_a_table_of_another_machine_is_not_used(field: str, caplog: pytest.LogCaptureFixture) -> None:
     graph = resnet()
-    times = msgspec.structs.replace(table(graph, lambda sizes, name: 1.0), **{field: "another"})
+    times = table(graph, lambda sizes, name: 0.5 if name == "fft" else 1.0)
     times_file().parent.mkdir(parents=True, exist_ok=True)
     files.save(times, times_file())
+    assert set(mw.plan(graph, layout=mw.Layout()).stage.operator_algorithms.values()) == {"fft"}
+    files.save(msgspec.structs.replace(times, **{field: "another"}), times_file())
+    assert mw.plan(graph, layout=mw.Layout()).stage.operator_algorithms == {}
+    assert "the measured times of algorithms are not used" in caplog.text
     with pytest.raises(ClusterError, match="another") as error:
-        mw.plan(graph, layout=mw.Layout())
+        load_times(times_file())
     assert "meshwright bench convolutions" in error.value.remedy
     assert str(times_file()) in error.value.where
-    mw.plan(graph, "v100-dgx1", layout=mw.Layout())  # another cluster has no table
+
+
+def test_a_table_holds_for_its_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = resnet()
+    times_file(3).parent.mkdir(parents=True, exist_ok=True)
+    files.save(table(graph, lambda sizes, name: 0.5 if name == "fft" else 1.0), times_file(3))
+    assert mw.plan(graph, layout=mw.Layout()).stage.operator_algorithms == {}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert mw.plan(graph, layout=mw.Layout()).stage.operator_algorithms
+
+
+def test_the_noise_of_what_is_not_taken_does_not_count() -> None:
+    graph = resnet()
+    times = table(graph, lambda sizes, name: 0.6 if name == "fft" else 1.0, 0.01)
+    noisy = tuple(
+        msgspec.structs.replace(timing, deviation=0.5) if timing.algorithm == "gemm" else timing
+        for timing in times.timings
+    )
+    plan = planned(graph, msgspec.structs.replace(times, timings=noisy))
+    assert set(plan.stage.operator_algorithms.values()) == {"fft"}
+
+
+def test_a_limit_beside_a_search_or_on_cuda_is_refused() -> None:
+    with pytest.raises(LayoutError, match="does not weigh algorithms"):
+        _ = RunLayout(plan="auto", workspace_bytes=2**20).searched
+    with pytest.raises(LayoutError, match="not known"):
+        mw.plan(resnet(), "v100-dgx1", layout=mw.Layout(workspace_bytes=2**20))
+
+
+def test_an_algorithm_in_another_stage_is_refused() -> None:
+    graph = resnet()
+    plan = mw.plan(graph, devices=2, layout=mw.Layout(pp=2, batch_statistics="microbatch"))
+    later = [name for name, stage in cut(graph, plan.firsts).stage_of.items() if stage == 1 and ":convolution#" in name]
+    first, second = plan.stages
+    named = msgspec.structs.replace(first, operator_algorithms={later[-1]: "gemm"})
+    with pytest.raises(PlanError, match="there is in stage 0 no operator"):
+        check_fits(msgspec.structs.replace(plan, stages=(named, second)), graph)
+    named = msgspec.structs.replace(second, operator_algorithms={later[-1]: "gemm"})
+    check_fits(msgspec.structs.replace(plan, stages=(first, named)), graph)
+
+
+def test_the_budget_of_a_network_is_that_of_each_pipeline_rank() -> None:
+    graph = resnet()
+    alone = scratch(graph, mw.plan(graph, layout=mw.Layout()))
+    limit = sum(alone.values()) // 2
+    layout = limited(mw.Layout(pp=2, batch_statistics="microbatch"), limit, "network")
+    plan = mw.plan(graph, devices=2, layout=layout)
+    stages = cut(graph, plan.firsts).stage_of
+    taken = scratch(graph, plan)
+    sums = [sum(size for name, size in taken.items() if stages.get(name, 0) == stage) for stage in range(2)]
+    assert max(sums) <= limit
+    assert sum(sums) > limit, "each rank has the budget for itself"
 
 
 def test_a_plan_that_reads_the_table_trains_to_the_same_numbers() -> None:

@@ -255,6 +255,7 @@ def test_a_schedule_that_says_nothing_is_refused(schedule: dict[str, Any], messa
         (["--layout.dp", "3"], 16, 3),
         (["--layout.dp", "2", "--layout.tp", "-1"], 16, 16),
         (["--layout.dp", "2", "--layout.tp", "4"], 2, 8),
+        (["--layout.tp", "1x1x2"], 10, 6),  # dp 3: 12 samples divide over 3 x 2 data ranks, and not over 4 x 2
         (["--train.ranks", "7"], 2, 7),
     ],
 )

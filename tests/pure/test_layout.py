@@ -78,6 +78,7 @@ def test_text() -> None:
     ("layout", "mesh", "axis", "zero"),
     [
         (Layout(tp=(2, 2, 1)), "dp=1 x tz=1 x ty=2 x tx=2", "", 0),
+        (Layout(tp=[2, 2, 1]), "dp=1 x tz=1 x ty=2 x tx=2", "", 0),  # type: ignore[arg-type]
         (Layout(dp=2, tp=(1, 2, 4)), "dp=2 x tz=4 x ty=2 x tx=1", "tz", 3),
         (Layout(dp=2, tp=(1, 2, 4), zero=2), "dp=2 x tz=4 x ty=2 x tx=1", "tz", 2),
         (Layout(dp=2, tp=(2, 1, 1), zero=1), "dp=2 x tz=1 x ty=1 x tx=2", "dp", 1),

@@ -1,6 +1,7 @@
 """Plans of products by predicted time: the least over all plans, idle ranks where they are cheaper, memory, overlap."""
 
 import itertools
+import re
 
 import msgspec
 import pytest
@@ -82,7 +83,12 @@ def test_memory_is_kept_and_the_smallest_is_named() -> None:
     assert peak_words(plan) <= limit
     with pytest.raises(LayoutError, match="hold no plan of the product 512x512x512") as found:
         plan_product(512, 512, 512, 4, boxes(), FAST, memory_words=1000)
-    assert "the smallest that fits is" in found.value.remedy
+    smallest = re.search(r"the smallest that fits is ([\d,]+) bytes", found.value.remedy)
+    assert smallest is not None
+    words = int(smallest[1].replace(",", "")) // 4
+    assert peak_words(plan_product(512, 512, 512, 4, boxes(), FAST, memory_words=words)) <= words
+    with pytest.raises(LayoutError):
+        plan_product(512, 512, 512, 4, boxes(), FAST, memory_words=words - 1)
 
 
 def test_only_some_grids() -> None:

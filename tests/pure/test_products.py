@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.errors import LayoutError
 from meshwright.schedules.collectives.check import check
 from meshwright.schedules.products import rounds as rounds_module
-from meshwright.schedules.products.bounds import cosma_bound, cosma_rounds, lower_bound
+from meshwright.schedules.products.bounds import cosma_bound, lower_bound
 from meshwright.schedules.products.choose import IDLE, NAMED, OVERS, choose_grid, grids, named_grid
 from meshwright.schedules.products.grid import (
     DIMS,
@@ -174,7 +174,7 @@ def test_named_grids() -> None:
         "1d-row": "16x1x1", "1d-column": "1x1x16", "1d-inner": "1x16x1", "summa": "4x1x4", "2.5d": "4x2x2",
         "3d": "2x4x2",
     }  # fmt: skip
-    assert str(named_grid("summa", 12)) == "4x1x3"
+    assert (str(named_grid("summa", 12)), str(named_grid("2.5d", 64))) == ("4x1x3", "4x4x4")
     assert (str(named_grid("3d", 64)), str(named_grid("3d", 4))) == ("4x4x4", "2x2x1")
     assert str(named_grid("3d", 8)) == str(named_grid("2.5d", 8)) == "2x2x2"
 
@@ -218,8 +218,6 @@ def test_bound_of_cosma() -> None:
     assert cosma_bound(4096, 4096, 4096, 64, 4 * corner) == pytest.approx(3 * corner)
     assert cosma_bound(4096, 4096, 4096, 64, corner / 4) == pytest.approx(min(4 * volume / corner**0.5, 3 * corner))
     # The cube's side is a third of what the memory holds: panels of A and B share the rest.
-    assert cosma_rounds(4096, 4096, 4096, 64, 3 * corner) == 1
-    assert cosma_rounds(4096, 4096, 4096, 64, 1.5 * corner) == 4
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api.planned_runs import captured, cluster_of, layout_of
 from meshwright.api.times import load_times, times_file
-from meshwright.errors import LaunchError
+from meshwright.errors import ClusterError, LaunchError
 from meshwright.ir import files
 from meshwright.ir.algorithm_times import AlgorithmTimes
 from meshwright.ir.kernel import ConvolutionSizes
@@ -33,11 +33,16 @@ def measure_convolutions(
     Return these times; they are added to the table at ``path`` (default: this user's cache, where plans find it).
 
     Raises:
-        ClusterError: the table is of another machine.
+        ClusterError: the table is of another machine, or of another number of threads.
         LaunchError: the table cannot be written.
     """
-    target = Path(path) if path is not None else times_file()
+    target = Path(path) if path is not None else times_file(threads)
     known = load_times(target) if target.exists() else None
+    if known is not None and known.threads != threads:
+        raise ClusterError(
+            f"it was measured with {known.threads} threads, not {threads}", where=str(target),
+            remedy="choose another path: tables are of one number of threads",
+        )  # fmt: skip
     graph, _, world_size = captured(run, ranks)
     layout, world_size = of_replica(layout_of(run), world_size)
     layout = msgspec.structs.replace(layout, workspace_bytes=0, workspace_over="operator")
@@ -51,7 +56,7 @@ def measure_convolutions(
         torch.set_num_threads(before)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        files.save(known.joined(found) if known is not None and known.threads == threads else found, target)
+        files.save(known.joined(found) if known is not None else found, target)
     except OSError as error:
         raise LaunchError(
             f"the table cannot be written: {error.strerror}", where=str(target), remedy="choose another path"

@@ -158,7 +158,8 @@ def plan(
     return plan_layout(
         graph, layout, world_size=world_size, cluster=known,
         ask=Ask(
-            optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules), times=times_of(known)
+            optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules),
+            times=times_of(known, world_size),
         ),
     )  # fmt: skip
 

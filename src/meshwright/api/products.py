@@ -53,6 +53,8 @@ def grid_product(
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     only: tuple[Grid, ...] = ()
     if grid is not None:
+        if not isinstance(grid, str) and len(grid) != 3:
+            raise LayoutError(f"grid {tuple(grid)}", where="grid", remedy="give three sizes: the parts of m, k and n")
         given = named_grid(grid, num_ranks) if isinstance(grid, str) else Grid(grid[0], grid[1], grid[2])
         if given.num_ranks != num_ranks:
             raise LayoutError(

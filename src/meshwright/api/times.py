@@ -1,24 +1,27 @@
-"""Finds and checks the table of measured times of algorithms of operators."""
+"""Finds and checks the tables of measured times of algorithms of operators: a table for each number of threads."""
 
+import logging
 import os
 from pathlib import Path
 
 import torch
 
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.algorithm_times import AlgorithmTimes
 from meshwright.ir.cluster import Cluster
 from meshwright.runtime import launch
 from meshwright.runtime.machine import machine_name
 
+log = logging.getLogger("meshwright")
+
 HERE = ("this-machine", "cpu-local")
 """The names of the clusters that stand for this machine."""
 
 
-def times_file() -> Path:
-    """The default file of this machine's table, beside its calibration."""
-    return launch.cache_directory() / "this-machine-algorithms.json"
+def times_file(threads: int = 1) -> Path:
+    """The default file of this machine's table for ranks with so many threads, beside its calibration."""
+    return launch.cache_directory() / f"this-machine-algorithms-{threads}.json"
 
 
 def load_times(path: str | os.PathLike[str]) -> AlgorithmTimes:
@@ -40,7 +43,14 @@ def load_times(path: str | os.PathLike[str]) -> AlgorithmTimes:
     return times
 
 
-def times_of(cluster: Cluster) -> AlgorithmTimes | None:
-    """The table of this machine if the cluster is this machine and the table exists; else None."""
-    path = times_file()
-    return load_times(path) if cluster.name in HERE and path.exists() else None
+def times_of(cluster: Cluster, num_ranks: int) -> AlgorithmTimes | None:
+    """The table of this machine for the threads that each of ``num_ranks`` ranks will have, if the cluster is this
+    machine and the table exists; else None. A table that no longer holds is named in the log."""
+    path = times_file(launch.threads_of(num_ranks))
+    if cluster.name not in HERE or not path.exists():
+        return None
+    try:
+        return load_times(path)
+    except MeshwrightError as error:
+        log.warning("the measured times of algorithms are not used: %s", error)
+        return None

@@ -41,7 +41,7 @@ from meshwright.schedules.products.memory import peak_words
 Sizes = tuple[int, int, int]
 """m, k and n of a product."""
 CHOSEN = "chosen"
-TEXTBOOK = ("1d-column", "1d-row", "summa", "2.5d", "3d")
+TEXTBOOK = ("1d-column", "1d-row", "1d-inner", "summa", "2.5d", "3d")
 """Named grids as books have them: ranks in the order of their numbers, each collective by the faster of a star and a
 ring, and no panels, but for SUMMA, which has panels over k."""
 AT_BEST = ("1d-column", "1d-row")

@@ -15,8 +15,10 @@ EPILOG = display.examples(
     "meshwright bench convolutions",
     "meshwright bench convolutions RUN.toml --ranks 2 --threads 1",
     note="""\
-The times go into a table in the user's cache, beside the calibration. Plans for this machine read it: with
-`meshwright plan MODEL --workspace 64MiB`, and without a limit if another algorithm than PyTorch's own is faster.""",
+The times go into a table in the user's cache, beside the calibration. Plans of given layouts for this machine read
+it: with `meshwright plan MODEL --workspace 64MiB`, and without a limit if another algorithm than PyTorch's own is
+faster.
+""",
 )
 SMALL = config.REFERENCES["resnet"]
 """The run that is measured by default."""
@@ -47,7 +49,7 @@ def convolutions(
         shapes.setdefault(timing.sizes._replace(samples=0), []).append(timing)
     for timings in shapes.values():
         _print(timings)
-    display.console().print(f"\nwritten to {output or api.times_file()}")
+    display.console().print(f"\nwritten to {output or api.times_file(threads)}")
 
 
 def _print(timings: list[AlgorithmTiming]) -> None:

@@ -10,6 +10,7 @@ from meshwright.cli.plan import CLUSTER, DP, RANKS, TARGET, TP, refuse, run_of
 from meshwright.cli.replicas import faults_of, show_rules
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
+from meshwright.ir.pipeline import CHUNKED
 from meshwright.ir.summary import RankTimes, summarize
 from meshwright.ir.trace import Trace
 from meshwright.report.trace_event import trace_events
@@ -74,7 +75,7 @@ def simulate(
 
     if schedule:
         refuse(context, ("trace",), "a trace is that of one schedule")
-        runs = [run_of(target, [*context.args, f"--layout.schedule={name}"], dp, tp, cluster) for name in schedule]
+        runs = [run_of(target, [*context.args, *_of_schedule(name)], dp, tp, cluster) for name in schedule]
         numbers = range(seed, seed + seeds)
         with display.progress("capturing, planning and simulating"):
             compared = api.compare_schedules_of_run(
@@ -96,6 +97,13 @@ def simulate(
     _print(simulated, summarize(simulated))
     if trace is not None:
         display.console().print(f"\n{trace}: open it at ui.perfetto.dev")
+
+
+def _of_schedule(name: str) -> list[str]:
+    """The options of a schedule. Chunks and a limit in flight are left out where it has none."""
+    chunks = [] if name in CHUNKED else ["--layout.chunks=1"]
+    in_flight = [] if name == "message-driven" else ["--layout.in_flight=0"]
+    return [f"--layout.schedule={name}", *chunks, *in_flight]
 
 
 def _factor(text: str) -> tuple[int, float]:

@@ -33,8 +33,9 @@ def _rounds_s(
     plan: ProductPlan, rounds: Sequence[Round], network: Network, local: LocalProducts, item_bytes: int
 ) -> float:
     """The gathers of the next round and the reduces of the round before run beside a round's products. Only
-    collectives of one round do: the later rounds of others begin when a rank waits for them. On CPUs, ranks that share
-    memory copy with the cores that multiply, so that only collectives across boxes are hidden."""
+    collectives of one round do: an algorithm of several rounds starts the later rounds when a rank waits for it. On
+    CPUs, ranks that share memory copy with the cores that multiply, so that only collectives across boxes are hidden.
+    """
     kinds: dict[tuple[str, Operand, int], tuple[float, bool]] = {}
 
     def collected(operation: str, operands: Sequence[Operand], panel: int) -> tuple[float, float]:

@@ -106,7 +106,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             yield "chunks", problem, "use schedule interleaved, or chunks 1"
         if self.chunks != 2 and self.schedule in V_SHAPED:
             yield "chunks", f"schedule {self.schedule} has two chunks a rank, not {self.chunks}", "use chunks 2"
-        if self.schedule == "message-driven" and self.pp > 1 and (self.tp * self.cp * self.ep > 1 or self.zero == 3):
+        meet = self.tp * self.cp * self.ep * self.depth > 1 or self.zero == 3
+        if self.schedule == "message-driven" and self.pp > 1 and meet:
             problem = "message-driven beside tp, cp, ep or zero 3, whose ranks communicate in every micro-batch"
             yield "schedule", problem, "use 1f1b, or leave them out"
         if self.inner == "pp" and self.cp > 1:
@@ -187,8 +188,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def outer_parts(self) -> int:
-        """The number of parts into which sequence parallelism cuts the sequence outside the tensor-parallel operators,
-        or a grid the features."""
+        """The number of parts into which ranks cut what lies outside the tensor-parallel operators: sequence
+        parallelism cuts the sequence, a grid cuts the features."""
         return self.tp if self.sequence_parallel else self.input_ranks
 
     @property

@@ -118,6 +118,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.tp, list):
+            msgspec.structs.force_setattr(self, "tp", tuple(self.tp))
         for field in _fields(type(self)):
             value = getattr(self, field.name)
             try:

@@ -58,13 +58,15 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
         yield "consistency", problem, "give the same rule in both places"
     yield from _storage_problems(plan, graph)
     yield from _gather_problems(plan, graph)
-    names = {operator.name for operator in graph.operators}
-    names |= {starred(name) for name in names}
-    for stage in plan.stages:
+    divided = cut(graph, plan.firsts)
+    every = {name for operator in graph.operators for name in (operator.name, starred(operator.name))}
+    for index, stage in enumerate(plan.stages):
+        names = {op.name for op in graph.operators if divided.stage_of.get(op.name, index) == index}
+        names |= {starred(name) for name in names}
         for key, named in (("strategies", stage.strategies), ("operator_algorithms", stage.operator_algorithms)):
             for name in [name for name in named if name not in names]:
-                yield key, f"there is no operator {name!r}", "remove the line"
-    divided = cut(graph, plan.firsts)
+                where = f"in stage {index} " if name in every else ""
+                yield key, f"there is {where}no operator {name!r}".replace("  ", " "), "remove the line"
     strategies = plan.strategies(graph, divided)
     sizes = {op.name: plan.sizes(divided.stage_of.get(op.name, 0)) for op in graph.operators}
     for operator in graph.operators:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from meshwright.errors import LayoutError
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.learning_rate import Scaling, scaled_by
@@ -84,10 +85,23 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def searched(self) -> bool:
         """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision, offload or a
-        ``codec`` of ``auto`` or ``none`` may be)."""
+        ``codec`` of ``auto`` or ``none`` may be).
+
+        Raises:
+            LayoutError: a limit of workspace is set beside a search.
+        """
         codec = "" if self.codec in ("auto", "none") else self.codec
-        asked = msgspec.structs.replace(self.sizes(), precision=None, offload="none", codec=codec)
-        return self.plan == "auto" and asked == RunLayout().sizes()
+        asked = msgspec.structs.replace(
+            self.sizes(), precision=None, offload="none", codec=codec, workspace_bytes=0, workspace_over="operator"
+        )
+        searched = self.plan == "auto" and asked == RunLayout().sizes()
+        if searched and self.workspace_bytes:
+            raise LayoutError(
+                "workspace_bytes with plan='auto': the search does not weigh algorithms of convolutions",
+                where="layout",
+                remedy="search without it, then give the layout that was found beside workspace_bytes",
+            )
+        return searched
 
     @property
     def file(self) -> str:
@@ -349,7 +363,7 @@ class Run(Section, frozen=True, kw_only=True):
             return fixed
         divides = math.gcd(self.data.batch_size, *(size for _, size in self.schedule.batch_sizes))
         for parts in range(num_cores // fixed, 1, -1):
-            if self.layout.dp > 0 or divides % (parts * self.layout.microbatches) == 0:
+            if self.layout.dp > 0 or divides % (parts * self.layout.depth * self.layout.microbatches) == 0:
                 return parts * fixed
         return fixed
 

@@ -10,12 +10,13 @@ together, the times alone decide.)
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import hypot
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright.cost.kernels import Rates
 from meshwright.cost.node_costs import NodeCosts
 from meshwright.cost.scratch import scratch_bytes
-from meshwright.errors import MeshwrightError
+from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir import units
 from meshwright.ir.algorithm_times import AlgorithmTimes
 from meshwright.ir.cluster import Cluster
@@ -40,13 +41,24 @@ both measurements."""
 
 
 class Choices(NamedTuple):
-    """The choices of one convolution. ``measured``: they come from a table. ``gain`` is the fraction by which a
-    division must be faster than ``native``, PyTorch's own algorithm on all samples."""
+    """The choices of one convolution. ``native`` is PyTorch's own algorithm on all samples. ``deviations`` maps a
+    choice to the standard deviation of its measured time, as a fraction; empty: times follow from FLOPs and bytes."""
 
     every: tuple[Choice, ...]
     native: Choice
-    measured: bool
-    gain: float
+    deviations: Mapping[Choice, float]
+
+    @property
+    def measured(self) -> bool:
+        """Whether the times come from a table."""
+        return bool(self.deviations)
+
+    def gain(self, pieces: Iterable[Choice]) -> float:
+        """The fraction by which these pieces must be faster than ``native`` to take its place."""
+        if not self.measured:
+            return 1.0
+        noise = max(self.deviations[piece] for piece in pieces)
+        return max(LEAST_GAIN, 2 * hypot(self.deviations[self.native], noise))
 
 
 @dataclass(frozen=True)
@@ -61,10 +73,10 @@ class Chosen:
 
 def choose_on_rank(
     graph: Graph, mesh: Mesh, axes: Mapping[str, int], strategies: Mapping[str, Strategy], cluster: Cluster | None,
-    lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None,
+    lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] | None = None,
 ) -> Chosen:  # fmt: skip
     """How a rank computes its parts of convolutions under the strategies on ``axes``. Nothing is chosen if the cluster
-    or the lowering is not known.
+    or the lowering is not known. ``rank_of`` maps operators to pipeline ranks (default: all have one).
 
     Raises:
         LayoutError: as ``choose``.
@@ -79,7 +91,7 @@ def choose_on_rank(
     def program(operator: Operator) -> OperatorProgram:
         return prices.program(operator, known[operator.name], starred(operator.name) in inside)
 
-    chosen = choose(graph.operators, program, layout, NodeCosts(mesh, cluster).rates, times)
+    chosen = choose(graph.operators, program, layout, NodeCosts(mesh, cluster).rates, times, rank_of or {})
     return replace(chosen, interiors=inside)
 
 
@@ -93,21 +105,20 @@ def sizes_of(program: OperatorProgram) -> ConvolutionSizes | None:
 def choices_of(sizes: ConvolutionSizes, rates: Rates, times: AlgorithmTimes | None) -> Choices:
     """The choices of a convolution on the device of ``rates``."""
     timings = times.of(sizes) if times is not None else ()
+    deviations: dict[Choice, float] = {}
     if timings:
         every = [
             Choice(timing.algorithm, timing.sizes.samples, timing.seconds, timing.workspace_bytes) for timing in timings
         ]
-        whole = next(t for t in timings if t.algorithm == NATIVE and t.sizes.samples == sizes.samples)
-        gain = max([LEAST_GAIN, *(2 * hypot(whole.deviation, timing.deviation) for timing in timings)])
+        deviations = dict(zip(every, (timing.deviation for timing in timings), strict=True))
     else:
         every = [
             _closed_form(sizes, name, samples, rates)
             for samples in piece_sizes(sizes.samples)
             for name in algorithms_of(sizes)
         ]
-        gain = 1.0
     native = next(choice for choice in every if choice.name == NATIVE and choice.samples == sizes.samples)
-    return Choices(tuple(every), native, bool(timings), gain)
+    return Choices(tuple(every), native, deviations)
 
 
 def _closed_form(sizes: ConvolutionSizes, name: str, samples: int, rates: Rates) -> Choice:
@@ -119,15 +130,22 @@ def _closed_form(sizes: ConvolutionSizes, name: str, samples: int, rates: Rates)
 
 def choose(
     operators: Iterable[Operator], program: Callable[[Operator], OperatorProgram], layout: Layout, rates: Rates,
-    times: AlgorithmTimes | None = None,
+    times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] = MappingProxyType({}),
 ) -> Chosen:  # fmt: skip
     """The algorithms of the convolutions among the operators. ``program`` is an operator's program on a rank. Without a
-    limit in the layout, only measured times are a reason for another algorithm than PyTorch's own.
+    limit in the layout, only measured times are a reason for another algorithm than PyTorch's own. A budget of the
+    network is that of each pipeline rank; ``rank_of`` maps operators to them.
 
     Raises:
-        LayoutError: nothing fits within the limit; the error names the operator, and the smallest limit that fits.
+        LayoutError: nothing fits within the limit; the error names the operator, and the smallest limit that fits. Or a
+            limit is given for a device other than a CPU: the workspace of its library is not known.
     """
     limit = layout.workspace_bytes
+    if limit and rates.device.kind != "cpu":
+        raise LayoutError(
+            f"workspace_bytes={limit} on {rates.device.name}: the workspace of its library's algorithms is not known",
+            where="layout", remedy="leave workspace_bytes out, or plan for a CPU",
+        )  # fmt: skip
     if not limit and times is None:
         return Chosen()
     known: dict[ConvolutionSizes, Choices] = {}
@@ -138,7 +156,10 @@ def choose(
             known[sizes] = known.get(sizes) or choices_of(sizes, rates, times)
             every[operator.name] = known[sizes]
     if limit and layout.workspace_over == "network":
-        taken = share({name: _each(name, choices, limit) for name, choices in every.items()}, limit)
+        taken: dict[str, Division] = {}
+        for rank in sorted({rank_of.get(name, 0) for name in every}):
+            own = {name: choices for name, choices in every.items() if rank_of.get(name, 0) == rank}
+            taken |= share({name: _each(name, choices, limit) for name, choices in own.items()}, limit)
     else:
         taken = {name: _fastest(name, choices, limit or NO_LIMIT) for name, choices in every.items()}
     texts = {name: _text(division) for name, division in taken.items()}
@@ -153,7 +174,7 @@ def _fastest(name: str, choices: Choices, limit: int) -> Division:
         best = divided(choices.every, native.samples, limit)
     except MeshwrightError as error:
         raise error.within(name) from None
-    if native.workspace_bytes <= limit and best.seconds > native.seconds * (1 - choices.gain):
+    if native.workspace_bytes <= limit and best.seconds > native.seconds * (1 - choices.gain(best.pieces)):
         return Division((native,), native.seconds, native.workspace_bytes)
     return best
 

@@ -200,7 +200,8 @@ class _Planner:
             name = self.cluster.name if self.cluster is not None else "unknown"
             algorithms = algorithms_of(self.mesh, self.axes, self.cluster)
             links = links_of(self.mesh, self.axes, Network(self.cluster or load_cluster("cpu-local")))
-            given = self.cluster, self.lower, layout, self.ask.times
+            rank_of = {name: layout.pipeline.rank_of(stage) for name, stage in divided.stage_of.items()}
+            given = self.cluster, self.lower, layout, self.ask.times, rank_of
             self.convolutions = convolutions.choose_on_rank(graph, self.mesh, self.axes, self.strategies, *given)
             buckets, gathers, inside, notes = (), (), self.convolutions.interiors, self._explained()
         zero = self._zero(graph.parameters)

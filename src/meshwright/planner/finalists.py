@@ -63,13 +63,13 @@ class WholeModel:
             plan = msgspec.structs.replace(plan, notes=(note, *plan.notes))
         return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
 
-    def keeping_what_fits(self, plan: Plan, foretold: Foretold) -> tuple[Plan, Foretold]:
-        """The plan with fewer blocks computed again, as far as memory allows; and its simulated step."""
+    def keeping_what_fits(self, plan: Plan, foretold: Foretold, clock: TimeLimit) -> tuple[Plan, Foretold]:
+        """The plan with fewer blocks computed again, as far as memory and time allow; and its simulated step."""
 
         def simulated(other: Plan) -> Foretold:
             return foretell(self.lower, other, self.cluster, optimizer=self.optimizer, clips=self.clips)
 
-        return keep_what_fits(plan, foretold, self.graph, self.memory_bytes, simulated)
+        return keep_what_fits(plan, foretold, self.graph, self.memory_bytes, simulated, lambda: clock.over)
 
     def fitting_or_error(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
         """The options that fit although their estimates do not.

@@ -37,17 +37,18 @@ def _units(plan: Plan, graph: Graph, divided: Cut, modules: dict[str, str], inde
 
 
 def keep_what_fits(
-    plan: Plan, before: Foretold, graph: Graph, memory_bytes: float | None, foretell: Callable[[Plan], Foretold]
-) -> tuple[Plan, Foretold]:
+    plan: Plan, before: Foretold, graph: Graph, memory_bytes: float | None, foretell: Callable[[Plan], Foretold],
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[Plan, Foretold]:  # fmt: skip
     """The plan with fewer blocks computed again, if that fits and is faster; else the plan itself. ``before`` is its
     simulated step, and ``foretell`` simulates another plan. ``memory_bytes`` is the limit of a rank; None: the room of
-    its device.
+    its device. The search ends early when ``is_over`` says so.
 
     The memory of a rank grows by about the same bytes with each block that it keeps, so the search begins with the
     number that follows from the memory with all and with none. It goes on until one more block does not fit. The last
     blocks of a stage are kept: backward frees them before it computes the others again."""
     units = recomputed_units(plan, graph)
-    if not any(units):
+    if not any(units) or is_over():
         return plan, before
     limits = [memory_bytes or room for room in before.room_bytes]
     stages_of = [plan.pipeline.stages_of(rank) for rank in range(len(limits))]
@@ -61,7 +62,7 @@ def keep_what_fits(
     for _ in range(MOST_TRIED):
         if kept == best_kept:
             kept = [number + (not stop and number < end) for number, stop, end in zip(kept, full, most, strict=True)]
-        if kept == best_kept:
+        if kept == best_kept or is_over():
             break
         each = [0] * len(units)
         for number, stages in zip(kept, stages_of, strict=True):

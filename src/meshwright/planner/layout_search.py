@@ -381,14 +381,13 @@ class Search:
             self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,
         ).options(fitting) if self.space.unlike else []  # fmt: skip
-        fastest: dict[str, Option] = {}
-        for option in sorted([*unlike, *fitting], key=lambda option: option.step_s):
-            fastest.setdefault(option.name, option)
-        fitting = list(fastest.values())
+        slowest_first = sorted([*unlike, *fitting], key=lambda option: option.step_s, reverse=True)
+        fitting = sorted({option.name: option for option in slowest_first}.values(), key=lambda option: option.step_s)
         finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
         best, plan, foretold = finalists.best()
-        plan, foretold = (plan, foretold) if self.clock.over else self.model.keeping_what_fits(plan, foretold)
-        timed = [msgspec.structs.replace(option, step_s=finalists.step_s[option.name]) for option in fitting]
+        plan, foretold = self.model.keeping_what_fits(plan, foretold, self.clock)
+        step_s = finalists.step_s | {best.name: foretold.played.step_s}
+        timed = [msgspec.structs.replace(option, step_s=step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)
         others = [option for option in timed if option.name != best.name and option.step_s < math.inf]
         lost = [alternative(option, winner) for option in sorted(others, key=lambda other: other.step_s)[:SHOWN]]

@@ -46,7 +46,7 @@ def plan_product(
             if best is None or (seconds, -grid.num_ranks) < best:
                 best, chosen = (seconds, -grid.num_ranks), plan
     if chosen is None:
-        raise too_small(candidates, m, k, n, memory_words, gradients=gradients)
+        raise too_small(candidates, m, k, n, memory_words, gradients=gradients, item_bytes=item_bytes)
     return chosen
 
 

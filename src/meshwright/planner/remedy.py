@@ -66,7 +66,9 @@ def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
             if setup.dp % factor == 0:
                 wanted.append({axis: getattr(setup, axis) * factor, "dp": setup.dp // factor})
     for changes in wanted:
-        text = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in changes.items())
+        dp = changes.get("dp")
+        shown = changes | ({"dp": dp // setup.depth} if isinstance(dp, int) else {})
+        text = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in shown.items())
         try:
             yield text, msgspec.structs.replace(setup, **changes)
         except LayoutError:

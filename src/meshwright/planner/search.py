@@ -314,7 +314,7 @@ def _setups(
 
 
 def _on_grid(base: Setup, grid: RankGrid, global_batch: int, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
-    """Yield the setups of a grid. Its depth divides the state of the optimizer, unless it is 1."""
+    """Yield the setups of a grid, without pipelines."""
     axes = msgspec.structs.replace(
         base, dp=grid.z * grid.dp, tp=grid.x * grid.y, grid=grid.sizes, global_batch=global_batch
     )

@@ -38,6 +38,7 @@ MEANINGS = {
 LAYOUT = {
     "dp": "replicas of the model, which share the batch",
     "tp": "devices that share every layer",
+    "grid": "devices that split input features, output features and samples; the last share one copy",
     "pp": "stages of layers, one behind the other",
     "cp": "devices that share every sequence",
     "ep": "devices that share the experts",
@@ -146,9 +147,10 @@ def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
     rows = []
     usually = {field.name: field.default for field in msgspec.structs.fields(Setup)} | {"schedule": "", "inner": ""}
     for key, meaning in LAYOUT.items():
-        value = getattr(setup, key)
+        value = setup.dp // setup.depth if key == "dp" else getattr(setup, key)
         alone = (key == "schedule" and setup.pp == 1) or (key == "inner" and 1 in (setup.dp, setup.pp))
-        usual = alone or value == usually.get(key)
+        usual = alone or value == usually.get(key) or (key == "tp" and bool(setup.grid))
+        value = "x".join(map(str, setup.grid)) if key == "grid" else value
         if key in ("dp", "micro_batch", "microbatches", "precision") or not usual:
             rows.append((key.replace("_", " "), "yes" if value is True else str(value), meaning))
     return tuple(rows)

@@ -138,5 +138,8 @@ def _layout(plan: Plan) -> list[tuple[str, str, str]]:
 _AXES = {
     "dp": "replicas, which share the batch",
     "tp": "ranks that share every layer",
+    "tx": "ranks that split the input features of layers",
+    "ty": "ranks that split the output features of layers",
+    "tz": "ranks with samples of their own, which share one copy of the parameters",
     "pp": "stages, one behind the other",
 }

@@ -241,10 +241,17 @@ def take_environment(environment: dict[str, str]) -> None:
         torch.set_num_threads(int(threads))
 
 
+def threads_of(num_ranks: int) -> int:
+    """The number of threads that each of ``num_ranks`` ranks on this machine has: its share of the cores, or
+    ``OMP_NUM_THREADS``."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, num_cores() // num_ranks)
+
+
 def share_cores(num_ranks: int) -> int:
     """Give this rank its share of the cores, unless ``OMP_NUM_THREADS`` is set. Return its number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // num_ranks))
+        torch.set_num_threads(threads_of(num_ranks))
     return torch.get_num_threads()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives, groups_once, process_group, sum_of_all
@@ -176,6 +177,7 @@ class _Matmul(torch.autograd.Function):
         return product.run(forward(product.plan), {"a": a, "b": b}, ("c",))["c"]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """This rank's parts of the gradients that are wanted."""
         a, b = ctx.saved_tensors

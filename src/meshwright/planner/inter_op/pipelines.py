@@ -345,7 +345,9 @@ class Pipelines:
                 continue
             room -= np.maximum.accumulate(workspace[first:])
             alive = np.where(kept > 0, np.floor(room / np.maximum(kept, 1.0)), MANY)
-            if most_alive := {"zb-h1": num_stages, "zb-h2": 2 * num_stages - 1}.get(layout.schedule):  # on all ranks
+            in_flight = layout.in_flight or 2 * num_stages
+            on_all_ranks = {"zb-h1": num_stages, "zb-h2": 2 * num_stages - 1, "message-driven": in_flight}
+            if most_alive := on_all_ranks.get(layout.schedule):
                 after = np.where(alive >= min(most_alive, layout.microbatches), num_stages, -1)
             else:
                 after = np.where(alive >= layout.microbatches, num_stages, alive - 1)

@@ -41,12 +41,13 @@ def periods(layout: Layout) -> tuple[Schedule, Schedule, float]:
 
     A pipeline that is full repeats itself: every further round of p micro-batches takes as long as the round before,
     and keeps no more in memory. Of a long step, two and three rounds are therefore enough; three and four under
-    schedules that take longer to be full. If stages differ by half, the result may be some percent too short, because
-    ranks that wait first use up what they are ahead. A short step is complete: nothing is added.
+    schedules that take longer to be full, and more where more micro-batches may be in flight. If stages differ by half,
+    the result may be some percent too short, because ranks that wait first use up what they are ahead. A short step is
+    complete: nothing is added.
     """
     pp, m = layout.pp, layout.microbatches
     long = pp > 1 and m > LONG * pp
-    rounds = 3 if layout.schedule in ("zb-h2", "zb-v", "dualpipe-v") else 2
+    rounds = 3 if layout.schedule in ("zb-h2", "zb-v", "dualpipe-v") else max(2, -(-layout.in_flight // pp))
     numbers = (rounds * pp, (rounds + 1) * pp) if long else (m, m)
     few, more = (training_schedule(layout.schedule, pp, number, layout.chunks, layout.in_flight) for number in numbers)
     return few, more, m / pp - rounds if long else 0.0

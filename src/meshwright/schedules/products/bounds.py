@@ -25,13 +25,3 @@ def cosma_bound(m: int, k: int, n: int, num_ranks: int, memory_words: float) -> 
     if memory_words > square:
         return cubic
     return min(2 * volume / math.sqrt(memory_words) + memory_words, cubic)
-
-
-def cosma_rounds(m: int, k: int, n: int, num_ranks: int, memory_words: float) -> int:
-    """COSMA's number of rounds: ceil(2ab / (S - a^2)) for a domain of a x a x b, with a = min(sqrt(S), V^(1/3)) and
-    b = max(V / S, V^(1/3)), where V = mnk / P. 0 if C's square fills the memory."""
-    volume = m * k * n / num_ranks
-    side = min(math.sqrt(memory_words), volume ** (1 / 3))
-    depth = max(volume / memory_words, volume ** (1 / 3))
-    room = memory_words - side**2
-    return math.ceil(2 * side * depth / room - 1e-9) if room > 1e-9 * memory_words else 0

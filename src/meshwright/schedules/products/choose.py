@@ -76,15 +76,16 @@ def within(plan: ProductPlan, memory_words: float | None, *, gradients: bool) ->
 
 
 def too_small(
-    usable: list[Grid], m: int, k: int, n: int, memory_words: float | None, *, gradients: bool
+    usable: list[Grid], m: int, k: int, n: int, memory_words: float | None, *, gradients: bool, item_bytes: int = 0
 ) -> LayoutError:
-    """The error for a memory in which no plan fits."""
+    """The error for a memory in which no plan fits, in bytes if the size of an element is given."""
     plans = [ProductPlan(m, k, n, grid, over) for grid, over in pairs(usable, OVERS)]
     least = min(least_words(plan, gradients=gradients) for plan in plans)
+    each, unit = (item_bytes, "bytes") if item_bytes else (1, "words")
     return LayoutError(
-        f"{memory_words:,.0f} words hold no plan of the product {m}x{k}x{n}",
+        f"{(memory_words or 0) * each:,.0f} {unit} hold no plan of the product {m}x{k}x{n}",
         where="memory",
-        remedy=f"the smallest that fits is {least:,} words a rank; or give more ranks",
+        remedy=f"the smallest that fits is {least * each:,} {unit} a rank; or give more ranks",
     )
 
 
@@ -127,7 +128,10 @@ def named_grid(name: str, num_ranks: int) -> Grid:
         return min((grid for grid in every if grid.k == 1), key=_spread)
     if name == "2.5d":
         layered = [grid for grid in every if 1 < grid.k <= min(grid.m, grid.n)]
-        return min(layered or [grid for grid in every if grid.k == 1], key=lambda grid: (grid.k, *_spread(grid)))
+        return min(
+            layered or [grid for grid in every if grid.k == 1],
+            key=lambda grid: (abs(grid.m - grid.n), -grid.k, -grid.m),
+        )
     if name == "3d":
         return min(
             every, key=lambda grid: (max(grid.sizes.values()) - min(grid.sizes.values()), -grid.k, *_spread(grid))
