@@ -27,7 +27,7 @@ MIXED = "m"
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recomputation, in the order of falling memory and rising time."""
-Grid = tuple[int, int, int]
+TensorGrid = tuple[int, int, int]
 """The sizes of a grid of tensor-parallel ranks: for input features, for output features, and depth."""
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -45,7 +45,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """How attention gets the keys and values of other cp ranks: all at once (``gather``) or rank by rank (``ring``)."""
     ep: int = 1
     """Expert-parallel size: the number of dp ranks that divide the experts among them. It must divide dp."""
-    tp: int | Grid = 1
+    tp: int | TensorGrid = 1
     """Tensor-parallel size: divides heads, hidden features and the vocabulary. Three sizes ``(x, y, z)`` make a grid:
     products split features over two axes, ``tx`` and ``ty``, and the z ranks along the axis ``tz`` take different
     samples. These z ranks together hold one copy of the parameters. They gather it for every use (``zero=3``, the
@@ -136,7 +136,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return (self.dp, self.cp, *tensor, self.pp, *self.spatial, *self.mixed)
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> TensorGrid:
         """The sizes of ``tx``, ``ty`` and ``tz``. Without a grid, all tensor-parallel ranks count as ``ty``."""
         return self.tp if isinstance(self.tp, tuple) else (1, self.tp, 1)
 
@@ -219,7 +219,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for name in [name for name, used in others.items() if used and max(self.mixed, default=1) > 1]:
             yield "layout: mixed", f"mixed with {name}", "leave one of them out"
 
-    def _unfit_grid(self, grid: Grid) -> Iterator[Problem]:
+    def _unfit_grid(self, grid: TensorGrid) -> Iterator[Problem]:
         """Problems of a grid of tensor-parallel ranks, and options that exclude it."""
         text = f"tp={list(grid)}"
         if min(grid) < 1:

@@ -44,7 +44,7 @@ REHEARSED = 12
 combinations of dp, tp, pp, cp and ep."""
 
 
-Grids = Literal["also", "only", "none"]
+GridSearch = Literal["also", "only", "none"]
 """Whether a search considers grids of tensor-parallel ranks beside other layouts."""
 
 
@@ -173,7 +173,7 @@ def search(
     usd_per_hour: float | None = None,
     schedules: Sequence[ScheduleName] = SEARCHED,
     codec: str = "",
-    grids: Grids = "also",
+    grids: GridSearch = "also",
 ) -> SearchResult:
     """Estimate all setups of a model on a cluster, and sort the setups that fit in memory.
 
