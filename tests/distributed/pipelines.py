@@ -114,9 +114,11 @@ SETTINGS = tuple(itertools.product(oracle.OPTIMIZERS, oracle.CLIPPING, oracle.LA
 
 def possible(case: Case) -> bool:
     """Whether the schedule is defined for these counts, and the model has enough places to cut. Ranks that meet within
-    a micro-batch (in tp, and in batch norm under dp) cannot be message-driven."""
+    a micro-batch (in tp; under dp, in batch norm, and in T5's sums over labels) cannot be message-driven."""
     layout = case.layout
-    if layout.schedule == "message-driven" and (layout.feature_ranks > 1 or (layout.dp > 1 and case.model == "ResNet")):
+    if layout.schedule == "message-driven" and (
+        layout.feature_ranks > 1 or (layout.dp > 1 and case.model in ("ResNet", "HF T5"))
+    ):
         return False
     stages = layout.pipeline.num_stages
     if stages > MOST_STAGES.get(case.model, stages):

@@ -128,5 +128,6 @@ def test_a_schedule_that_does_not_exist() -> None:
         mw.Layout(pp=2, schedule="zb-h3")  # type: ignore[arg-type]
     assert str(caught.value) == (
         "layout: schedule is 'zb-h3'\n"
-        "  -> use 'gpipe' or '1f1b' or 'interleaved' or 'zb-h1' or 'zb-h2' or 'zb-v' or 'dualpipe-v'"
+        "  -> use 'gpipe' or '1f1b' or 'interleaved' or 'zb-h1' or 'zb-h2' or 'zb-v' or 'dualpipe-v' "
+        "or 'message-driven'"
     )

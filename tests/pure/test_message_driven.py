@@ -217,7 +217,7 @@ def test_stages_of_different_numbers_of_ranks_are_refused() -> None:
 
 
 def test_setups_by_sizes_refuse_axes_that_meet_in_every_micro_batch() -> None:
-    with pytest.raises(MeshwrightError, match="message-driven beside tp, cp, ep or zero 3"):
+    with pytest.raises(MeshwrightError, match="message-driven beside tp, cp, ep or zero 2 and 3"):
         setup(pp=2, tp=2, schedule="message-driven")
 
 

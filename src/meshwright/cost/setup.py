@@ -106,9 +106,9 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             yield "chunks", problem, "use schedule interleaved, or chunks 1"
         if self.chunks != 2 and self.schedule in V_SHAPED:
             yield "chunks", f"schedule {self.schedule} has two chunks a rank, not {self.chunks}", "use chunks 2"
-        meet = self.tp * self.cp * self.ep * self.depth > 1 or self.zero == 3
+        meet = self.tp * self.cp * self.ep * self.depth > 1 or self.zero >= 2
         if self.schedule == "message-driven" and self.pp > 1 and meet:
-            problem = "message-driven beside tp, cp, ep or zero 3, whose ranks communicate in every micro-batch"
+            problem = "message-driven beside tp, cp, ep or zero 2 and 3, whose ranks communicate in every micro-batch"
             yield "schedule", problem, "use 1f1b, or leave them out"
         if self.inner == "pp" and self.cp > 1:
             yield "inner", "with cp above 1, dp lies beside it", 'give "dp", or cp = 1'
