@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from meshwright.catalog import load_cluster
 from meshwright.catalog.models import make_model
 from meshwright.cli.overrides import overridden
 from meshwright.cli.plan import layout_of
-from meshwright.cost.grid import linear_words
+from meshwright.cost.collective import Group, Network
+from meshwright.cost.grid import linear_parts, linear_words
+from meshwright.cost.kernels import Rates
+from meshwright.cost.layer import layer_pass
 from meshwright.cost.memory import estimate_memory
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import estimate_step
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.ir.call_text import sizes_of
 from meshwright.ir.layout import Layout
-from meshwright.planner.grids import promising_grids
+from meshwright.planner.grids import products_of, promising_grids
 from meshwright.planner.search import search
 from meshwright.prediction import predict
 
@@ -65,6 +69,32 @@ def test_a_grid_along_one_axis_is_tensor_parallelism(recompute: str) -> None:
     found, plain = estimate_step(grid, CLUSTER), estimate_step(line, CLUSTER)
     assert found.compute_s == plain.compute_s
     assert found.tensor_comm_s < plain.tensor_comm_s
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 4, 1), (2, 2, 1), (4, 2, 2)], ids=str)
+def test_the_estimate_of_a_layer_sums_what_its_products_sum(
+    grid: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, z = grid
+    given = setup(dp=2 * z, tp=x * y, grid=grid)
+    network, summed = Network(CLUSTER), []
+
+    def collected(operation: str, num_bytes: float, group: Group, algorithm: str = "native") -> float:
+        summed.append((operation, num_bytes, group))
+        return 0.0
+
+    monkeypatch.setattr(network, "collective_s", collected)
+    layer_pass(given, Rates(CLUSTER.device, CLUSTER.software), network)
+    expected = []
+    for inputs, outputs, is_second in products_of(MODEL):
+        sizes = (y, x, z) if is_second else grid
+        parts = linear_parts(given.tokens * z * 2, inputs, outputs, sizes, 2)
+        groups = [Group(x), Group(y, x)]
+        for elements, group in zip((parts.output, parts.input), groups[::-1] if is_second else groups, strict=True):
+            if group.size > 1:
+                expected.append(("all_reduce", given.element_bytes * elements, group))
+    norms = ("all_reduce", 8.0 * given.tokens, Group(x))  # the two sums of a norm
+    assert Counter(each for each in summed if each != norms) == Counter(expected)
 
 
 def test_each_axis_of_a_grid_divides_memory() -> None:

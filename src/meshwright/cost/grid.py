@@ -33,6 +33,27 @@ class LinearWords(msgspec.Struct, frozen=True, kw_only=True):
         return float(sum(msgspec.structs.astuple(self)))
 
 
+class LinearParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Elements of the tensors of a product that its collectives gather or sum, on one rank."""
+
+    weight: float
+    """The weight, whole over ``tz``."""
+    output: float
+    input: float
+    """The input, or its gradient."""
+    gradient: float
+    """The part of the weight's gradient that ranks of ``dp`` sum."""
+
+
+def linear_parts(rows: int, inputs: int, outputs: int, grid: tuple[int, int, int], dp: int = 1) -> LinearParts:
+    """The parts of a product of ``rows`` samples of the whole batch. ``grid``: as in ``linear_words``."""
+    x, y, z = grid
+    samples, weight = rows / (z * dp), inputs * outputs / (x * y)
+    return LinearParts(
+        weight=weight, output=samples * outputs / y, input=samples * inputs / x, gradient=weight / z
+    )  # fmt: skip
+
+
 def linear_words(
     rows: int, inputs: int, outputs: int, grid: tuple[int, int, int], dp: int = 1, *, kept: bool = False
 ) -> LinearWords:
@@ -43,15 +64,15 @@ def linear_words(
     2048.0
     """
     x, y, z = grid
-    weight, samples = inputs * outputs / (x * y), rows / (z * dp)
+    parts = linear_parts(rows, inputs, outputs, grid, dp)
 
     def once(ranks: int, words: float) -> float:
         return (ranks - 1) / ranks * words
 
     return LinearWords(
-        weight_gathers=(1 if kept else 2) * once(z, weight),
-        output_sum=2 * once(x, samples * outputs / y),
-        input_gradient_sum=2 * once(y, samples * inputs / x),
-        gradient_scatter=once(z, weight),
-        data_sum=2 * once(dp, weight / z),
+        weight_gathers=(1 if kept else 2) * once(z, parts.weight),
+        output_sum=2 * once(x, parts.output),
+        input_gradient_sum=2 * once(y, parts.input),
+        gradient_scatter=once(z, parts.weight),
+        data_sum=2 * once(dp, parts.gradient),
     )

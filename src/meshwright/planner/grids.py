@@ -1,16 +1,17 @@
-"""Grids of tensor-parallel ranks for a model that is described by its sizes: those that communicate least."""
+"""Chooses the grids of tensor-parallel ranks that communicate least, for a model that is described by its sizes."""
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.cost.collective import Group, Network
+from meshwright.cost.grid import linear_parts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
 
 MOST_GRIDS = 16
-"""Number of grids of which a search estimates all setups. They are those with the least exposed communication."""
+"""A search estimates all setups of so many grids: the grids whose ranks wait least for communication."""
 ELEMENT_BYTES = 2
 STATE_BYTES = 16
 """Bytes of a parameter that a rank holds in any case: with its gradient, a float32 copy and Adam's two moments."""
@@ -60,14 +61,17 @@ def _grids(model: Transformer, devices: int, global_batch: int) -> Iterator[Rank
 
 
 def waiting_s(model: Transformer, cluster: Cluster, network: Network, grid: RankGrid, global_batch: int) -> float:
-    """Seconds of a step in which a rank waits for the collectives of its products (see ``cost.grid``)."""
+    """Seconds of a step in which a rank waits for the collectives of its products (``cost/grid.py``)."""
     x, y, z, dp = grid
     samples = global_batch // (z * dp)
     sequences = max(size for size in divisors(samples) if size <= SEQUENCES)
-    tokens, microbatches = sequences * model.sequence * ELEMENT_BYTES, samples // sequences
-    inner = 2 * (model.query_width + model.key_width + model.mlp_matrices * model.ffn / 2)
-    rows = network.collective_s("all_reduce", tokens * inner / 4 / y, Group(x))
-    columns = network.collective_s("all_reduce", tokens * model.hidden / x, Group(y, x))
+    tokens, microbatches = sequences * model.sequence * z * dp, samples // sequences
+    over_x, over_y, sums_s = Group(x), Group(y, x), 0.0
+    for inputs, outputs, is_second in products_of(model):
+        sizes, groups = ((y, x, z), (over_y, over_x)) if is_second else ((x, y, z), (over_x, over_y))
+        parts = linear_parts(tokens, inputs, outputs, sizes, dp)
+        for elements, group in zip((parts.output, parts.input), groups, strict=True):
+            sums_s += network.collective_s("all_reduce", ELEMENT_BYTES * elements, group)
     weights = ELEMENT_BYTES * model.parameters / model.layers
     depth, replicas = Group(z, x * y), Group(dp, x * y * z)
     depth_s = 3 * network.collective_s("all_gather", weights / (x * y), depth)
@@ -76,4 +80,13 @@ def waiting_s(model: Transformer, cluster: Cluster, network: Network, grid: Rank
     hidden = cluster.software.hidden
     exposed_s = max((1 - hidden) * depth_s, depth_s - hidden * computed_s)
     once_s = network.collective_s("all_reduce", weights / (x * y * z), replicas)
-    return model.layers * (microbatches * (4 * (rows + columns) + exposed_s) + once_s)
+    return model.layers * (microbatches * (sums_s + exposed_s) + once_s)
+
+
+def products_of(model: Transformer) -> Iterator[tuple[int, int, bool]]:
+    """The products of a layer with weights: input features, output features, and whether the product is the second of
+    a pair, whose grid is turned."""
+    yield model.hidden, model.query_width + 2 * model.key_width, False
+    yield model.query_width, model.hidden, True
+    yield model.hidden, (model.mlp_matrices - 1) * model.ffn, False
+    yield model.ffn, model.hidden, True
