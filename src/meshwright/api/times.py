@@ -20,7 +20,8 @@ HERE = ("this-machine", "cpu-local")
 
 
 def times_file(threads: int = 1) -> Path:
-    """The default file of this machine's table for ranks with so many threads, beside its calibration."""
+    """The default file of this machine's table, which is measured with ``threads`` threads. It lies beside the
+    calibration."""
     return launch.cache_directory() / f"this-machine-algorithms-{threads}.json"
 
 

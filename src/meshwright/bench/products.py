@@ -52,9 +52,10 @@ TABLE_BYTES = tuple(3 * 2**power for power in range(10, 24, 2))
 BLOCKS = (96, 192, 384, 768)
 """Sides of the square products that are measured before, on all ranks at once."""
 THIN: Sizes = (1280, 24, 1280)
-"""A product whose time is that of memory."""
+"""A product that memory limits: it reads and writes much for each multiplication."""
 PROBE, PANELS = 768, 6
-"""Side and panels of the product whose time says how much of collectives products hide, and what a round costs."""
+"""Side and panels of a product that is timed with and without its collectives. The difference tells which part of the
+collectives' time runs beside products, and what a round costs."""
 LEVELS = ("box", "network")
 
 

@@ -70,8 +70,8 @@ class _Tally:
             self.memory_bound(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> float:
-        """Add the two products of a product's backward: the gradient of its first operand, then that of its second,
-        whose seconds are returned. ``weights``: the second operand holds parameters, not activations."""
+        """Add the backward pass of a product: two products, which make the gradients of its operands. Return the
+        seconds of the second operand's gradient. ``weights``: this operand holds parameters, not activations."""
         self.matmul(m, k, n, batch)
         before_s = self.device_s
         self.matmul(k, n, m, batch)
@@ -303,9 +303,9 @@ def _grid_collectives(
     setup: Setup, network: Network, forward: _Tally, backward: _Tally, inner: tuple[float, float],
     weights_s: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Add the all-reduces of a pair of products. ``inner``: the width of what the first makes and of what the second
-    reads, on one rank; ``weights_s``: seconds of the gradients of their weights. On a grid, these run while the
-    gradients of inputs are summed, as in AxoNN."""
+    """Add the all-reduces of two products that follow each other. ``inner``: the features that the first product writes
+    and the second product reads, on one rank. ``weights_s``: seconds of the gradients of their weights. On a grid,
+    these gradients are computed while the gradients of inputs are summed, as in AxoNN."""
     into_s, out_s = weights_s if setup.grid else (0.0, 0.0)
     _tensor_collective(setup, network, forward)
     _tensor_collective(setup, network, backward, hidden_s=into_s)

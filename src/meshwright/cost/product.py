@@ -39,7 +39,7 @@ def _rounds_s(
     kinds: dict[tuple[str, Operand, int], tuple[float, bool]] = {}
 
     def collected(operation: str, operands: Sequence[Operand], panel: int) -> tuple[float, float]:
-        """Seconds of collectives that products hide, and of those that they do not hide."""
+        """Seconds of the collectives that run beside products, and seconds of the collectives that ranks wait for."""
         hidden = shown = 0.0
         for operand in operands:
             key = operation, operand, min(panel, 0)

@@ -105,8 +105,8 @@ def _blocked(channels: int) -> int:
 
 
 def workspace_bytes(kernel: Kernel, on_cpu: bool) -> int:
-    """Bytes of temporary memory while a kernel of a convolution runs: of its own tensors, and on a CPU those that
-    oneDNN takes. cuDNN's own workspace is not known here."""
+    """Bytes of temporary memory while a kernel of a convolution runs. They are the temporary tensors of the algorithm
+    and, on a CPU, oneDNN's copies. cuDNN's own workspace is not known here."""
     copied = native_bytes(kernel.convolution) if kernel.convolution is not None and on_cpu else 0
     return kernel.workspace_bytes + copied
 

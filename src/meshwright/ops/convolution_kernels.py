@@ -216,7 +216,8 @@ def _products(operands: list[Tensor], size: tuple[int, int]) -> Tensor:
 
 
 def _frame(image: torch.Size, settings: Settings) -> tuple[int, int]:
-    """The size of images for the FFT: at least that of the padded image, so that nothing wraps around."""
+    """The height and width of the FFT. They are at least those of the padded image, so that its last rows do not wrap
+    around to the first."""
     top, left = settings.padding
     return fft_size(image[0] + 2 * top), fft_size(image[1] + 2 * left)
 

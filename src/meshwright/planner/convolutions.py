@@ -36,8 +36,8 @@ from meshwright.planner.workspace import Choice, Division, divided, pareto, shar
 
 NO_LIMIT = 2**62
 LEAST_GAIN = 0.05
-"""A measured time must be shorter than that of PyTorch's own algorithm by this fraction, and by twice the deviation of
-both measurements."""
+"""Another algorithm must be faster than PyTorch's own by this fraction of its time, and by twice the standard deviation
+of the two measurements."""
 
 
 class Choices(NamedTuple):
@@ -63,8 +63,9 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a plan computes its convolutions: the starred names of those that compute their interior rows first; by
-    operator, the text of the algorithm of those that do not run as PyTorch runs them; and notes."""
+    """How a plan computes its convolutions. ``interiors`` are the starred names of convolutions that compute their
+    interior rows first. ``texts`` maps a convolution to its algorithm, unless PyTorch's own algorithm runs. ``notes``
+    are for ``Plan.explain``."""
 
     interiors: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)

@@ -211,6 +211,6 @@ def grouped(strategies: dict[str, Value]) -> dict[str, Value]:
 
 
 def algorithms(operators: Iterable[Operator], chosen: Mapping[str, str], base: Stage | None) -> dict[str, str]:
-    """The algorithms of a stage's operators: those that were chosen, or those of the stage ``base`` of another plan."""
+    """The algorithms of a stage's operators: ``chosen``, or those of ``base``, the stage of another plan."""
     texts = {op.name: chosen.get(op.name, "") if base is None else base.operator_algorithm(op.name) for op in operators}
     return {name: text for name, text in grouped(texts).items() if text}
