@@ -145,7 +145,8 @@ def _of_a_shape(shape: str, rows: dict[str, ProductRow]) -> list[Finding]:
             verdict=report.at_most(against, NEVER_SLOWER),
             measured=f"{against} against {named}; beside the chosen plan: {others}",
             passed=int(against.high <= NEVER_SLOWER), total=1,
-            notes={name: described(row) for name, row in rows.items()},
+            notes={name: {key: value for key, value in described(row).items() if not key.endswith("_s")}
+                   for name, row in rows.items()},
         ),
         _share(
             f"{where}: the chosen plan takes its predicted time within {OFF:g} x", int(off <= OFF), 1,
