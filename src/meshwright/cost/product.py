@@ -9,12 +9,12 @@ from meshwright.schedules.products.rounds import Round, backward, forward
 
 
 class LocalProducts(NamedTuple):
-    """The speed of the ranks' own products. ``multiply_s(m, k, n)``: seconds in which every rank multiplies a matrix of
-    m x k by a matrix of k x n, while all ranks do. ``overlap``: the share of collectives that run beside products where
-    they may. ``round_s``: seconds that each further round with collectives costs: ranks wait for each other between
-    products. Both are worse where ranks share cores."""
+    """The speed of the ranks' own products. ``multiply_s(m, k, n, num_ranks)``: seconds in which each of ``num_ranks``
+    ranks multiplies a matrix of m x k by a matrix of k x n, while the other ranks are idle. ``overlap``: the share of
+    collectives that run beside products where they may. ``round_s``: seconds that each further round with collectives
+    costs: ranks wait for each other between products. All are worse where ranks share cores."""
 
-    multiply_s: Callable[[int, int, int], float]
+    multiply_s: Callable[[int, int, int, int], float]
     overlap: float = 1.0
     round_s: float = 0.0
 
@@ -67,7 +67,7 @@ def _multiply_s(plan: ProductPlan, local: LocalProducts) -> float:
     """Seconds of one product of the largest panel."""
     lengths: dict[Dim, int] = {dim: plan.largest(dim) for dim in ("m", "k", "n")}
     lengths[plan.over] = -(-lengths[plan.over] // plan.panels)
-    return local.multiply_s(lengths["m"], lengths["k"], lengths["n"])
+    return local.multiply_s(lengths["m"], lengths["k"], lengths["n"], plan.grid.num_ranks)
 
 
 def _collective_s(
