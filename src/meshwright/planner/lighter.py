@@ -116,7 +116,7 @@ class Lighter:
         each = [state.parameters_bytes + state.gradients_bytes + state.optimizer_bytes for state in held]
         for shared in works.shared.values():
             for layer in shared.layers:
-                each[layer] -= shared.num_bytes * (2 + pipelines.prices.optimizer.states)
+                each[layer] -= shared.held_bytes(pipelines.prices.optimizer.states, True)
         return sum(each[number] for number in pipelines.chain.numbers) > layout.pp * pipelines.limit_bytes
 
     def may_fit(self, sketch: Sketch) -> bool:
