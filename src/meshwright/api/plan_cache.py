@@ -38,7 +38,7 @@ _DECIDING = ("torch", "numpy", "highspy")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """What decides the plan that a search finds, besides the code of the planner. The fields are arguments of
+    """Everything that decides the result of a search, besides the code of the planner. The fields are arguments of
     ``mw.plan``."""
 
     graph: Graph
@@ -53,7 +53,7 @@ class SearchRequest:
 
     @cached_property
     def file(self) -> Path:
-        """Everything that decides the result of a search, besides the code of the planner.
+        """The file in which the plan of this request is kept.
 
         Its name is a hash of the whole graph. ``Graph.fingerprint`` would not do: it is equal for other dtypes and
         batch sizes. The name does not depend on the numbers of the cluster. If a cluster was measured again, the old

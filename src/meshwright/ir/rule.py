@@ -143,11 +143,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.decompositions.get(name, "").partition(" ")[0]
 
     def sums(self, name: str) -> bool:
-        """Whether outputs without the factor ``name`` become partial sums if ``name`` is split."""
+        """Whether outputs that lack the factor ``name`` become partial sums if ``name`` is split."""
         return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
     def owns(self, name: str, output: int) -> bool:
-        """Whether outputs that lack the factor ``name`` become partial sums if ``name`` is split."""
+        """Whether every rank has its own output number ``output`` (such as its own statistics) if ``name`` is split."""
         return self.decomposition(name) == OWN and str(output) in self.decompositions[name].split()[1:]
 
     def reduced(self, name: str, output: int) -> bool:

@@ -33,7 +33,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def inverse(self) -> "Estimate":
-        """The median of ``values``, with its interval. If this estimate is of a time, the result is of a rate."""
+        """The estimate of 1 / quantity. If this estimate is of a time, the result is of a rate."""
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
 
