@@ -90,8 +90,7 @@ def plan(
     allow: list[str] = typer.Option(
         [],
         "--allow",
-        help="A consistency rule under which layout.plan = auto may join replicas, as in local(16). May be "
-        "repeated.",
+        help="A consistency rule under which layout.plan = auto may join replicas, as in local(16). May be repeated.",
     ),
     fresh: bool = typer.Option(
         False, "--fresh", help="Search again, even if the cache has the plan of an equal search."

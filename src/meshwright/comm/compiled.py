@@ -30,7 +30,8 @@ class CompiledStep(NamedTuple):
 
     In coded collectives, ENCODE and FORWARD send the elements in coded form. ENCODE encodes them, and FORWARD sends the
     bytes of an earlier ENCODE or DECODE. DECODE_ADD and DECODE receive such a message, and add or store the decoded
-    elements. ``code`` is the encoding (``schedules/collectives/coded.py``); with ``begin`` it identifies these bytes."""
+    elements. ``code`` is the encoding (``schedules/collectives/coded.py``); ``code`` and ``begin`` identify these
+    bytes."""
 
     kind: int
     peer: int

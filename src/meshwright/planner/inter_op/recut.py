@@ -97,7 +97,8 @@ class Recut:
 
 
 def moved(stages: Sequence[range], far: Sequence[int] = FAR) -> Iterator[list[range]]:
-    """All cuts in which one border, or two neighbouring borders together, are moved by some layers in either direction.
+    """All cuts in which one border, or two neighbouring borders together, are moved by some layers up or down.
+
     For a distance of one layer:
 
     0 1 2 | 3 4 | 5      becomes      0 1 | 2 3 4 | 5      0 1 2 3 | 4 | 5      0 1 2 | 3 | 4 5      0 1 | 2 3 | 4 5
