@@ -23,14 +23,15 @@ from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
 
 REFUSALS = (LayoutError, PlanError, ScheduleError)
-"""Errors that say that a layout is not possible for a model."""
+"""Errors that mean that a layout is impossible for a model."""
 SURE = 2
-"""Number of options that are simulated because they are the fastest so far."""
+"""The number of fastest options that are always simulated."""
 RECOMPUTING, NEARLY = 2, 1.1
 """Number of options that recompute that are simulated in addition, if they take at most ``NEARLY`` times as long as the
 fastest by their estimates: how many blocks they can keep is only estimated."""
 FEW_OPERATORS = 5000
-"""Only models with up to so many operators: one more plan of a larger model takes about ten seconds."""
+"""Upper limit on a model's operators for an additional plan. For a larger model, another plan takes about ten
+seconds."""
 
 
 @dataclass
@@ -45,16 +46,16 @@ class WholeModel:
     clips: bool
     limit_bytes: float
     memory_bytes: float | None = None
-    """The memory limit of a rank that was asked for; None: each rank has the memory of its device."""
+    """The requested memory limit of a rank; None: the memory of its device."""
     codec: str = ""
-    """``Layout.codec`` of all plans. ``auto``: the best codecs of their gradients."""
+    """``Layout.codec`` of all plans. With ``auto``, they get the best codecs for their gradients."""
 
     def __post_init__(self) -> None:
         self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
 
     def planned(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
         """The plan of an option, and its simulated step. With ``explains``, the plan has the best bucket sizes, and
-        notes on the costs of other strategies. With codecs, it has the best bucket sizes in any case."""
+        notes on the costs of other strategies. With codecs, it always has the best bucket sizes."""
         ask = replace(
             self._ask, explains=explains, fits_buckets=explains or self.codec == AUTO, firsts=option.firsts,
             recompute=option.recompute, memory_bytes=option.memory_bytes,
@@ -68,7 +69,7 @@ class WholeModel:
         return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
 
     def keeping_what_fits(self, plan: Plan, foretold: Foretold, clock: TimeLimit) -> tuple[Plan, Foretold]:
-        """The plan with fewer blocks computed again, as far as memory and time allow; and its simulated step."""
+        """Return the plan with fewer recomputed blocks, as far as memory and time allow, and its simulated step."""
 
         def simulated(other: Plan) -> Foretold:
             return foretell(self.lower, other, self.cluster, optimizer=self.optimizer, clips=self.clips)
@@ -76,10 +77,10 @@ class WholeModel:
         return keep_what_fits(plan, foretold, self.graph, self.memory_bytes, simulated, lambda: clock.over)
 
     def fitting_or_error(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
-        """The options that fit although their estimates do not.
+        """The options that fit although their estimates do not fit.
 
         Raises:
-            LayoutError: none fits; the message names the smallest option.
+            LayoutError: no option fits; the message names the option that needs the least memory.
         """
         real = []
         for option in options:
@@ -97,17 +98,18 @@ class WholeModel:
 
 @dataclass
 class Finalists:
-    """The options that fit by their estimates, the fastest first. ``step_s`` maps the name of an option to its estimate
-    and, once it is simulated, to the simulated seconds (infinite if it does not fit after all). The first ``at_least``
-    options are simulated in any case, others only if those are slower than estimated.
+    """Simulates the options that fit by their estimates, the fastest first, and chooses the best. ``step_s`` maps the
+    name of an option to its estimate and, once it is simulated, to the simulated seconds (infinite if it does not fit
+    after all). The first ``at_least`` options are always simulated. Others are simulated only if these turn out slower
+    than estimated.
 
-    If the model has few operators, the fastest is simulated, too, before a simpler option is taken in its place: what
-    the two take as whole models decides whether they are equally fast.
+    If the model has few operators, the fastest option is also simulated before a simpler option replaces it. The times
+    of the whole model then decide whether both are equally fast.
 
     Stages that recompute keep as many blocks as fit, if ``keeps``.
 
-    If the best option is without ZeRO, and the same layout with ZeRO is among the options, both are compared with the
-    best bucket sizes, on which ZeRO depends most."""
+    If the best option has no ZeRO, and an option with the same layout and ZeRO exists, both are compared with the best
+    bucket sizes, because ZeRO depends most on them."""
 
     model: WholeModel
     options: Sequence[Option]
@@ -118,11 +120,11 @@ class Finalists:
     step_s: dict[str, float] = field(default_factory=dict)
     real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
     stopped: bool = False
-    """Whether the time was over before all were simulated that could be the best."""
+    """Whether the time limit ended the search before all options that could be the best were simulated."""
 
     def _in_any_case(self) -> list[Option]:
-        """The options that are simulated in any case. Grids take the place of no other option: if the first option is a
-        grid, the first option without a grid is simulated, too."""
+        """The options that are always simulated. Grids do not count: if the first option is a grid, the first option
+        without a grid is simulated too."""
         grids = [option for option in self.options if isinstance(option.layout.tp, tuple)]
         others = [option for option in self.options if isinstance(option.layout.tp, int)]
         most = self.at_least or int(bool(grids) and self.options[0] is grids[0])
@@ -130,7 +132,7 @@ class Finalists:
         return [option for option in self.options if option.name in chosen]
 
     def best(self) -> tuple[Option, Plan, Foretold]:
-        """The simplest of the options within ``ALIKE`` of the fastest, with its plan and simulated step.
+        """The simplest option within ``ALIKE`` of the fastest, with its plan and simulated step.
 
         Raises:
             LayoutError: no option fits.
@@ -162,7 +164,7 @@ class Finalists:
                 break
             self._simulate(best)
         plan, foretold = self.real[best.name]
-        if self.at_least:  # without explanations so far
+        if self.at_least:  # plans have had no explanations so far
             plan, foretold = self._planned(best, explains=True)
             self.step_s[best.name] = foretold.played.step_s
         other = self._with_zero(best.layout)
@@ -174,7 +176,7 @@ class Finalists:
         return best, plan, foretold
 
     def _with_zero(self, layout: Layout) -> Option | None:
-        """The fastest option that is ``layout`` with ZeRO stage 1 or 2."""
+        """The fastest option that has ``layout`` plus ZeRO stage 1 or 2."""
         for option in self.options if not layout.zero else ():
             if option.layout.zero in (1, 2) and msgspec.structs.replace(option.layout, zero=0) == layout:
                 return option
