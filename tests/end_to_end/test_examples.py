@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import jobs
 from tests.distributed.pool import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -127,18 +126,6 @@ def test_resnet_loses_the_same_on_two_ranks_as_in_one_process(
     assert "part 1 of 2: 32 digits" in parallel
     assert len(losses(serial)) == 1
     assert losses(parallel) == pytest.approx(losses(serial), abs=1e-3)
-
-
-def test_job_graphs_train_and_compare_models_of_real_digits(tmp_path: Path) -> None:
-    folder = EXAMPLES / "jobs"
-    graph = jobs.load(folder / "layouts.toml")
-    nodes = {"box": jobs.JobNode(cpus=4)}
-    record = jobs.plan_jobs(graph, folder, tmp_path, nodes=nodes)
-    assert [row.level for row in record.rows] == [0, 1, 1, 1, 1, 2, 3]
-    record = jobs.run_jobs(jobs.load(folder / "softmax.toml"), folder, tmp_path, on="here")
-    assert record.notes[0].startswith("all 4 vertices are a chain: no two can run at once")
-    assert jobs.value_of(tmp_path, "evaluate.accuracies")["softmax"] > 0.9
-    assert jobs.value_of(tmp_path, "export.model") == jobs.value_of(tmp_path, "train.weights")
 
 
 def test_hugging_face_gpt2_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

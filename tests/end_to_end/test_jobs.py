@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from meshwright import api, config
 from meshwright.cli import run as cli
 from meshwright.errors import JobError
 from meshwright.ir.job_graph import JobNode
-from meshwright.jobs import run_jobs, value_of
+from meshwright.jobs import load, plan_jobs, run_jobs, value_of
 from meshwright.jobs.journal import Failed, Finished
 from meshwright.jobs.values import encode
 from tests.job_graphs import (
@@ -36,6 +35,7 @@ from tests.job_graphs import (
     starts_in,
 )  # fmt: skip
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "jobs"
 STEPS = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -314,6 +314,16 @@ def test_without_ray_the_extra_is_named(folder: Path, monkeypatch: pytest.Monkey
         jobs.run("runs")
 
 
+def test_a_cluster_that_does_not_answer_is_named(folder: Path) -> None:
+    jobs = builder(folder)
+    jobs.command("v", "true")
+    for address in ("127.0.0.1:1", "nowhere"):
+        with pytest.raises(JobError, match=f"--address {address}: no Ray cluster answers: .*\n  -> write HOST:PORT"):
+            jobs.run("runs", address=address)
+    with pytest.raises(JobError, match="--address box:1: only Ray has clusters"):
+        jobs.run("runs", on="here", address="box:1")
+
+
 def test_on_ray_only_what_was_lost_runs_again(folder: Path) -> None:
     graph = random_graph(3, folder, size=5, cores=2, least_s=0.2, most_s=0.5)
     save(graph, folder / "g.toml")
@@ -333,34 +343,30 @@ def test_on_ray_only_what_was_lost_runs_again(folder: Path) -> None:
     assert (directory / "jobs.html").exists()
 
 
-def test_a_vertex_trains_as_the_same_training_alone(folder: Path) -> None:
-    """The weights are those of the same run file trained in this process, bit for bit."""
-    draw = np.random.default_rng(0)
-    data: dict[str, np.ndarray[Any, Any]] = {
-        "inputs": draw.normal(size=(64, 8)).astype(np.float32),
-        "label": draw.integers(0, 3, 64),
-    }
-    (folder / "data.npz").write_bytes(encode(data, "arrays"))
-    (folder / "run.toml").write_text(
-        '[model]\nname = "mlp"\nsizes = [8, 3]\n[data]\nkind = "tensors"\npath = "none.npz"\nbatch_size = 8\n'
-        "held_out = 0.25\n[train]\nsteps = 6\ncheckpoint_every = 2\n"
-    )
-    jobs = builder(folder)
-    jobs.train("train", "run.toml", inputs={"digits": "./data.npz"}, set={"data.path": "{digits}"},
-               outputs={"weights": "weights.npz", "losses": "json", "run": "run/"})  # fmt: skip
-    jobs.run("runs", on="here")
-    weights, losses = value_of(Path("runs"), "train.weights"), value_of(Path("runs"), "train.losses")
+def test_the_example_trains_as_the_same_training_alone(folder: Path) -> None:
+    """Softmax regression on real digits: the weights are those of its run file trained in this process, bit for bit."""
+    runs, alone = folder / "runs", folder / "alone"
+    record = run_jobs(load(EXAMPLES / "softmax.toml"), EXAMPLES, runs, on="here")
+    assert record.notes[0].startswith("all 4 vertices are a chain: no two can run at once")
+    assert value_of(runs, "evaluate.accuracies")["softmax"] > 0.9
+    assert value_of(runs, "export.model") == value_of(runs, "train.weights")
+    assert [step for step, _ in value_of(runs, "train.losses")["losses"]] == list(range(1, 201))
 
-    raw = config.read(folder / "run.toml")
-    raw["data"]["path"], raw["train"]["directory"] = str(folder / "data.npz"), str(folder / "alone")
-    run = config.make(raw, where="run.toml")
-    result = api.run_ranks(api.train, run, num_ranks=1, directory=folder / "alone")
-    trainer = api.trainer_of(run, {name: torch.as_tensor(value[:8]) for name, value in data.items()}, mw.Layout())
-    assert result.steps == 6
-    trainer.load_latest(folder / "alone" / "checkpoints")
+    raw = config.read(EXAMPLES / "digits_run.toml")
+    data = value_of(runs, "prepare.train")
+    (folder / "train.npz").write_bytes(encode(data, "arrays"))
+    raw["data"]["path"], raw["train"]["directory"] = str(folder / "train.npz"), str(alone)
+    run = config.make(raw, where="digits_run.toml")
+    assert api.run_ranks(api.train, run, num_ranks=1, directory=alone).steps == 200
+    trainer = api.trainer_of(run, {name: torch.as_tensor(value[:64]) for name, value in data.items()}, mw.Layout())
+    trainer.load_latest(alone / "checkpoints")
     expected = {name: tensor.numpy() for name, tensor in trainer.full_state_dict().items()}
-    found = dict(np.load(io.BytesIO(weights)))
+    found = dict(np.load(io.BytesIO(value_of(runs, "train.weights"))))
     assert list(found) == list(expected)
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    assert [step for step, _ in losses["losses"]] == [1, 2, 3, 4, 5, 6]
-    assert losses["held_out"][-1][0] == 6
+
+
+def test_the_layouts_of_the_example_run_side_by_side(folder: Path) -> None:
+    nodes = {"box": JobNode(cpus=6)}
+    record = plan_jobs(load(EXAMPLES / "layouts.toml"), EXAMPLES, folder / "runs", nodes=nodes)
+    assert [row.level for row in record.rows] == [0, 1, 1, 1, 1, 2, 3]

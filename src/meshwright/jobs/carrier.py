@@ -14,6 +14,7 @@ import msgspec
 
 from meshwright.ir.job_graph import JobNode
 from meshwright.jobs.assignment import Assignment, Outcome
+from meshwright.jobs.execute import signal_name
 from meshwright.jobs.placement import Slot
 
 
@@ -119,9 +120,8 @@ def _end_of(process: "subprocess.Popen[bytes]") -> str:
         os.killpg(process.pid, signal.SIGKILL)
     _close(process)
     if code < 0:
-        names = {known.value: known.name for known in signal.Signals}
         memory = " (often the machine had no memory left)" if code == -signal.SIGKILL else ""
-        return f"its worker was killed by {names.get(-code, f'signal {-code}')}{memory}"
+        return f"its worker was killed by {signal_name(-code)}{memory}"
     return f"its worker ended with exit code {code}"
 
 

@@ -7,6 +7,7 @@ Every vertex has a directory of its own:
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -75,6 +76,11 @@ def execute(data: bytes) -> bytes:
             outcome, vertex=failed.vertex, problem=failed.problem, tail=tail(directory / "log"), outputs={}
         )
     return msgspec.json.encode(outcome)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL."""
+    return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
 
 
 def tail(log: Path) -> tuple[str, ...]:
@@ -219,7 +225,7 @@ def _run_processes(assignment: Assignment) -> _Failed | None:
                     continue
                 del running[vertex]
                 if code:
-                    return _Failed(vertex, f"was killed by signal {-code}" if code < 0 else f"exit code {code}")
+                    return _Failed(vertex, f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}")
             if running:
                 time.sleep(LOOK_S)
         return None

@@ -1,6 +1,8 @@
 """The carrier on Ray: every assignment is a Ray task on the node that the scheduler chose."""
 
+import math
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +33,8 @@ class OnRay:
     """
 
     def __init__(self, nodes: Mapping[str, JobNode], address: str = "") -> None:
+        if address:
+            _check_address(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
@@ -42,9 +46,10 @@ class OnRay:
         self._ray: Any = ray
         self._local = not address
         self._nodes = dict(nodes)
+        self._ids: dict[str, str] = {}
         sizes: dict[str, Any] = {}
         if not address:
-            sizes = {"num_cpus": sum(node.cpus for node in nodes.values())}
+            sizes = {"num_cpus": math.ceil(sum(node.cpus for node in nodes.values()))}
             sizes |= {"num_gpus": sum(node.gpus for node in nodes.values())}
             sizes |= {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
         try:
@@ -62,16 +67,18 @@ class OnRay:
             self._warm(round(sum(node.cpus for node in nodes.values())))
 
     def nodes(self) -> Mapping[str, JobNode]:
-        """The nodes of the cluster at the address that are alive, by their ids; of a local cluster, the given ones."""
+        """The nodes of the cluster at the address that are alive; of a local cluster, the given ones."""
         if self._local:
             return self._nodes
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        self._ids |= {_name_of(node): node["NodeID"] for node in alive}
         return {
-            node["NodeID"]: JobNode(
+            _name_of(node): JobNode(
                 cpus=node["Resources"].get("CPU", 0.0), gpus=int(node["Resources"].get("GPU", 0)),
-                memory_bytes=int(node["Resources"].get("memory", 0)) or None, labels=dict(node.get("Labels") or {}),
+                memory_bytes=int(node["Resources"].get("memory", 0)) or None,
+                labels={name: value for name, value in node["Labels"].items() if name != "ray.io/node-id"},
             )
-            for node in self._ray.nodes()
-            if node["Alive"]
+            for node in alive
         }  # fmt: skip
 
     def start(self, assignment: Assignment, slot: Slot) -> None:
@@ -80,7 +87,7 @@ class OnRay:
         if not self._local:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(slot.node, soft=False)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._ids[slot.node], soft=False)
             options["memory"] = slot.memory_bytes
         reference = self._execute.options(**options).remote(msgspec.json.encode(assignment))
         self._running[reference] = assignment, time.time()
@@ -110,6 +117,25 @@ class OnRay:
         self._ray.get([ready.options(num_cpus=1).remote(WARM_S) for _ in range(num_workers)])
 
 
+def _name_of(node: Mapping[str, Any]) -> str:
+    """The name of a node of Ray: its address, and the beginning of its id, because nodes may share an address."""
+    return f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}"
+
+
+def _check_address(address: str) -> None:
+    """Raise a JobError if nobody listens at ``HOST:PORT``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (ValueError, OSError) as error:
+        raise JobError(
+            f"no Ray cluster answers: {error}", where=f"--address {address}",
+            remedy="write HOST:PORT of a cluster that `ray start --head` has started, or leave the address out",
+        ) from None  # fmt: skip
+
+
+CONNECT_S = 10.0
+"""Seconds in which a cluster must answer."""
 WARM_S = 0.05
 """Seconds that a worker stays busy at the start, so that the next task needs another worker."""
 

@@ -66,6 +66,8 @@ def run_jobs(
             often.
         FileFormatError: a file cannot be read.
     """
+    if address and on != "ray":
+        raise JobError("only Ray has clusters", where=f"--address {address}", remedy="leave the address out")
     machines = graph.nodes or ({} if address else {"this machine": this_machine()})
     if machines:
         check(graph, folder, machines, where)

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,9 @@ from meshwright.errors import JobError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.job_graph import TrainVertex
 from meshwright.ir.run import Run
+
+if TYPE_CHECKING:
+    from meshwright.api import Trained
 
 MAIN = "import sys; from meshwright.jobs.training import main; sys.exit(main(sys.argv[1]))"
 """The program that a process of a training vertex runs; its argument is the path of a ``Training``."""
@@ -53,7 +56,7 @@ def run_of(vertex: TrainVertex, folder: Path, paths: Mapping[str, str]) -> dict[
 
 def main(path: str) -> int:
     """Train, and write the outputs. The exit code: 0, or 2 after an error, which is printed."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    _show_log()
     try:
         _train(files.load(path, Training))
     except MeshwrightError as error:
@@ -70,7 +73,7 @@ def _train(training: Training) -> None:
     settings = msgspec.structs.replace(run.train, directory=str(directory), ranks=training.ranks)
     run = msgspec.structs.replace(run, train=settings)
     again = api.Restarts(directory / "checkpoints", logging.getLogger("meshwright").warning)
-    api.run_ranks(api.train, run, num_ranks=training.ranks, directory=directory, again=again)
+    api.run_ranks(_on_rank, run, num_ranks=training.ranks, directory=directory, again=again)
     outputs = {name: Path(path) for name, path in training.outputs.items()}
     if "losses" in outputs:
         found = report.read_run(directory).metrics
@@ -80,6 +83,19 @@ def _train(training: Training) -> None:
         _export(run, directory, outputs["weights"])
     if "run" in outputs:
         outputs["run"].symlink_to(directory, target_is_directory=True)
+
+
+def _on_rank(run: Run) -> "Trained":
+    """Train as one rank; rank 0 shows the log."""
+    from meshwright import api
+
+    if api.launched_rank() == 0:
+        _show_log()
+    return api.train(run)
+
+
+def _show_log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
 
 
 def _export(run: Run, directory: Path, path: Path) -> None:
