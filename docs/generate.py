@@ -19,6 +19,7 @@ from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
 from meshwright.ir import files
+from meshwright.ir.job_graph import KINDS, JobGraph, JobNode
 from meshwright.ir.result import BatchPoint, Comparison, Finding, Machine, Peak, Result, ScalingPoint, Series, Settings
 from meshwright.ir.run import Run
 from meshwright.prediction import (
@@ -61,6 +62,24 @@ def run_file_page() -> str:
             if tag is not None:
                 lines += ["", f'### {tag} = "{choice.__struct_config__.tag}"', "", plain(inspect.getdoc(choice) or "")]
             lines += ["", *table(choice)]
+    return "\n".join(lines) + "\n"
+
+
+def job_graph_page() -> str:
+    """Every key of a GRAPH.toml."""
+    lines = [
+        "# Job graph files",
+        "",
+        GENERATED.format(source="src/meshwright/ir/job_graph.py"),
+        "",
+        "A GRAPH.toml has a table for each vertex, and may have one for each node.",
+        "[How to run one](../how-to/run-a-job-graph.md) has examples.",
+        "",
+        *(line for line in table(JobGraph) if not line.startswith("| `version`")),
+    ]
+    for key, kind in KINDS.items():
+        lines += ["", f"## [vertices.NAME] with `{key}`", "", plain(inspect.getdoc(kind) or ""), "", *table(kind)]
+    lines += ["", "## [nodes.NAME]", "", plain(inspect.getdoc(JobNode) or ""), "", *table(JobNode)]
     return "\n".join(lines) + "\n"
 
 
@@ -421,6 +440,7 @@ def readme() -> str:
 PAGES = {
     HERE / "reference" / "cli.md": command_page,
     HERE / "reference" / "run-file.md": run_file_page,
+    HERE / "reference" / "job-graph.md": job_graph_page,
     HERE / "reference" / "cases.md": cases_page,
     HERE / "reference" / "result-file.md": result_page,
     HERE / "reference" / "worked-numbers.md": worked_page,

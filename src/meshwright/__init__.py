@@ -24,16 +24,18 @@ if TYPE_CHECKING:
         simulate,
         verify,
     )
+    from meshwright.jobs import JobBuilder, JobGraph
     from meshwright.runtime.products import ShardedMatrix
     from meshwright.runtime.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix", "Trainer",
-    "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "matmul", "parallelize", "plan", "simulate",
-    "verify",
+    "Cluster", "Graph", "JobBuilder", "JobGraph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix",
+    "Trainer", "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "matmul", "parallelize", "plan",
+    "simulate", "verify",
 ]  # fmt: skip
 
+_JOBS = ("JobBuilder", "JobGraph")
 _TORCH_SIDE = {
     "auto_parallelize": "meshwright.api",
     "calibrate": "meshwright.api",
@@ -51,7 +53,11 @@ _TORCH_SIDE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need torch on first use, so that ``import meshwright`` is quick."""
+    """Import names that need torch, or that few programs use, on first use: ``import meshwright`` is quick."""
+    if name in _JOBS:
+        from importlib import import_module
+
+        return getattr(import_module("meshwright.jobs"), name)
     if name in _TORCH_SIDE:
         from importlib import import_module
 

@@ -125,3 +125,7 @@ class NonFiniteLossError(MeshwrightError):
 
 class LossScaleError(MeshwrightError):
     """Gradients in a low precision that are not finite at any scale of the loss."""
+
+
+class JobError(MeshwrightError):
+    """A job graph that cannot run, or a vertex of it that failed."""

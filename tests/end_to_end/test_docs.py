@@ -27,6 +27,7 @@ from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.placement import Shard
 from meshwright.ir.plan import Bucket, Plan, Stage
+from meshwright.jobs.load import make as make_graph
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.stage import lower_stage
 from meshwright.models import GPT, GPTConfig, language_model_loss
@@ -193,10 +194,11 @@ def test_the_example_of_a_plan_is_a_plan() -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("toml"))
-def test_run_files_on_a_page_are_valid(page: str) -> None:
+def test_run_files_and_job_graphs_on_a_page_are_valid(page: str) -> None:
     for block in blocks(ROOT / page):
         if block.language == "toml":
-            config.make(config.tables(block.text.encode(), where=page), where=f"{page}:{block.line}")
+            raw, where = config.tables(block.text.encode(), where=page), f"{page}:{block.line}"
+            make_graph(raw, where=where) if "vertices" in raw else config.make(raw, where=where)
 
 
 def test_names_of_the_glossary_exist() -> None:

@@ -16,6 +16,7 @@ from meshwright.cli import (
     clusters,
     collectives,
     demo,
+    jobs,
     models,
     plan,
     predict,
@@ -41,7 +42,7 @@ app = typer.Typer(
 )
 for _module in (
     demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, collectives, calibrate,
-    clusters, models,
+    clusters, models, jobs,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
     _settings = EXTRA if _module in (demo, train, plan, simulate, verify) else None
