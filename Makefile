@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
+.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-consistency: $(STAMP) ## slow replicas, slow links, kills, and parameter s
 
 bench-products: $(STAMP) ## words of products on grids beside formulas and brute force; 4 ranks in two emulated boxes (as root)
 	@$(BIN)/python -m benchmarks.products
+
+bench-serving: $(STAMP) ## workflows on tiers beside brute force and published plans; runs beside their prediction (10 minutes, as root)
+	@$(BIN)/python -m benchmarks.serving
 
 bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelining; kill ranks at random
 	@$(BIN)/python -m benchmarks.pipelines
