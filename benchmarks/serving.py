@@ -181,7 +181,7 @@ def model_workflow(rate_per_s: float) -> Workflow:
             Worker(name="near", tier="edge", device="core", usd_per_hour=0.1),
             Worker(name="far", tier="cloud", device="core", usd_per_hour=0.2),
         ),
-        sources=(Source(name="camera", tier="edge", rate_per_s=rate_per_s, shape=(3, 64, 64)),),
+        sources=(Source(name="camera", tier="edge", rate_per_s=rate_per_s, shape=(3, 128, 128)),),
         operators=(
             Operator(name="features", inputs=("camera",), variants=(Variant(name="residual", model=residual),)),
             Operator(name="classify", inputs=("features",), variants=(

@@ -25,7 +25,7 @@ from meshwright.serving.explain import HEADROOMS, plan_workflow
 from meshwright.serving.plan import WorkflowPlan, operator_costs, slowest_route_s
 from meshwright.serving.routes import routes
 from meshwright.serving.simulate import capacity_per_s, mean_latency_s, simulate
-from meshwright.serving.workflow import Link, Operator, Source, Tier, Variant, Worker, Workflow
+from meshwright.serving.workflow import Limits, Link, Operator, Source, Tier, Variant, Worker, Workflow
 from tests.pure.workflows import by_brute_force, every_plan_of_vqa, random_workflow
 
 CASES = 15
@@ -228,6 +228,41 @@ def test_ways_keep_the_rates_of_workers_and_traffic() -> None:
         ]  # fmt: skip
         share = own.count((one.source_tier, one.target_tier)) / items
         assert share == pytest.approx(one.rate_per_s / VQA.rate_per_s, abs=2e-3)
+
+
+@pytest.mark.parametrize("seed", [1, 4, 9, 16, 23, 31, 40])
+def test_ways_keep_the_rates_of_random_plans(seed: int) -> None:
+    """Chains, joins and forks: each edge carries from tier to tier what the plan says."""
+    drawn = random_workflow(seed)
+    pairs = [(one.name, other.name) for index, one in enumerate(drawn.tiers) for other in drawn.tiers[index + 1 :]]
+    workflow = msgspec.structs.replace(
+        drawn, limits=Limits(), links=tuple(Link(source=a, target=b, usd_per_gib=1.0) for a, b in pairs),
+        sources=tuple(msgspec.structs.replace(one, rate_per_s=3.0) for one in drawn.sources),
+    )  # fmt: skip
+    try:
+        plan = choose(workflow)
+    except WorkflowError:
+        pytest.skip("no plan does three items per second")
+    items = 2000
+    ways = routes(workflow, plan, items)
+    for one in plan.traffic:
+        tiers = [(workflow.tier_of[way.get(one.source, one.source)], workflow.tier_of[way[one.target]]) for way in ways]
+        share = tiers.count((one.source_tier, one.target_tier)) / items
+        assert share == pytest.approx(one.rate_per_s / workflow.rate_per_s, abs=5e-3)
+
+
+def test_of_equally_cheap_plans_the_most_accurate_is_taken() -> None:
+    workflow = line()
+    variants = (
+        msgspec.structs.replace(workflow.operators[0].variants[0], accuracy=0.7),
+        Variant(name="better", seconds={"cpu": 0.12}, accuracy=0.9),
+        Variant(name="slow", seconds={"cpu": 0.2}, accuracy=0.95),
+    )
+    operators = (msgspec.structs.replace(workflow.operators[0], variants=variants),)
+    planned = plan_workflow(msgspec.structs.replace(workflow, operators=operators))
+    assert planned.plan.models == {"detect": "better"}
+    assert planned.plan.proven
+    assert planned.more_accurate == ""
 
 
 def test_simulations_are_equal_for_equal_seeds() -> None:
