@@ -68,6 +68,7 @@ class Station:
         self._operator = job.plan.operator_of.get(name, "")
         self._output = self._operator or name
         self._sums: list[float] = []
+        self._seconds: list[float] = []  # of each item, on an emulated device
         self._routes = routes(job.workflow, job.plan, job.items)
         self._compute: Callable[[int, Mapping[str, Tensor]], Tensor | None]
         self._compute = self._worker() if self._operator else self._source()
@@ -121,19 +122,25 @@ class Station:
         inputs = self.job.workflow.operator_of[self._operator].inputs
         came: dict[int, dict[str, Tensor]] = {}
         times: list[tuple[int, float, float]] = []
+        ended_s = begin_s
         while len(times) < len(mine):
             patience_s = max(0.0, begin_s - time.time()) + PATIENCE_S
             try:
-                header, payload = self._inbox.messages.get(timeout=patience_s)
+                header, payload, came_s = self._inbox.messages.get(timeout=patience_s)
             except queue.Empty:
                 raise self._missing(mine - {item for item, *_ in times}, came, inputs) from None
             came.setdefault(header.item, {})[header.source] = _tensor(header, payload)
             if len(came[header.item]) < len(inputs):
                 continue
-            begun = time.time()
-            result = self._compute(header.item, came.pop(header.item))
-            times.append((header.item, begun, time.time()))
-            self._send(outboxes, header.item, result)
+            item, values = header.item, came.pop(header.item)
+            # an emulated device begins when input and device are there, not when Python notices it
+            begun_s = max(came_s, ended_s) if self._seconds else time.time()
+            result = self._compute(item, values)
+            if self._seconds:
+                _wait(begun_s + self._seconds[item])
+            ended_s = begun_s + self._seconds[item] if self._seconds else time.time()
+            times.append((item, begun_s, ended_s))
+            self._send(outboxes, item, result)
         return times
 
     def _missing(self, left: set[int], came: Mapping[int, Mapping[str, Tensor]], inputs: tuple[str, ...]) -> Exception:
@@ -149,14 +156,9 @@ class Station:
         operator = workflow.operator_of[self._operator]
         variant = operator.variant(job.plan.models[self._operator])
         if job.emulate:
-            number = workflow.order.index(self._operator)
             device = workflow.worker_of[self.name].device
-            seconds = service_s(variant, device, job.items, job.seed, number)
-
-            def wait(item: int, inputs: Mapping[str, Tensor]) -> None:
-                _wait(time.time() + seconds[item])
-
-            return wait
+            self._seconds = service_s(variant, device, job.items, job.seed, workflow.order.index(self._operator))
+            return lambda item, inputs: None
         examples = examples_of(workflow, job.plan.models)
         model = captured_variant(operator, variant, examples)
         model.measured_s(*(examples[name] for name in operator.inputs))  # until caches and allocators are warm

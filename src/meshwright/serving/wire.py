@@ -4,6 +4,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 
 import msgspec
@@ -104,7 +105,7 @@ class Inbox:
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0))
         self.address: Address = host, self._socket.getsockname()[1]
-        self.messages: queue.SimpleQueue[tuple[Header, bytearray]] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[tuple[Header, bytearray, float]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="accepts", daemon=True).start()
 
     def close(self) -> None:
@@ -124,4 +125,4 @@ class Inbox:
     def _read(self, connection: socket.socket) -> None:
         with connection, suppress(ConnectionError):  # a sender that is gone shows in the messages that are missing
             while (message := receive(connection)) is not None:
-                self.messages.put(message)
+                self.messages.put((*message, time.time()))
