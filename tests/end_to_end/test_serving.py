@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.api.machine import known_cluster
 from meshwright.cli import run as cli
 from meshwright.emulation.network import why_not
-from meshwright.errors import CaptureError, LaunchError, WorkflowError
+from meshwright.errors import CaptureError, LaunchError, LostRankError, WorkflowError
 from meshwright.ir.run_model import FactoryModel, MLPModel, ResNetModel
 from meshwright.serving import reading
 from meshwright.serving.choose import choose
@@ -26,6 +27,7 @@ from meshwright.serving.models import InferenceModel, examples_of, items_of, mod
 from meshwright.serving.on_ray import run_on_ray
 from meshwright.serving.profile import profile, with_profiles
 from meshwright.serving.station import Job, Station, StationLog, played
+from meshwright.serving.wire import Header, Inbox, Outbox
 from meshwright.serving.workflow import Link, Operator, Source, Tier, Variant, Worker, Workflow
 
 TOLERANCE = 1e-5
@@ -190,6 +192,25 @@ def test_stations_compute_what_the_models_compute() -> None:
     assert len(account.latencies_s) == 11
     assert min(account.latencies_s) > 0
     assert set(account.busy_s) == set(plan.operator_of)
+
+
+def test_messages_arrive_as_they_were_sent_and_others_are_refused() -> None:
+    inbox = Inbox("127.0.0.1")
+    outbox = Outbox(inbox.address)
+    sent = [(Header(item, "camera", "float32", (2, item)), bytes(8 * item)) for item in range(3)]
+    for header, payload in sent:
+        outbox.send(header, payload)
+    outbox.close()
+    came = [inbox.next(5.0) for _ in sent]
+    assert [(header, bytes(payload)) for header, payload, _ in came] == sent
+    with socket.create_connection(inbox.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(LostRankError, match="a message is damaged: it claims"):
+            inbox.next(5.0)
+    inbox.close()
+    gone = Outbox(inbox.address)
+    with pytest.raises(LostRankError, match="cannot be reached"):
+        gone.close()
 
 
 def test_a_plan_runs_in_processes_beside_its_prediction(

@@ -80,7 +80,7 @@ class Station:
 
         Raises:
             FailedRankError: the inputs of an item do not come.
-            LostRankError: another station cannot be reached.
+            LostRankError: another station cannot be reached, or a message is damaged.
         """
         consumers = self.job.workflow.consumers[self._output]
         wanted = {route[one] for route in self._routes for one in consumers if self._sees(route)}
@@ -126,7 +126,7 @@ class Station:
         while len(times) < len(mine):
             patience_s = max(0.0, begin_s - time.time()) + PATIENCE_S
             try:
-                header, payload, came_s = self._inbox.messages.get(timeout=patience_s)
+                header, payload, came_s = self._inbox.next(patience_s)
             except queue.Empty:
                 raise self._missing(mine - {item for item, *_ in times}, came, inputs) from None
             came.setdefault(header.item, {})[header.source] = _tensor(header, payload)

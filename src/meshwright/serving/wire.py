@@ -12,7 +12,7 @@ import msgspec
 from meshwright.errors import LostRankError
 
 _SIZES = struct.Struct(">IQ")
-MOST_HEADER_BYTES = 65_536
+MOST_HEADER_BYTES, MOST_PAYLOAD_BYTES = 65_536, 2**32
 CONNECT_S = 30.0
 """Seconds in which another station must accept a connection."""
 Address = tuple[str, int]
@@ -32,17 +32,26 @@ _DECODER = msgspec.msgpack.Decoder(Header)
 
 
 def receive(connection: socket.socket) -> tuple[Header, bytearray] | None:
-    """The next message; None: the sender has ended."""
+    """The next message; None: the sender has ended. Raises a LostRankError if it is no message."""
     sizes = _exactly(connection, _SIZES.size)
     if sizes is None:
         return None
     header_bytes, payload_bytes = _SIZES.unpack(sizes)
-    if header_bytes > MOST_HEADER_BYTES:
-        raise LostRankError("a message is damaged", where="serving", remedy="let nothing else connect to the stations")
+    if header_bytes > MOST_HEADER_BYTES or payload_bytes > MOST_PAYLOAD_BYTES:
+        raise _damaged(f"it claims {header_bytes + payload_bytes:,} bytes")
     header, payload = _exactly(connection, header_bytes), _exactly(connection, payload_bytes)
     if header is None or payload is None:
         return None
-    return _DECODER.decode(bytes(header)), payload
+    try:
+        return _DECODER.decode(bytes(header)), payload
+    except msgspec.DecodeError as error:
+        raise _damaged(str(error)) from None
+
+
+def _damaged(problem: str) -> LostRankError:
+    return LostRankError(
+        f"a message is damaged: {problem}", where="serving", remedy="let nothing else connect to the stations"
+    )
 
 
 def _exactly(connection: socket.socket, count: int) -> bytearray | None:
@@ -100,13 +109,21 @@ class Outbox:
 
 
 class Inbox:
-    """Listens for stations, and keeps what they send in one queue, with the time at which each message was complete."""
+    """Listens for stations, and keeps what they send in one queue."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0))
         self.address: Address = host, self._socket.getsockname()[1]
-        self.messages: queue.SimpleQueue[tuple[Header, bytearray, float]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Header, bytearray, float] | LostRankError] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="accepts", daemon=True).start()
+
+    def next(self, timeout_s: float) -> tuple[Header, bytearray, float]:
+        """The next message, and the time at which it was complete. Raises ``queue.Empty`` if none comes in time, and a
+        LostRankError if what came was no message."""
+        message = self._messages.get(timeout=timeout_s)
+        if isinstance(message, LostRankError):
+            raise message
+        return message
 
     def close(self) -> None:
         """Stop listening."""
@@ -124,5 +141,8 @@ class Inbox:
 
     def _read(self, connection: socket.socket) -> None:
         with connection, suppress(ConnectionError):  # a sender that is gone shows in the messages that are missing
-            while (message := receive(connection)) is not None:
-                self.messages.put((*message, time.time()))
+            try:
+                while (message := receive(connection)) is not None:
+                    self._messages.put((*message, time.time()))
+            except LostRankError as error:
+                self._messages.put(error)
