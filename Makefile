@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
+.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-products: $(STAMP) ## words of products on grids beside formulas and brute
 
 bench-jobs: $(STAMP) ## job graphs on Ray: makespans beside simulated ones; 100 kills of vertices, workers and the scheduler
 	@$(BIN)/python -m benchmarks.jobs
+
+bench-serving: $(STAMP) ## workflows on tiers beside brute force and published plans; runs beside their prediction (10 minutes, as root)
+	@$(BIN)/python -m benchmarks.serving
 
 bench-pipelines: $(STAMP) ## measure pipelines against torch.distributed.pipelining; kill ranks at random
 	@$(BIN)/python -m benchmarks.pipelines

@@ -32,6 +32,17 @@ from meshwright.prediction import (
     validate,
     worked_names,
 )
+from meshwright.serving.workflow import (
+    Limits,
+    Link,
+    MeasuredAccuracy,
+    Operator,
+    Source,
+    Tier,
+    Variant,
+    Worker,
+    Workflow,
+)
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -80,6 +91,22 @@ def job_graph_page() -> str:
     for key, kind in KINDS.items():
         lines += ["", f"## [vertices.NAME] with `{key}`", "", plain(inspect.getdoc(kind) or ""), "", *table(kind)]
     lines += ["", "## [nodes.NAME]", "", plain(inspect.getdoc(JobNode) or ""), "", *table(JobNode)]
+    return "\n".join(lines) + "\n"
+
+
+def workflow_file_page() -> str:
+    """Every table and key of a workflow file, with its default and the docstring of its field."""
+    lines = [
+        "# Workflow files", "", GENERATED.format(source="src/meshwright/serving/workflow.py"), "",
+        "A workflow file says what may run where. [How to write one](../how-to/serve-a-workflow.md) has an example.",
+        "", *table(Workflow),
+    ]  # fmt: skip
+    tables: dict[str, type[msgspec.Struct]] = {
+        "[limits]": Limits, "[[tiers]]": Tier, "[[links]]": Link, "[[workers]]": Worker, "[[sources]]": Source,
+        "[[operators]]": Operator, "[[operators.variants]]": Variant, "[[accuracies]]": MeasuredAccuracy,
+    }  # fmt: skip
+    for name, struct in tables.items():
+        lines += ["", f"## {name}", "", plain(inspect.getdoc(struct) or ""), "", *table(struct)]
     return "\n".join(lines) + "\n"
 
 
@@ -441,6 +468,7 @@ PAGES = {
     HERE / "reference" / "cli.md": command_page,
     HERE / "reference" / "run-file.md": run_file_page,
     HERE / "reference" / "job-graph.md": job_graph_page,
+    HERE / "reference" / "workflow-file.md": workflow_file_page,
     HERE / "reference" / "cases.md": cases_page,
     HERE / "reference" / "result-file.md": result_page,
     HERE / "reference" / "worked-numbers.md": worked_page,

@@ -98,6 +98,10 @@ class OptimizerError(MeshwrightError):
     """An optimizer that cannot be used with the plan."""
 
 
+class WorkflowError(MeshwrightError):
+    """A workflow that contradicts itself, or whose limits no plan keeps."""
+
+
 class LaunchError(MeshwrightError):
     """Ranks that could not be started or could not meet (port, rendezvous, environment)."""
 

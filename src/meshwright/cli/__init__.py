@@ -23,6 +23,7 @@ from meshwright.cli import (
     recompute,
     report,
     schedule,
+    serve,
     simulate,
     train,
     validate,
@@ -48,6 +49,7 @@ for _module in (
     _settings = EXTRA if _module in (demo, train, plan, simulate, verify) else None
     app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
 app.add_typer(bench.group)
+app.add_typer(serve.group)
 
 
 @app.callback(invoke_without_command=True)

@@ -77,7 +77,7 @@ class EmulatedNetwork:
                     f"ip link set {port} master switch up", limit(port, rate),
                 )  # fmt: skip
                 box.run(
-                    "ip link set lo up", f"ip address add {_address(index)}/24 dev {LINK}", f"ip link set {LINK} up",
+                    "ip link set lo up", f"ip address add {address_of(index)}/24 dev {LINK}", f"ip link set {LINK} up",
                     limit(LINK, rate),
                 )  # fmt: skip
             self.places = tuple(Place(os.getpid(), box.task) for box in boxes)
@@ -114,13 +114,14 @@ def run_in_boxes(
     with EmulatedNetwork(rates_bits_per_s) as network, tempfile.TemporaryDirectory(prefix="meshwright-") as meeting:
         places = tuple(network.places[box] for box in boxes)
         result: T = run_ranks(
-            _in_box, places, "" if worlds else str(Path(meeting, "store")), _address(boxes[0]), function, args,
+            _in_box, places, "" if worlds else str(Path(meeting, "store")), address_of(boxes[0]), function, args,
             num_ranks=len(boxes), directory=directory,
         )  # fmt: skip
         return result
 
 
-def _address(box: int) -> str:
+def address_of(box: int) -> str:
+    """The address of a box of an emulated network."""
     return f"10.77.0.{box + 1}"
 
 

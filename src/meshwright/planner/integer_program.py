@@ -43,9 +43,11 @@ class Solution(NamedTuple):
     proven: bool
 
 
-def minimize(costs: Sequence[float], upper: Sequence[float], rows: Rows, num_integer: int) -> Solution:
-    """Minimize the cost within the relative gap ``GAP`` or the time limit. The first ``num_integer`` columns must be
-    whole numbers."""
+def minimize(
+    costs: Sequence[float], upper: Sequence[float], rows: Rows, num_integer: int, *, gap: float = GAP
+) -> Solution:
+    """Minimize the cost within the relative ``gap`` or the time limit. The first ``num_integer`` columns must be whole
+    numbers."""
     unit = max((cost for cost in costs if cost > 0), default=1.0)  # the tolerances of HiGHS are absolute
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = len(costs), len(rows.lower)
@@ -58,7 +60,8 @@ def minimize(costs: Sequence[float], upper: Sequence[float], rows: Rows, num_int
     kinds = (highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous)
     model.integrality_ = [kinds[column >= num_integer] for column in range(len(costs))]
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in (("output_flag", False), ("threads", 1), ("time_limit", TIME_LIMIT_S), ("mip_rel_gap", GAP)):
+    options = {"output_flag": False, "threads": 1, "time_limit": TIME_LIMIT_S, "mip_rel_gap": gap}
+    for name, value in (options | {"mip_abs_gap": min(gap, GAP)}).items():
         solver.setOptionValue(name, value)
     solver.passModel(model)
     solver.run()
