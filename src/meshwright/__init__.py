@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         capture,
         grid_product,
         joint,
+        load,
         matmul,
         parallelize,
         plan,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix", "Trainer",
-    "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "matmul", "parallelize", "plan", "simulate",
-    "verify",
+    "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "load", "matmul", "parallelize", "plan",
+    "simulate", "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
@@ -40,6 +41,7 @@ _TORCH_SIDE = {
     "capture": "meshwright.api",
     "grid_product": "meshwright.api",
     "joint": "meshwright.api",
+    "load": "meshwright.api",
     "matmul": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",
