@@ -95,10 +95,6 @@ def test_a_stopped_run_goes_on_in_the_middle_of_an_epoch(images: Path, tmp_path:
     assert _losses(tmp_path / "parts", images) == whole
 
 
-def values(batch: Any) -> Any:
-    return batch
-
-
 def with_train(run: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(run, train=msgspec.structs.replace(run.train, **changes))
 
@@ -131,7 +127,7 @@ def test_a_disk_slower_than_the_step_is_foretold_with_its_rates() -> None:
 def test_a_throttled_store_gives_the_same_samples() -> None:
     store = Counted(8, size=100)
     with PrefetchLoader(SlowStore(store, TokenBucket(1e6)), 2, 10**5, epochs=1) as loader:
-        assert sorted(number for batch in loader for number in values(batch).tolist()) == list(range(8))
+        assert sorted(number for batch in loader for number in batch.tolist()) == list(range(8))
 
 
 def test_load_knows_kinds_of_data(images: Path, tmp_path: Path) -> None:
@@ -141,6 +137,6 @@ def test_load_knows_kinds_of_data(images: Path, tmp_path: Path) -> None:
     with mw.load(tmp_path / "tokens.bin", 4, 10**6, sequence_length=8) as loader:
         assert next(iter(loader))["tokens"].shape == (4, 8)
     with mw.load(TensorDataset(torch.arange(8)), 4, 10**6) as loader:
-        assert len(values(next(iter(loader)))[0]) == 4
+        assert len(next(iter(loader))[0]) == 4
     with pytest.raises(DataError, match="is one file, of which it is not known what a sample is"):
         store_of(tmp_path / "tokens.bin")

@@ -1,6 +1,7 @@
 """A loader that reads samples of a store when they are asked for: the plain one, beside which others are tested."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +53,9 @@ class StoreLoader(Loader):
         self.bad: list[str] = []
         order: Order | None = SamplerOrder(sampler, len(store), shard) if sampler is not None else None
         super().__init__(len(store), batch_size, seed, shuffle, shard, drop_last, epochs, order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
 
     def _gather(self, index: Tensor) -> Any:
         samples = index.tolist()

@@ -24,6 +24,8 @@ NOBODY = -1
 MEMORY, DISK = 0, 1
 """Where an owner keeps a sample."""
 OWN_MEMORY, OWN_DISK, PEER, FILES = range(4)
+CHUNK = 2**16
+"""The number of samples that are sorted together, which bounds memory."""
 CLASSES = ("own memory", "own disk", "memory or disk of another rank", "file system")
 """The classes of storage that a sample is fetched from, fastest first."""
 
@@ -95,13 +97,13 @@ def divided(
     return list(np.concatenate(pieces, axis=1)) if pieces else [order[:0]] * num_ranks
 
 
-def count_uses(epochs: Iterable[Sequence[Indices]], num_samples: int, num_ranks: int) -> NDArray[np.int32]:
+def count_uses(epochs: Iterable[Sequence[Indices]], num_samples: int, num_ranks: int) -> NDArray[np.uint16]:
     """How often each rank uses each sample [num_ranks, num_samples]; ``epochs`` has the samples of each rank, for each
     epoch."""
-    uses = np.zeros((num_ranks, num_samples), np.int32)
+    uses = np.zeros((num_ranks, num_samples), np.uint16)
     for by_rank in epochs:
         for rank, samples in enumerate(by_rank):
-            uses[rank] += np.bincount(samples, minlength=num_samples).astype(np.int32)
+            uses[rank] += np.bincount(samples, minlength=num_samples).astype(np.uint16)
     return uses
 
 
@@ -124,18 +126,27 @@ def place(uses: NDArray[Any], sizes: Indices, rooms: Sequence[Room], first: Indi
     num_ranks, num_samples = uses.shape
     owner, level = np.full(num_samples, NOBODY, np.int16), np.zeros(num_samples, np.int8)
     wanted = uses.sum(axis=0) > 1  # a sample that is used once is never fetched again
-    preferred = np.argsort(-uses, axis=0, kind="stable")
+    preferred = _by_use(uses)
     for where in (MEMORY, DISK):
         left = [room[where] for room in rooms]
         for choice in range(num_ranks):
             for rank in range(num_ranks):
                 found = np.flatnonzero(wanted & (owner == NOBODY) & (preferred[choice] == rank))
-                found = found[np.lexsort((first[found], -uses[rank, found]))]
+                found = found[np.lexsort((first[found], -uses[rank, found].astype(np.int64)))]
                 fits = np.cumsum(sizes[found]) <= left[rank]
                 taken = found[fits]
                 owner[taken], level[taken] = rank, where
                 left[rank] -= int(sizes[taken].sum())
     return SamplePlacement(owner, level)
+
+
+def _by_use(uses: NDArray[Any]) -> NDArray[np.uint16]:
+    """For each sample, the ranks in order of falling uses [ranks, samples]."""
+    preferred = np.empty(uses.shape, np.uint16)
+    for begin in range(0, uses.shape[1], CHUNK):
+        part = -uses[:, begin : begin + CHUNK].astype(np.int32)
+        preferred[:, begin : begin + CHUNK] = np.argsort(part, axis=0, kind="stable")
+    return preferred
 
 
 def sources(accesses: Sequence[Indices], placement: SamplePlacement) -> list[NDArray[np.int8]]:
