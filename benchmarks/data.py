@@ -54,10 +54,10 @@ COMMAND = "python -m benchmarks.data"
 ROUNDS, CASES = 7, 1000
 SAMPLES, SAMPLE_BYTES, BATCH, EPOCHS = 512, 2**16, 16, 6
 MEMORY_BYTES = SAMPLES * SAMPLE_BYTES // 4
-RATE = 32e6
+RATE = 24e6
 """Bytes per second of the throttled disk."""
-STEP_S = 8e-3
-"""A quarter of the time in which the disk gives a batch."""
+STEP_S = 14e-3
+"""A third of the time in which the disk gives a batch."""
 AMPLE_STEP_S = 1.3 * BATCH * SAMPLE_BYTES / RATE
 """A step for which the disk is fast enough."""
 WORKERS, FACTOR = 4, 2

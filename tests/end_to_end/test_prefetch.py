@@ -28,7 +28,7 @@ from meshwright.data import keeper
 from meshwright.data.ahead import PrefetchLoader
 from meshwright.data.encoded import Samples
 from meshwright.data.loaders import TensorLoader
-from meshwright.data.prefetch import Prefetcher
+from meshwright.data.prefetch import Prefetcher, started_alone
 from meshwright.data.stored import StoreLoader
 from meshwright.errors import DataError
 from meshwright.schedules.samples import FILES, NOBODY, OWN_DISK, OWN_MEMORY, PEER
@@ -306,6 +306,22 @@ def test_a_loader_that_is_closed_leaves_no_thread() -> None:
         loader.close()
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_threads_that_fetch_use_one_core_each_and_others_keep_theirs() -> None:
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        threads = started_alone([lambda: found.append(torch.get_num_threads())] * 2)
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        for thread in threads:
+            thread.join()
+        other.start()
+        other.join()
+        assert found == [1, 1, 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

@@ -5,7 +5,7 @@ accesses ──threads: fetch and decode──▶ staging (bounded) ──one th
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -65,9 +65,7 @@ class Prefetcher:
         self._ready: queue.Queue[Ahead | None] = queue.Queue(maxsize=1)
         self._head: Ahead | None = None
         work = [self._work] * threads + [self._collate]
-        self._threads = [threading.Thread(target=each, name="prefetch", daemon=True) for each in work]
-        for thread in self._threads:
-            thread.start()
+        self._threads = started_alone(work)
 
     def peek(self) -> Ahead | None:
         """The next batch, which stays; None after the last. Waits until it is assembled."""
@@ -189,6 +187,26 @@ class Prefetcher:
             else:  # the batch in which samples are taken now: it is complete
                 self._planned, self._within = [], 0
             self._room.notify_all()
+
+
+def started_alone(work: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+    """Start threads in which an operator of torch uses one core. Else each of them would have helpers of its own, which
+    wait for each other and for the training step. Other threads keep their number."""
+    number = torch.get_num_threads()
+    begin = threading.Barrier(len(work) + 1)
+
+    def run(each: Callable[[], None]) -> None:
+        torch.get_num_threads()  # a thread takes the number of the process at its first use of torch: now, not later
+        torch.set_num_threads(1)
+        begin.wait()
+        each()
+
+    threads = [threading.Thread(target=run, args=(each,), name="prefetch", daemon=True) for each in work]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    torch.set_num_threads(number)
+    return threads
 
 
 def collate(samples: list[Any]) -> Any:
