@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import meshwright as mw
 from benchmarks import report
 from benchmarks.report import show
+from meshwright.data.loaders import TextLoader
 from meshwright.errors import NonFiniteLossError
 from meshwright.ir.learning_rate import scaled_by
 from meshwright.ir.result import Check, Finding, Settings
@@ -30,7 +31,6 @@ from meshwright.ir.run import LearningRate
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.optim import LAMB
 from meshwright.runtime.corpus import standard_library_text
-from meshwright.runtime.data import TextLoader
 
 COMMAND = "make bench-large-batch"
 CONFIG = GPTConfig(layers=2, width=64, heads=4, vocabulary=256, sequence_length=16)

@@ -54,7 +54,7 @@ def run_file_page() -> str:
     lines = [
         "# Run files",
         "",
-        GENERATED.format(source="src/meshwright/ir/run.py and ir/run_model.py"),
+        GENERATED.format(source="src/meshwright/ir/run.py, ir/run_data.py and ir/run_model.py"),
         "",
         "A RUN.toml says what is trained, on which data, how and where.",
         "[How to write one](../how-to/write-a-run-file.md) has an example.",

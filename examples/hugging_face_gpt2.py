@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import meshwright as mw
+from meshwright.data.loaders import TextLoader
 from meshwright.runtime.corpus import standard_library_text
-from meshwright.runtime.data import TextLoader
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from digits import digits
 
 import meshwright as mw
+from meshwright.data.loaders import TensorLoader
 from meshwright.models import LeNet, classification_loss
-from meshwright.runtime.data import TensorLoader
 
 
 def main() -> None:

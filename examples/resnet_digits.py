@@ -13,8 +13,8 @@ import torch
 from digits import digits
 
 import meshwright as mw
+from meshwright.data.loaders import TensorLoader
 from meshwright.models import ResNet, classification_loss
-from meshwright.runtime.data import TensorLoader
 
 
 def main() -> None:

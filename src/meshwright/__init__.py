@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         capture,
         grid_product,
         joint,
+        load,
         matmul,
         parallelize,
         plan,
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "JobBuilder", "JobGraph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix",
-    "Trainer", "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "matmul", "parallelize", "plan",
-    "simulate", "verify",
+    "Trainer", "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "load", "matmul", "parallelize",
+    "plan", "simulate", "verify",
 ]  # fmt: skip
 
 _JOBS = ("JobBuilder", "JobGraph")
@@ -42,6 +43,7 @@ _TORCH_SIDE = {
     "capture": "meshwright.api",
     "grid_product": "meshwright.api",
     "joint": "meshwright.api",
+    "load": "meshwright.api",
     "matmul": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",

@@ -9,15 +9,30 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshwright import models, optim
+from meshwright.data.ahead import PrefetchLoader
+from meshwright.data.loaders import Loader, TensorLoader, TextLoader
+from meshwright.data.shards import Shards
+from meshwright.data.stored import StoreLoader
+from meshwright.data.stores import Images, Part, Store, Tokens, decode_image
 from meshwright.errors import DataError, FileFormatError
-from meshwright.ir.run import STANDARD_LIBRARY, DigitsData, RandomData, Run, Sample, TensorsData, TextData
+from meshwright.ir.run import Run, Sample
+from meshwright.ir.run_data import (
+    STANDARD_LIBRARY,
+    DigitsData,
+    RandomData,
+    ShardsData,
+    Stored,
+    TensorsData,
+    TextData,
+    TokensData,
+)
 from meshwright.ir.run_model import FactoryModel, GPTModel, UNetModel
 from meshwright.runtime.corpus import standard_library_text
-from meshwright.runtime.data import Loader, TensorLoader, TextLoader
 from meshwright.runtime.loop import Progress
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -57,7 +72,7 @@ def model(run: Run) -> nn.Module:
         del arguments["loss"]
         try:
             if isinstance(section, GPTModel):
-                wanted = run.data.sequence_length if isinstance(run.data, TextData) else 1024
+                wanted = run.data.sequence_length if isinstance(run.data, TextData | TokensData) else 1024
                 arguments["sequence_length"] = section.sequence_length or wanted
                 module = models.GPT(models.GPTConfig(**arguments))
             else:
@@ -132,9 +147,13 @@ class Source:
 
     def __init__(self, run: Run) -> None:
         self.run, self.section = run, run.data
-        self._training: bytes | Tensors
-        self._held_out: bytes | Tensors
-        if isinstance(self.section, TextData):
+        self._training: bytes | Tensors | Store
+        self._held_out: bytes | Tensors | Store
+        if isinstance(self.section, Stored):
+            store = stored(self.section, getattr(torch, run.train.dtype))
+            kept, out = _spread(len(store), self.section.held_out)
+            self._training, self._held_out = Part(store, kept.numpy()), Part(store, out.numpy())
+        elif isinstance(self.section, TextData):
             self._training, self._held_out = _read_text(self.section)
         else:
             floats = getattr(torch, run.train.dtype)
@@ -148,11 +167,25 @@ class Source:
     def items_per_step(self) -> tuple[int, str]:
         """The number and the name of the items of a step: (4096, "tok") or (64, "samples")."""
         size = self.section.batch_size
-        return (size * self.section.sequence_length, "tok") if isinstance(self.section, TextData) else (size, "samples")
+        if isinstance(self.section, TextData | TokensData):
+            return size * self.section.sequence_length, "tok"
+        return size, "samples"
+
+    def example(self) -> Any:
+        """The first global batch, without fetching further ones."""
+        if isinstance(self._training, Store):
+            return next(iter(self._plain(self._training, shuffle=True)))
+        return next(iter(self.training()))
 
     def training(self, shard: tuple[int, int] = (0, 1)) -> Loader:
         """The endless loader of training batches; ``shard`` is (index, number of shards) of each batch."""
         size, seed = self.section.batch_size, self.run.train.seed
+        if isinstance(self._training, Store):
+            assert isinstance(self.section, Stored)
+            return PrefetchLoader(
+                self._training, size, self.section.memory_bytes, cache_directory=self.section.cache_directory or None,
+                seed=seed, shard=shard, skip_bad=self.section.skip_bad, pin=torch.cuda.is_available(),
+            )  # fmt: skip
         return self._loader(self._training, size, seed=seed, shard=shard, drop_last=True)
 
     def held_out(self, shard: tuple[int, int] = (0, 1)) -> Loader | None:
@@ -164,6 +197,10 @@ class Source:
         if not self.section.held_out:
             return None
         count, size, data = shard[1], self.section.batch_size, self._held_out
+        if isinstance(data, Store):
+            rows = len(data) // count * count
+            part = Part(data, np.arange(rows))
+            return self._plain(part, min(size, max(1, rows)), shuffle=False, epochs=1, shard=shard, drop_last=False)
         if isinstance(data, dict):
             rows = min(map(len, data.values())) // count * count
             data, size = {name: value[:rows] for name, value in data.items()}, min(size, max(1, rows))
@@ -178,6 +215,11 @@ class Source:
                     remedy="give more text, hold out more, or nothing: held_out = 0",
                 )
         return self._loader(data, size, shuffle=False, epochs=1, shard=shard)
+
+    def _plain(self, store: Store, size: int = 0, **options: Any) -> StoreLoader:
+        assert isinstance(self.section, Stored)
+        skips = self.section.skip_bad
+        return StoreLoader(store, size or self.section.batch_size, self.run.train.seed, skip_bad=skips, **options)
 
     def _loader(self, data: bytes | Tensors, size: int, **options: Any) -> Loader:
         if isinstance(data, dict):
@@ -196,7 +238,25 @@ def example_batch(run: Run) -> dict[str, Tensor]:
     if isinstance(run.data, TextData):
         tokens = torch.zeros(run.data.batch_size, run.data.sequence_length, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens}
-    return next(iter(Source(run).training()))
+    return cast(Tensors, Source(run).example())
+
+
+def stored(section: Stored, floats: torch.dtype = torch.float32) -> Store:
+    """The samples of ``[data]`` that need not fit in memory, with images of type ``floats``.
+
+    Raises:
+        DataError: they are not there, or damaged.
+    """
+    if isinstance(section, TokensData):
+        return Tokens(section.path, section.sequence_length, section.dtype)
+    if isinstance(section, ShardsData):
+        paths = section.paths if isinstance(section.paths, str) else list(section.paths)
+        return Shards(paths, skip_bad=section.skip_bad)
+
+    def scaled(content: memoryview) -> Tensor:
+        return decode_image(content, section.size).to(floats)
+
+    return Images(section.path, scaled)
 
 
 def _read_text(section: TextData) -> tuple[bytes, bytes]:
@@ -279,10 +339,15 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
 
 def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
     """Training rows and held-out rows; held-out rows are spread evenly over all rows."""
-    rows = len(next(iter(tensors.values()))) if tensors else 0
+    kept, out = _spread(len(next(iter(tensors.values()))) if tensors else 0, held_out)
+    return {name: value[kept] for name, value in tensors.items()}, {name: value[out] for name, value in tensors.items()}
+
+
+def _spread(rows: int, held_out: float) -> tuple[Tensor, Tensor]:
+    """The rows for training and those that are held out, which are spread evenly."""
     index = torch.arange(rows)
     out = ((index + 1) * held_out).floor() > (index * held_out).floor()
-    return {name: value[~out] for name, value in tensors.items()}, {name: value[out] for name, value in tensors.items()}
+    return index[~out], index[out]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

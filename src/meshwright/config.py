@@ -10,7 +10,8 @@ from msgspec import inspect
 
 from meshwright.errors import FileFormatError, Problem, refuse
 from meshwright.ir import files
-from meshwright.ir.run import LearningRate, Run, TextData
+from meshwright.ir.run import LearningRate, Run
+from meshwright.ir.run_data import TextData, TokensData
 from meshwright.ir.run_model import FactoryModel, GPTModel
 
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -145,12 +146,12 @@ def _problems(run: Run, raw: dict[str, Any]) -> Iterator[Problem]:
     if isinstance(model, GPTModel) and model.width % model.heads:
         problem = f"{model.width} is not divisible by heads = {model.heads}"
         yield "model.width", problem, "choose a width that is a multiple of the heads"
-    if isinstance(model, GPTModel) and isinstance(data, TextData):
+    if isinstance(model, GPTModel) and isinstance(data, TextData | TokensData):
         positions, length = model.sequence_length, data.sequence_length
         if positions and positions < length:
             problem = f"the model has {positions} positions, but data.sequence_length is {length}"
             yield "model.sequence_length", problem, "leave it out, or give at least as many"
-        if model.vocabulary < 256:
+        if isinstance(data, TextData) and model.vocabulary < 256:
             problem = f"text has 256 different bytes, the model's vocabulary is {model.vocabulary}"
             yield "model.vocabulary", problem, "give at least 256"
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.data.loaders import Loader, TensorLoader
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.optim import LAMB, LARS
 from meshwright.runtime import shards
-from meshwright.runtime.data import Loader, TensorLoader
 from tests.distributed.oracle import TOLERANCE, largest_error
 from tests.distributed.pool import Ranks, RanksFailedError
 

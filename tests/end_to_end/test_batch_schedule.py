@@ -12,9 +12,9 @@ import torch
 
 from meshwright import build, config
 from meshwright.cli import run as cli
+from meshwright.data.loaders import TensorLoader
 from meshwright.errors import DataError
 from meshwright.optim import LAMB, LARC, LARS, OneBitAdam, ZeroOneAdam
-from meshwright.runtime.data import TensorLoader
 
 RUN = """
 [model]

@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import meshwright as mw
+from meshwright.data.loaders import TensorLoader
 from meshwright.errors import CheckpointError
 from meshwright.models import ResNet, classification_loss
 from meshwright.runtime import manifest
-from meshwright.runtime.data import TensorLoader
 from meshwright.runtime.manifest import SavedFile
 from meshwright.runtime.shards import StoredPart
 from tests.end_to_end.checkpoint_cases import (

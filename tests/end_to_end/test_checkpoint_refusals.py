@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.data.loaders import TensorLoader
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models import MLP, classification_loss
 from meshwright.runtime import manifest
-from meshwright.runtime.data import TensorLoader
 from meshwright.runtime.manifest import DamagedCheckpointError
 from tests.end_to_end.checkpoint_cases import (
     OPTIMIZERS,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.data.loaders import Loader, TensorLoader, TextLoader
 from meshwright.errors import DataError
-from meshwright.runtime.data import Loader, TensorLoader, TextLoader
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**63)

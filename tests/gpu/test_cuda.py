@@ -60,3 +60,11 @@ def test_a_loss_that_is_no_number_is_seen_one_step_late_and_its_error_says_so() 
 def test_without_a_cluster_the_device_at_hand_is_known() -> None:
     cluster = known_cluster(None, torch.device("cuda"))
     assert cluster.device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_batches_that_are_fetched_ahead_lie_in_pinned_memory() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(32.0).reshape(8, 4))
+    with mw.load(data, 4, 10**6, epochs=1) as loader:
+        for (batch,) in loader:
+            assert batch.is_pinned()
+            assert batch.cuda(non_blocking=True).sum() == batch.sum()

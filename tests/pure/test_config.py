@@ -14,7 +14,8 @@ from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
 from meshwright.ir.plan import Plan, Stage
-from meshwright.ir.run import SGD, AdamW, LearningRate, Run, TextData
+from meshwright.ir.run import SGD, AdamW, LearningRate, Run
+from meshwright.ir.run_data import TextData
 from meshwright.ir.run_model import FactoryModel, GPTModel, MLPModel
 
 TEXT = """

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from meshwright.errors import TraceError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.data_use import DataUse
 from meshwright.ir.device import Device
 from meshwright.ir.interval import interval
 from meshwright.ir.layout import Layout
@@ -259,3 +260,26 @@ def test_traces_of_other_plans_sources_and_ranks_are_refused() -> None:
 def test_memory_is_counted_above_what_a_process_held_before() -> None:
     trace = step(DP, AS_PREDICTED, peaks={0: 500, 1: 300}).above({0: 200, 1: 400})
     assert [trace.peak_bytes(rank) for rank in (0, 1)] == [300, 0]
+
+
+def test_waiting_for_data_is_a_part_of_its_own_and_says_what_the_disk_lacks() -> None:
+    times = {0: (1.0, 0.0, 0.0), 1: (1.0, 0.0, 0.0)}
+    late = step(DP, times)
+    waits = tuple(Span(rank, "data", "waiting for data", -0.5, 0.0) for rank in times)
+    waited = msgspec.structs.replace(late, spans=(*waits, *late.spans))
+    found = make_ledger(DP, step(DP, times, "simulated"), [waited], BOX)
+    assert [(row.rank, row.measured) for row in found.rows() if row.what == "waiting for data"] == [(0, 0.5), (1, 0.5)]
+    assert [row.measured for row in found.rows() if row.what == "step"] == [1.5, 1.5]
+    assert found.worst.part == "waiting for data"
+    assert "The data lie in memory" in found.explanation
+    use = DataUse(
+        data="files", num_ranks=2, num_steps=9, fetches={"own memory": 30, "file system": 10}, misses=10,
+        predicted_misses=10, belady_misses=9, lru_misses=35, waited_s=0.5, predicted_waited_s=0.4,
+        file_bytes_per_s=2.0**20, needed_bytes_per_s=2.0**21, num_bad=2, bad=("a.png",),
+    )  # fmt: skip
+    told = msgspec.structs.replace(found, data=use)
+    assert "need 2 MiB/s from the file system, which gives 1 MiB/s" in told.explanation
+    for text in ("own memory", "75.0%", "(Belady)", "400 ms", "500 ms"):
+        assert text in told.table()
+    assert ("skipped", "2 fetches of bad samples: a.png") in use.facts()
+    assert not [row for row in ledger(times, times).rows() if row.what == "waiting for data"]

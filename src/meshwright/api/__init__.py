@@ -3,6 +3,7 @@ functions."""
 
 from meshwright.api.alpa import recompute_alpa
 from meshwright.api.convolutions import measure_convolutions
+from meshwright.api.data import load
 from meshwright.api.ensembles import joint
 from meshwright.api.machine import (
     calibrate,
@@ -55,6 +56,7 @@ __all__ = [
     "launched",
     "launched_rank",
     "learn_from_runs",
+    "load",
     "load_cluster",
     "matmul",
     "measure_convolutions",

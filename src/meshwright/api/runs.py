@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from meshwright import build, config
+from meshwright.api.data import FeedForetold, data_use, foretell_feed, meet, with_waits
 from meshwright.api.planned_runs import cluster_of, layout_of
 from meshwright.api.plans import cost_of
 from meshwright.api.trainers import parallelize, verify
@@ -16,6 +17,8 @@ from meshwright.comm.clock import on_rank_0
 from meshwright.comm.groups import codings_of, from_every_rank, from_rank_0
 from meshwright.cost.coded import foretold as foretold_codings
 from meshwright.cost.occupancy import box_of, num_peers
+from meshwright.data.ahead import PrefetchLoader
+from meshwright.data.loaders import Loader
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
@@ -27,7 +30,8 @@ from meshwright.ir.ledger import Ledger
 from meshwright.ir.make_ledger import make_ledger
 from meshwright.ir.plan import Plan
 from meshwright.ir.replica_use import ReplicaUse
-from meshwright.ir.run import Run, TextData
+from meshwright.ir.run import Run
+from meshwright.ir.run_data import TextData
 from meshwright.ir.trace import Trace
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import Foretold, foretell
@@ -56,7 +60,7 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Verification, 
     return verify(
         build.model(run),
         build.loss_function(run),
-        next(iter(build.Source(run).training())),
+        build.Source(run).example(),
         run.layout.chosen(),
         optimizer=build.optimizer(run),
         max_grad_norm=run.train.max_grad_norm or None,
@@ -141,14 +145,17 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     source = build.Source(run)
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
-    trainer = trainer_of(run, next(iter(source.training())), _asked(run, directory))
+    trainer = trainer_of(run, source.example(), _asked(run, directory))
     held_bytes = _held_besides(trainer)
     foretold = _foretold(run, trainer) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()
     items, unit = source.items_per_step
+    loader = source.training(trainer.data_shard)
+    if isinstance(loader, PrefetchLoader):
+        meet(loader)
     loop = Loop(
         trainer,
-        source.training(trainer.data_shard),
+        loader,
         source.held_out(trainer.own_shard),
         Meter(
             path=directory / "metrics.jsonl" if rank == 0 else None,
@@ -171,8 +178,10 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     progress.end()
     first = trainer.step_number
     from_rank_0(lambda: _note_run(run, trainer, directory, checkpoint))
+    feed = _foretold_feed(run, trainer, loader, foretold)
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
-    ledger = _ledger(run, trainer, directory, loop.traces, foretold, held_bytes)
+    ledger = _ledger(run, trainer, directory, loop, foretold, feed, held_bytes)
+    loader.close()
     text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
     saved = manifest.steps_in(directory / "checkpoints")
     return Trained(
@@ -203,6 +212,14 @@ def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
         return None
 
 
+def _foretold_feed(run: Run, trainer: Trainer, loader: Loader, foretold: Foretold | None) -> FeedForetold | None:
+    """The predicted waits for data that does not lie in memory, on rank 0. Every rank must call it."""
+    step_s = from_rank_0(lambda: foretold.played.step_s if foretold is not None else 0.0)
+    if not isinstance(loader, PrefetchLoader) or not step_s:
+        return None
+    return foretell_feed(loader, step_s, run.train.steps - trainer.step_number)
+
+
 def _asked(run: Run, directory: Path) -> Layout | str:
     """The layout or plan that the run asks for. If a continued run searched its layout, it keeps the plan of its first
     part as long as the number of ranks is the same. Its results are then the same bit for bit."""
@@ -221,22 +238,28 @@ def _held_besides(trainer: Trainer) -> int:
 
 
 def _ledger(
-    run: Run, trainer: Trainer, directory: Path, traces: list[Trace], foretold: Foretold | None, held_bytes: int
-) -> Ledger | None:
+    run: Run, trainer: Trainer, directory: Path, loop: Loop, foretold: Foretold | None, feed: FeedForetold | None,
+    held_bytes: int,
+) -> Ledger | None:  # fmt: skip
     """Gather the traces of the last steps, compare them with the prediction, and write both into the run's directory.
     Return the ledger on rank 0; None on other ranks, or if nothing can be compared. Every rank must call it."""
     held = dict(enumerate(from_every_rank(held_bytes)))
     taken = dict(enumerate(from_every_rank(taken_bytes(trainer.device))))
     plan, device = trainer.plan, trainer.device
-    measured = [on_rank_0(trace, device).above(held) for trace in traces if trace.plan == plan.digest]
+    measured = [on_rank_0(trace, device).above(held) for trace in loop.traces if trace.plan == plan.digest]
+    shards = from_every_rank(loop.loader.shard[0])
+    use = data_use(loop.loader, loop.data_waits, feed) if isinstance(loop.loader, PrefetchLoader) else None
     if trainer.rank != 0 or foretold is None or not measured:
         return None
     cluster = cluster_of(run, device, plan.mesh.world_size)
     peers = num_peers(plan.mesh.sizes, box_of(cluster))
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # before the run amended it
+    if feed is not None:
+        predicted = with_waits(predicted, feed.last_waits, shards)
     codecs = _codecs(trainer, cluster)
     ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers, codecs)
-    ledger = msgspec.structs.replace(ledger, replicas=_replicas(run, trainer, measured, foretold.played.step_s))
+    exchange = _replicas(run, trainer, measured, foretold.played.step_s)
+    ledger = msgspec.structs.replace(ledger, replicas=exchange, data=use)
     try:
         for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
             files.save(content, directory / name)

@@ -14,11 +14,11 @@ from meshwright import api, build
 from meshwright.bench.machine import this_machine, today, versions
 from meshwright.bench.repeat import WARMUP_STEPS, alternate, measuring
 from meshwright.bench.scaling import NUM_BATCHES, check_alone, check_rising, name_of_model, settings_of
+from meshwright.data.loaders import Loader
 from meshwright.errors import DataError, FileFormatError, LayoutError, NonFiniteLossError
 from meshwright.ir.learning_rate import scaled_by
 from meshwright.ir.result import BatchPoint, BatchSizes, Result, Series
 from meshwright.ir.run import Run
-from meshwright.runtime.data import Loader
 from meshwright.runtime.loop import Progress, Silent, resumed_schedule
 from meshwright.runtime.trainer import Trainer
 
@@ -216,6 +216,7 @@ def prepared(run: Run, base: int) -> tuple[Trainer, Loader, Loader]:
     whole = source.training()
     whole.resize(run.data.batch_size)
     trainer = api.trainer_of(run, next(iter(whole)))
+    whole.close()
     loader, held_out = source.training(trainer.data_shard), source.held_out(trainer.own_shard)
     loader.resize(run.data.batch_size)
     assert held_out is not None

@@ -7,8 +7,9 @@ from contextvars import ContextVar
 
 from meshwright.ir.trace import MemorySample, Span, Trace, TraceSource
 
-COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""The streams of a trace: computation, communication between ranks, and waits of computation for communication."""
+COMPUTE, COMMUNICATION, WAIT, DATA = "compute", "communication", "wait", "data"
+"""The streams of a trace: computation, communication between ranks, waits of computation for communication, and waits
+of the step for its data."""
 
 SAMPLE_EVERY_S = 0.002
 
@@ -23,11 +24,19 @@ class SpanRecorder:
         self._axes, self._memory = axes or {}, memory
         self._spans: list[tuple[str, object, float, float, int]] = []
         self._samples: list[tuple[float, int]] = []
+        self._data: tuple[str, object, float, float, int] | None = None
 
     def clear(self) -> None:
         """Discard all spans and samples."""
         self._spans.clear()
         self._samples.clear()
+        if self._data is not None:
+            self._spans.append(self._data)
+            self._data = None
+
+    def waited_for_data(self, start_s: float, end_s: float) -> None:
+        """Record that the step that comes next waited for its data. Its ``clear`` keeps this span."""
+        self._data = (DATA, "waiting for data", start_s, end_s, 0)
 
     def span(self, stream: str, what: object, start_s: float, end_s: float, num_bytes: int = 0) -> None:
         """Record work that was done. ``what`` describes the work; it becomes text only when the trace is made."""

@@ -2,11 +2,13 @@
 
 import statistics
 from collections.abc import Collection
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
 from meshwright.ir.codec_use import CodecUse, codec_lines
+from meshwright.ir.data_use import DataUse
 from meshwright.ir.interval import Interval, interval
 from meshwright.ir.replica_use import ReplicaUse
 from meshwright.ir.summary import RankTimes
@@ -16,10 +18,11 @@ from meshwright.ir.units import seconds, size
 if TYPE_CHECKING:  # reports import this module, but must not import the catalog, which ir.cluster imports
     pass
 
-PartName = Literal["computing", "exposed communication", "bubble"]
+PartName = Literal["computing", "exposed communication", "waiting for data", "bubble"]
 PARTS: dict[PartName, str] = {
     "computing": "compute_s",
     "exposed communication": "exposed_s",
+    "waiting for data": "data_s",
     "bubble": "bubble_s",
 }
 """Maps each part of a step's time to the field of ``RankTimes`` that holds it. The parts add up to the time of the
@@ -28,6 +31,7 @@ AGREE = 0.05
 """If the largest difference is less than this fraction of the step, the ledger says that all parts agree."""
 TOLD = 0.01
 """Times below this fraction of the step are too short to estimate a constant from."""
+IN_MEMORY = "The data lie in memory, and nothing is predicted for them: a batch is made when a step asks for it."
 MEMORY_AGREES = 0.1
 """If predicted and measured peaks differ by less than this fraction, the ledger says that they agree."""
 
@@ -136,6 +140,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ranks: Annotated[tuple[RankEntry, ...], msgspec.Meta(min_length=1)]
     codecs: tuple[CodecUse, ...] = ()
     replicas: ReplicaUse | None = None
+    data: DataUse | None = None
 
     @property
     def predicted_step_s(self) -> float:
@@ -224,6 +229,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             sentences = f"Prediction and measurement agree: no part is off by more than {AGREE:.0%} of the step."
         elif worst.part == "computing":
             sentences = self._about_computing(worst)
+        elif worst.part == "waiting for data":
+            sentences = self.data.explanation if self.data is not None else IN_MEMORY
         elif worst.part == "bubble":
             sentences = self._about_bubble(worst)
         else:
@@ -231,11 +238,17 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return f"{sentences} {self._about_memory()}"
 
     def rows(self) -> tuple[LedgerRow, ...]:
-        """The rows of the table: for every rank, the parts of its step, the step, and its peak memory."""
+        """The rows of the table: for every rank, the parts of its step, the step, and its peak memory. Waiting for data
+        is left out if no rank waits for ``TOLD`` of a step."""
         deviations = {"step_s": self.deviation, "peak_bytes": self.memory_deviation}
+        waited = any(
+            times.data_s >= TOLD * times.step_s for entry in self.ranks for times in (entry.predicted, entry.measured)
+        )
         found = []
         for entry in self.ranks:
             for what, field, unit in _ROWS:
+                if field == "data_s" and not waited:
+                    continue
                 predicted, measured = (getattr(times, field) for times in (entry.predicted, entry.measured))
                 deviation = deviations.get(field) if predicted else None
                 between = interval(predicted, deviation) if deviation else None
@@ -263,7 +276,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if (about := self.interval_bytes) is not None and (peak_bytes := self.highest_bytes[1]):
             where = "inside" if about.holds(peak_bytes) else "outside"
             lines.append(f"and the highest peak is {size(about.low)} to {size(about.high)}: this run is {where}")
-        more = [*self.codec_lines(), *(self.replicas.lines() if self.replicas is not None else ())]
+        uses = [use.lines() for use in (self.replicas, self.data) if use is not None]
+        more = [*self.codec_lines(), *chain.from_iterable(uses)]
         return "\n".join([*lines, *more, f"{self.worst}", self.explanation])
 
     def codec_lines(self) -> list[str]:

@@ -12,56 +12,8 @@ from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.learning_rate import Scaling, scaled_by
 from meshwright.ir.plan import Plan
+from meshwright.ir.run_data import Data
 from meshwright.ir.run_model import Count, Fraction, Model, Positive, Rate, Section
-
-STANDARD_LIBRARY = "standard-library"
-
-
-# --- [data] ----------------------------------------------------------------------------------------------------------
-
-
-class _Data(Section, frozen=True, kw_only=True, tag_field="kind"):
-    batch_size: Positive = 16
-    """Samples in a global batch, over all ranks."""
-    held_out: Fraction = 0.05
-    """The fraction of the data that is kept out of training, for evaluation; 0: none."""
-
-
-class TextData(_Data, frozen=True, kw_only=True, tag="text"):
-    """Text, cut into windows of bytes. Every byte is a token. The end of the text is held out for evaluation."""
-
-    paths: str | tuple[str, ...] = STANDARD_LIBRARY
-    """Files or globs, joined in order; or ``standard-library``, which is Python's own documentation and sources."""
-    sequence_length: Positive = 256
-    """Tokens in a window."""
-    max_bytes: Count = 0
-    """The largest number of bytes to use; 0: all bytes, or 8,000,000 of ``standard-library``."""
-
-
-class DigitsData(_Data, frozen=True, kw_only=True, tag="digits"):
-    """scikit-learn's handwritten digits: ``image`` [n, 1, 8, 8] from 0 to 1, ``label`` [n] (``meshwright[demo]``)."""
-
-
-class TensorsData(_Data, frozen=True, kw_only=True, tag="tensors"):
-    """Named tensors with one row for each sample. The loss reads the tensors by their names."""
-
-    path: str
-    """A ``.npz``, ``.safetensors`` or ``.pt`` file (a dict of tensors)."""
-
-
-class RandomData(_Data, frozen=True, kw_only=True, tag="random"):
-    """Random tensors ``inputs`` and ``label``, to plan, verify and time a step. A model cannot learn from them."""
-
-    shape: tuple[Positive, ...] = (64,)
-    """Shape of one sample."""
-    classes: Positive = 10
-    """Number of classes."""
-    samples: Positive = 1024
-    """Number of samples."""
-
-
-Data = TextData | DigitsData | TensorsData | RandomData
-
 
 # --- [layout], [optimizer], [schedule], [train], [sample] ------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The parts of a step's time on every rank: computing, exposed communication, and the rest."""
+"""The parts of a step's time on every rank: computing, exposed communication, waiting for data, and the rest."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,11 @@ class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One rank's step, in seconds and bytes.
 
     ``step_s`` is equal on all ranks: the time from the first start to the last end in the trace. It is the sum of
-    ``compute_s``, ``exposed_s`` and ``bubble_s``. ``compute_s`` is the time of computing without waits. ``exposed_s``
-    is the time of waits for communication, including waits for peers that come late to a collective. ``bubble_s`` is
-    the time of waits for values of another stage, and the time without any span. ``hidden_s`` is the time of
-    communication while the rank does not wait. ``peak_bytes`` is the largest memory sample; 0 without samples.
+    ``compute_s``, ``exposed_s``, ``data_s`` and ``bubble_s``. ``compute_s`` is the time of computing without waits.
+    ``exposed_s`` is the time of waits for communication, including waits for peers that come late to a collective.
+    ``data_s`` is the time of waits for the step's data. ``bubble_s`` is the time of waits for values of another stage,
+    and the time without any span. ``hidden_s`` is the time of communication while the rank does not wait.
+    ``peak_bytes`` is the largest memory sample; 0 without samples.
     """
 
     rank: int
@@ -24,10 +25,12 @@ class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     hidden_s: float
     bubble_s: float
     peak_bytes: int
+    data_s: float = 0.0
 
 
 def summarize(trace: Trace) -> tuple[RankTimes, ...]:
-    """The times of every rank, in order of rank, from streams ``compute``, ``communication``, ``wait``."""
+    """The times of every rank, in order of rank, from streams ``compute``, ``communication``, ``wait``,
+    ``data``."""
     streams: dict[int, dict[str, list[Interval]]] = {rank: {} for rank in trace.ranks}
     for span in trace.spans:
         stream = "receive" if span.stream == "wait" and _RECEIVE in span.what else span.stream
@@ -39,11 +42,13 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
     result = []
     for rank, intervals in streams.items():
         waits, receives = union(intervals.get("wait", [])), union(intervals.get("receive", []))
-        still = union([*waits, *receives])
+        data = union(intervals.get("data", []))
+        still = union([*waits, *receives, *data])
         compute_s = _without(union(intervals.get("compute", [])), still)
         exposed_s = length(waits)
         hidden_s = _without(union(intervals.get("communication", [])), still)
-        bubble_s = step_s - compute_s - exposed_s
+        data_s = length(data)
+        bubble_s = step_s - compute_s - exposed_s - data_s
         result.append(
             RankTimes(
                 rank=rank,
@@ -53,6 +58,7 @@ def summarize(trace: Trace) -> tuple[RankTimes, ...]:
                 hidden_s=hidden_s if hidden_s > ROUNDING * step_s else 0.0,
                 bubble_s=bubble_s if bubble_s > ROUNDING * step_s else 0.0,
                 peak_bytes=peaks[rank],
+                data_s=data_s,
             )
         )
     return tuple(result)

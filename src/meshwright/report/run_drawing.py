@@ -16,6 +16,8 @@ MOST_SPANS = 6000
 _LEFT, _RIGHT = 132, 10
 _LANES = (("compute", 20, "compute"), ("wait", 6, "wait"), ("communication", 6, "comm"))
 """Streams of a rank from top to bottom: name, height of the lane, and CSS class."""
+_LANE_OF = {"data": "wait"}
+"""Streams that are drawn in the lane of another one."""
 _GROUP = sum(height + 2 for _, height, _ in _LANES) + 4
 _CHARACTER = 6.4
 
@@ -148,12 +150,12 @@ def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: 
     parts = []
     for stream, height, style in _LANES:
         for span in spans:
-            if span.stream != stream:
+            if _LANE_OF.get(span.stream, span.stream) != stream:
                 continue
             x, width = _LEFT + scale * span.start_s, scale * (min(span.end_s, until_s) - span.start_s)
             moved = f", {size(span.bytes)}" if span.bytes else ""
             spoken = (
-                f"{span.what} on rank {span.rank}, {name} {stream}: {seconds(span.duration_s)}, from "
+                f"{span.what} on rank {span.rank}, {name} {span.stream}: {seconds(span.duration_s)}, from "
                 f"{seconds(span.start_s)} to {seconds(span.end_s)}{moved}"
             )
             box = svg.kind(span.what) if stream == "compute" else style

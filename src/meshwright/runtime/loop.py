@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +12,11 @@ import msgspec
 import torch
 
 from meshwright.comm.groups import from_rank_0
+from meshwright.data.loaders import Loader
 from meshwright.errors import CheckpointError, LayoutError
 from meshwright.ir.run import Train
 from meshwright.ir.trace import Trace
 from meshwright.runtime import joining
-from meshwright.runtime.data import Loader
 from meshwright.runtime.failures import Status, lost_peer
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.trainer import Trainer
@@ -77,7 +78,8 @@ class Loop:
         batch_sizes: samples in the global batch of each step; None: always the batch size of ``loader``.
         bytes_are_tokens: whether the loss is per byte, so that bits per byte can be reported.
 
-    ``traces`` holds the traces of this rank's last steps, at most ``TRACED``.
+    ``traces`` holds the traces of this rank's last steps, at most ``TRACED``; ``data_waits`` the seconds that each step
+    waited for its batch.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Loop:
         self.bytes_are_tokens = bytes_are_tokens
         self.evaluations: list[HeldOut] = []
         self.traces: list[Trace] = []
+        self.data_waits: list[float] = []
         self.batch_sizes = batch_sizes
         for size in dict.fromkeys(batch_sizes or ()):
             _check_batch(size, trainer, loader)
@@ -135,11 +138,17 @@ class Loop:
                 if self.batch_sizes is not None:
                     self._resize(self.batch_sizes[trainer.step_number])
                 lr = float(schedule.get_last_lr()[0])
-                trainer.step(next(batches), local=True)
+                begun = time.perf_counter()
+                batch = next(batches)
+                waited = time.perf_counter()
+                if trainer.recorder is not None:
+                    trainer.recorder.waited_for_data(begun, waited)
+                self.data_waits.append(waited - begun)
+                trainer.step(batch, local=True)
                 if trainer.step_number > steps - TRACED and trainer.step_number > first:  # the first step is slower
                     self.traces.append(trainer.trace())
                 schedule.step()
-                self.meter.note(trainer.step_number, trainer.metrics, lr)
+                self.meter.note(trainer.step_number, trainer.metrics, lr, waited - begun)
                 self.progress.advance()
                 self._after(trainer.step_number)
         except Exception as error:

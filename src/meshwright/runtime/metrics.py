@@ -17,6 +17,8 @@ from torch import Tensor
 log = logging.getLogger("meshwright")
 
 StepMetrics = dict[str, Any]
+TOLD_SHARE = 0.05
+"""Log lines tell of waits for data from this share of the time on."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -65,10 +67,10 @@ class Meter:
         """Start the clock. Call it before the first step, and after any work that is not a step."""
         self._first = self._last = time.perf_counter()
 
-    def note(self, step: int, metrics: Mapping[str, Tensor], lr: float) -> None:
-        """Record a step that has been made, without waiting for the device."""
+    def note(self, step: int, metrics: Mapping[str, Tensor], lr: float, data_s: float = 0.0) -> None:
+        """Record a step that has been made, without waiting for the device. It waited ``data_s`` for its data."""
         now = time.perf_counter()
-        self._pending.append(({"step": step, "step_s": now - self._last, "lr": lr}, dict(metrics)))
+        self._pending.append(({"step": step, "step_s": now - self._last, "data_s": data_s, "lr": lr}, dict(metrics)))
         self._last = now
 
     def grow(self, factor: float) -> None:
@@ -87,12 +89,13 @@ class Meter:
         now = time.perf_counter()
         elapsed_s, self._first, self._last = now - self._first, now, now
         for row in rows:
-            row["step_s"] = round(row["step_s"], 6)
+            row["step_s"], row["data_s"] = round(row["step_s"], 6), round(row["data_s"], 6)
         self.write(*rows)
-        return self._line(rows[-1], elapsed_s / len(rows))
+        return self._line(rows[-1], elapsed_s / len(rows), sum(row["data_s"] for row in rows) / elapsed_s)
 
-    def _line(self, row: StepMetrics, step_s: float) -> str:
-        """Return a step's log line, such as the following line. Numbers that are unknown are left out.
+    def _line(self, row: StepMetrics, step_s: float, data_share: float) -> str:
+        """Return a step's log line, such as the following line. Numbers that are unknown are left out, and the share of
+        the time that steps wait for data if it is small.
 
         step 12/200  loss 3.4120  grad_norm 1.02  tok/s 51,200  mfu 31.2%  mem 1.21GiB  pred/meas 1.04
         """
@@ -103,6 +106,8 @@ class Meter:
         if self.peak_flops_per_s > 0:
             parts.append(f"mfu {self.flops_per_step / step_s / self.peak_flops_per_s:.1%}")
         parts.append(f"mem {peak_memory_bytes(self.device) / 2**30:.2f}GiB")
+        if data_share >= TOLD_SHARE:
+            parts.append(f"data {data_share:.0%}")
         if self.predicted_step_s > 0:
             parts.append(f"pred/meas {self.predicted_step_s / step_s:.2f}")
         return "  ".join(parts)

@@ -240,8 +240,8 @@ class Trainer(Resumable):
 
         Every span belongs to a stream. The stream ``compute`` holds the preparation of data, the phases or actions of
         the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
-        stream ``wait`` holds the times during which computing waits for communication. Memory is sampled between spans.
-        On CUDA, times are measured on the host. ``ir.summary.summarize`` adds up the spans.
+        stream ``wait`` holds the times during which computing waits for communication, ``data`` the wait for a batch.
+        Memory is sampled between spans. On CUDA, times are those of the host. ``ir.summary.summarize`` adds them up.
 
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.

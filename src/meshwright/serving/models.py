@@ -18,7 +18,8 @@ from meshwright.cost.node_costs import NodeCosts
 from meshwright.errors import CaptureError, WorkflowError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import Layout
-from meshwright.ir.run import RandomData, Run
+from meshwright.ir.run import Run
+from meshwright.ir.run_data import RandomData
 from meshwright.ir.stages import PROLOGUE
 from meshwright.lower.function import boxed_function
 from meshwright.lower.planned_graph import PlannedGraph

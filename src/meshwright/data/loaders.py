@@ -1,4 +1,4 @@
-"""Loaders of text and tensors: all ranks use one global order of samples, read only their shard, and can resume."""
+"""Loaders of text and tensors in memory: one global order of samples for all ranks, which read only their shard."""
 
 import hashlib
 import os
@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.data.order import Order, SeededOrder
 from meshwright.errors import DataError
+from meshwright.schedules.samples import Indices, parts
 
 Batch = dict[str, Tensor]
 _STATE_KEYS = ("epoch", "position", "seed", "shuffle", "fingerprint")
@@ -36,6 +39,7 @@ class Loader(ABC):
         shard: (index, count): which part of each global batch to yield.
         drop_last: leave out the last batch of an epoch if it is smaller than ``batch_size``.
         epochs: how many epochs one ``for`` loop runs.
+        order: another order than that of ``seed`` and ``shuffle``.
 
     Raises:
         DataError: an argument is out of range, there are too few samples for a batch, or the shards do not divide a
@@ -54,7 +58,10 @@ class Loader(ABC):
         shard: tuple[int, int],
         drop_last: bool,
         epochs: int | None,
+        order: Order | None = None,
     ) -> None:
+        order = order or SeededOrder(num_samples, seed, shuffle)
+        num_samples = order.length
         if batch_size < 1:
             raise self._error(f"batch_size is {batch_size}", "give a batch_size of at least 1")
         if epochs is not None and epochs < 1:
@@ -72,8 +79,7 @@ class Loader(ABC):
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.shard = shard
-        self._seed = seed
-        self._shuffle = shuffle
+        self._order = order
         self._drop_last = drop_last
         self._epochs = epochs
         self._epoch = 0
@@ -97,24 +103,24 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         # A loader that was resumed at the end of its loop yields nothing; otherwise a new loop starts a new epoch.
-        if self._next_size() == 0 and not self._resumed:
+        if self._size_at(self._position) == 0 and not self._resumed:
             self.rewind(self._epoch + 1)
         self._resumed = False
         end = None if self._epochs is None else (self._epoch // self._epochs + 1) * self._epochs
-        order_epoch, order = self._epoch, self._order(self._epoch)
+        order_epoch, order = self._epoch, self._order.epoch(self._epoch)
         while True:
-            size = self._next_size()
+            size = self._size_at(self._position)
             if size == 0:
                 if self._epoch + 1 == end:
                     return
                 self.rewind(self._epoch + 1)
                 continue
             if order_epoch != self._epoch:
-                order_epoch, order = self._epoch, self._order(self._epoch)
+                order_epoch, order = self._epoch, self._order.epoch(self._epoch)
             self._check_divides(size, self.batch_size)
-            index = order[self._position : self._position + size]
+            index = self._own_part(order[self._position : self._position + size])
             self._position += size
-            yield self._gather(index.chunk(self.shard[1])[self.shard[0]])
+            yield self._gather(index)
 
     @property
     def epoch(self) -> int:
@@ -145,14 +151,16 @@ class Loader(ABC):
         """Go to the first batch of an epoch."""
         self._epoch, self._position, self._resumed = epoch, 0, False
 
+    def close(self) -> None:  # noqa: B027 - a loader of data in memory has nothing to close
+        """Stop what the loader does beside the loop; it cannot be used afterwards."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as ints, bools and strings. It does not depend on the shard or the batch
         size."""
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            **self._order.describe(),
             "fingerprint": self.fingerprint,
         }
 
@@ -166,7 +174,7 @@ class Loader(ABC):
             raise self._error(
                 f"the saved position has no {', '.join(missing)}", "load what Loader.state_dict() returned"
             )
-        for key, ours in (("fingerprint", self.fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
+        for key, ours in {"fingerprint": self.fingerprint, **self._order.describe()}.items():
             if state[key] != ours:
                 what = "data" if key == "fingerprint" else key
                 raise self._error(
@@ -181,17 +189,16 @@ class Loader(ABC):
             )
         self._epoch, self._position, self._resumed = epoch, position, True
 
-    def _next_size(self) -> int:
-        """The number of samples in the next global batch of this epoch; 0 at the end of the epoch."""
-        size = min(self.batch_size, self.num_samples - self._position)
+    def _size_at(self, position: int) -> int:
+        """The number of samples in the global batch at a position of an epoch; 0 at the end of the epoch."""
+        size = min(self.batch_size, self.num_samples - position)
         return 0 if self._drop_last and size < self.batch_size else size
 
-    def _order(self, epoch: int) -> Tensor:
-        if not self._shuffle:
-            return torch.arange(self.num_samples)
-        key = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-        return torch.randperm(self.num_samples, generator=generator)
+    def _own_part(self, batch: Indices) -> Tensor:
+        """This shard's samples of a global batch."""
+        index, count = self.shard
+        part = parts(batch.reshape(1, -1), count, interleaved=self._order.interleaved)[index, 0]
+        return torch.from_numpy(np.ascontiguousarray(part))
 
     def _check_divides(self, size: int, batch_size: int) -> None:
         """Raise a DataError unless the shards divide ``size``: the ``batch_size``, or the size of an epoch's last

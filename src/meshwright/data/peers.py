@@ -1,0 +1,203 @@
+"""Samples from other ranks: each rank answers requests for the samples that it owns, over TCP.
+
+    request: a length, then MessagePack of ``Hello`` (once, first) or of a sample's number
+    answer:  a length, the class that its owner got it from, and the sample's bytes; or -1 - length, 0, and an error
+
+A process group cannot carry this: a request comes when a sample is needed, and its owner is in the middle of a step.
+"""
+
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from meshwright.data.stores import Raw
+from meshwright.errors import DataError
+
+log = logging.getLogger("meshwright")
+
+WAIT_S = 60.0
+"""Seconds for which a rank waits for the answer of another."""
+_HEAD = struct.Struct("<q")
+_ANSWER = struct.Struct("<qB")
+_MOST_REQUEST = 4096
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank answers, and the secret that a request begins with."""
+
+    host: str
+    port: int
+    secret: str
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """Opens a connection."""
+
+    secret: str
+
+
+class SampleServer:
+    """Answers requests of other ranks, in a thread for each connection.
+
+    Args:
+        host: the address of this machine for the other ranks.
+        get: returns a sample's bytes and their class, or raises a DataError.
+    """
+
+    def __init__(self, host: str, get: Callable[[int], tuple[Raw, int]]) -> None:
+        self._get = get
+        self._socket = socket.create_server((host, 0), backlog=64)
+        self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="sample server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections, and stop answering."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _accept(self) -> None:
+        threads: list[threading.Thread] = []
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                break
+            with self._lock:
+                self._connections.add(connection)
+            thread = threading.Thread(target=self._answer, args=(connection,), name="sample server", daemon=True)
+            thread.start()
+            threads = [each for each in threads if each.is_alive()] + [thread]
+        for thread in threads:
+            thread.join(WAIT_S)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = msgspec.msgpack.decode(_receive_request(connection), type=Hello)
+            if not hmac.compare_digest(hello.secret, self.address.secret):
+                return
+            while True:
+                sample = msgspec.msgpack.decode(_receive_request(connection), type=int)
+                try:
+                    raw, kind = self._get(sample)
+                    sign = len(raw)
+                except (DataError, IndexError) as error:
+                    raw, kind = bytearray(msgspec.msgpack.encode(_texts(error))), 0
+                    sign = -1 - len(raw)
+                connection.sendall(_ANSWER.pack(sign, kind))
+                connection.sendall(raw)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            return  # the other rank has left, or is not one of ours
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.discard(connection)
+
+
+class Peer:
+    """Another rank, of which samples are requested. Each thread that requests has a connection of its own.
+
+    ``gone`` is set when the rank does not answer: its samples then come from the file system, and the log says so.
+    """
+
+    def __init__(self, rank: int, address: Address) -> None:
+        self._rank, self._address = rank, address
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self.gone = False
+
+    def get(self, sample: int) -> tuple[Raw, int] | None:
+        """A sample's bytes, and the class that the rank got them from; None if the rank is gone.
+
+        Raises:
+            DataError: the rank could not read the sample.
+        """
+        if self.gone:
+            return None
+        try:
+            connection = self._connection()
+            try:
+                _send(connection, msgspec.msgpack.encode(sample))
+                sign, kind = _ANSWER.unpack(_receive(connection, _ANSWER.size))
+                raw = _receive(connection, sign if sign >= 0 else -1 - sign)
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, EOFError) as error:
+            with self._lock:
+                first, self.gone = not self.gone, True
+            if first:
+                log.warning("rank %d gives no samples any more (%s): they are read from the file system", self._rank,
+                            error or type(error).__name__)  # fmt: skip
+            self.close()
+            return None
+        with self._lock:
+            self._idle.append(connection)
+        if sign < 0:
+            problem, where, remedy = msgspec.msgpack.decode(raw, type=tuple[str, str, str])
+            raise DataError(problem, where=where, remedy=remedy)
+        return raw, kind
+
+    def close(self) -> None:
+        """Close the connections that nobody uses now."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _connection(self) -> socket.socket:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        connection = socket.create_connection((self._address.host, self._address.port), timeout=WAIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send(connection, msgspec.msgpack.encode(Hello(self._address.secret)))
+        return connection
+
+
+def _texts(error: DataError | IndexError) -> tuple[str, str, str]:
+    if isinstance(error, DataError):
+        return error.problem, error.where, error.remedy
+    return str(error), "", "the ranks' data differ: give all ranks the same data"
+
+
+def _send(connection: socket.socket, content: bytes) -> None:
+    connection.sendall(_HEAD.pack(len(content)) + content)
+
+
+def _receive_request(connection: socket.socket) -> bytearray:
+    size = _HEAD.unpack(_receive(connection, _HEAD.size))[0]
+    if not 0 <= size <= _MOST_REQUEST:
+        raise EOFError
+    return _receive(connection, size)
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    """Exactly ``size`` bytes. Raise an EOFError if the connection ends before."""
+    buffer = bytearray(size)
+    view, filled = memoryview(buffer), 0
+    while filled < size:
+        count = connection.recv_into(view[filled:])
+        if count == 0:
+            raise EOFError("the connection has ended")
+        filled += count
+    return buffer
