@@ -164,7 +164,7 @@ def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
     )
     found = foretold.prediction
     alike = math.isclose(found.step_s, said.step_s) and found.peak_memory_bytes == said.peak_memory_bytes
-    return "" if alike and foretold.fits(request.memory_bytes) else "its costs are not those that the search found"
+    return "" if alike and foretold.fits(request.memory_bytes) else "its costs differ from the search's costs"
 
 
 def _comparable(graph: Graph) -> Graph:

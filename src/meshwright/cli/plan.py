@@ -147,7 +147,7 @@ def plan(
     network = target in prediction.network_names()
     by_name = network or target in prediction.model_names() or target.endswith(".json")
     if target not in config.REFERENCES and by_name:
-        reason = f"{target} is not captured, but weighed by its sizes"
+        reason = f"{target} is not captured; its layouts are compared by its sizes"
         refuse(context, OF_CAPTURED, reason)
         if context.args:
             raise LayoutError(reason, where=context.args[0], remedy="leave it out")

@@ -123,7 +123,7 @@ def _caret_problems(
             if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
                 other = " here: it comes from another stage" if name in reduced else ""
                 problem = f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}"
-                yield place, problem, f"leave the axis out, or split what makes {name!r}"
+                yield place, problem, f"leave the axis out, or split the operator that makes {name!r}"
 
 
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:

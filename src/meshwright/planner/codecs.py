@@ -71,7 +71,7 @@ def undecided(plan: Plan, cluster: Cluster | None) -> Plan:
     stages that are planned separately."""
     if plan.layout.codec != AUTO:
         return plan
-    reason = "without a cluster, nobody knows what gradients and codecs would take"
+    reason = "without a cluster, the times of gradients and codecs are unknown"
     if cluster is not None:
         reason = "stages of different sizes are planned one by one, without a timeline for codecs"
     return msgspec.structs.replace(plan, notes=(*plan.notes, Note(module="gradients", split="no codec", reason=reason)))

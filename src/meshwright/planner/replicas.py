@@ -129,7 +129,7 @@ LITTLE = 1.05
 """An exchange costs little if a step with it takes at most this number times a step without it."""
 PERIODS = tuple(2**power for power in range(1, 10))
 """Candidates for the steps between two exchanges, if the user leaves this number to the planner."""
-UNKNOWN = "what a rule does to the loss, the planner cannot know"
+UNKNOWN = "the planner cannot predict the effect of a rule on the loss"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
