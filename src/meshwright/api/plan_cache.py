@@ -140,7 +140,7 @@ def keep(request: SearchRequest, plan: Plan) -> None:
 
 @cache
 def code_digest() -> str:
-    """A hash of Meshwright's own sources, and of the versions of the packages that decide what a search finds.
+    """A hash of Meshwright's own sources, and of the versions of the packages that affect the result of a search.
 
     All sources count, not only the planner's: a cost may come from any of them. Some changes make plans stale without
     need, which costs a search. A stale plan that seems valid would cost more."""

@@ -274,8 +274,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return [entry.predicted for entry in self.ranks], [entry.measured for entry in self.ranks]
 
     def _waited(self) -> tuple[float, float, float]:
-        """Predicted exposed, measured exposed and predicted hidden communication. Of each stage, the smallest time of
-        its ranks counts; the stages are summed."""
+        """Predicted exposed, measured exposed and predicted hidden communication. For each stage, the smallest time of
+        its ranks counts; the times of the stages are summed."""
         stages = self._by_stage().values()
         return (
             sum(min(entry.predicted.exposed_s for entry in entries) for entries in stages),

@@ -30,7 +30,7 @@ LADDER_BYTES = tuple(2**power for power in range(20, 27))
 """Bucket sizes that are compared: the powers of two from 1 to 64 MiB."""
 ALIKE = 0.005
 """Two bucket sizes count as equally good if the times that computing waits for communication differ by less than this
-fraction of a stage's compute time. Of equally good sizes, the size nearest to ``BUCKET_BYTES`` is taken."""
+fraction of a stage's compute time. Among equally good sizes, the size nearest to ``BUCKET_BYTES`` is taken."""
 _MIB = 2**20
 
 

@@ -23,7 +23,7 @@ UNNAMED = ("", AUTO, NONE)
 """Values of ``Layout.codec`` that do not name a codec."""
 GAIN = 0.02
 """The least saving for which codecs are used, as a fraction of the step: codecs of all buckets together must shorten
-the time that computing waits by more than this. Of n buckets, each must save an n-th part."""
+the time that computing waits by more than this. If there are n buckets, each must save an n-th part of it."""
 
 
 def codec_problems(layout: Layout) -> Iterator[Problem]:

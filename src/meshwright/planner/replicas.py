@@ -80,8 +80,8 @@ def compare_rules(
 def replica_step(
     graph: Graph, plan: Plan, step_s: float, optimizer: OptimizerCost, sync_step_s: float | None = None
 ) -> ReplicaStep:
-    """The step of one replica of a plan, which takes ``step_s``. Of several ranks with equal copies of a parameter, the
-    first exchanges it with other replicas. ``sync_step_s``: the step time if the ranks of all replicas are
+    """The step of one replica of a plan, which takes ``step_s``. If several ranks have equal copies of a parameter, the
+    first of them exchanges it with other replicas. ``sync_step_s``: the step time if the ranks of all replicas are
     data-parallel ranks of one plan."""
     parts = exchanged_bytes(graph, plan)
     return ReplicaStep(

@@ -138,7 +138,7 @@ def _placed(placement: Placement) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The starred names, each once."""
+    """The names with ``*``, without repetitions."""
     return ", ".join(dict.fromkeys(map(starred, names))) or "nothing"
 
 

@@ -1,7 +1,7 @@
 """The work of single layers, from which the search assembles the work of stages (``assemble``).
 
 Each layer of the shortened graph is treated as a stage. The pipeline of these stages is planned and lowered like every
-other plan. So a layer costs here what its operators cost in a program.
+other plan. So the cost of a layer equals the cost of its operators in a program.
 """
 
 import time

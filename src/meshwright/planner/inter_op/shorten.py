@@ -202,7 +202,7 @@ class _Index:
             yield from itertools.islice((part for part in parts if len(part) > 1 and self._collapses(part)), 1)
 
     def _equal(self, family: str) -> Iterator[list[int]]:
-        """Yield the indices of equal blocks in a row that have the same links."""
+        """Yield the indices of each run of equal blocks that are linked in the same way."""
         run: list[int] = []
         links: tuple[_Link, ...] | None = None
         for number, block in enumerate(self.families[family]):

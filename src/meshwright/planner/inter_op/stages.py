@@ -41,8 +41,8 @@ def assign_stages(
         pools: the number of devices in each pool.
         fill: above 0, and at most ``microbatches``.
         boxes: the number of devices in each box of each pool. The stages of a pool then take its devices in order, and
-            a stage lies in one box or has whole boxes. No stage joins pools. Without ``boxes``, the positions of stages
-            in boxes are ignored.
+            a stage is inside one box or has whole boxes. No stage joins pools. Without ``boxes``, the positions of
+            stages in boxes are ignored.
         in_order: a stage never lies in an earlier pool than the stage before it, and no stage joins pools.
         prunes: use two bounds to skip parts of the search that cannot contain the optimum. The result is the same
             without the bounds.
