@@ -162,8 +162,8 @@ def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
     foretold = foretell(
         PlanLowering(request.graph), plan, request.cluster, optimizer=request.optimizer, clips=request.clips
     )
-    found = foretold.prediction
-    alike = math.isclose(found.step_s, said.step_s) and found.peak_memory_bytes == said.peak_memory_bytes
+    prediction = foretold.prediction
+    alike = math.isclose(prediction.step_s, said.step_s) and prediction.peak_memory_bytes == said.peak_memory_bytes
     return "" if alike and foretold.fits(request.memory_bytes) else "its costs differ from the search's costs"
 
 

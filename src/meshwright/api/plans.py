@@ -145,13 +145,13 @@ def plan(
         check_size(known, request.devices)
         if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
             return kept
-        found = plan_auto(
+        planned = plan_auto(
             graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
             optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, clock=clock,
         )  # fmt: skip
         if not rules:
-            plan_cache.keep(request, found)
-        return found
+            plan_cache.keep(request, planned)
+        return planned
     check_codec(codec, layout)
     refuse(LayoutError, layout.contradictions())
     layout, world_size = of_replica(

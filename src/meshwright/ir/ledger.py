@@ -233,14 +233,14 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def rows(self) -> tuple[LedgerRow, ...]:
         """The rows of the table: for every rank, the parts of its step, the step, and its peak memory."""
         deviations = {"step_s": self.deviation, "peak_bytes": self.memory_deviation}
-        found = []
+        rows = []
         for entry in self.ranks:
             for what, field, unit in _ROWS:
                 predicted, measured = (getattr(times, field) for times in (entry.predicted, entry.measured))
                 deviation = deviations.get(field) if predicted else None
                 between = interval(predicted, deviation) if deviation else None
-                found.append(LedgerRow(entry.rank, what, predicted, measured, unit, between))
-        return tuple(found)
+                rows.append(LedgerRow(entry.rank, what, predicted, measured, unit, between))
+        return tuple(rows)
 
     def table(self) -> str:
         """The ledger as text for a terminal, with the largest deviation and its explanation."""

@@ -128,8 +128,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def operator_algorithm(self, operator: str) -> str:
         """The text of an operator's algorithm; empty if PyTorch chooses the algorithm."""
-        found = self.operator_algorithms
-        text = found.get(operator) or found.get(starred(operator), "") if found else ""
+        algorithms = self.operator_algorithms
+        text = algorithms.get(operator) or algorithms.get(starred(operator), "") if algorithms else ""
         return text if text != NATIVE else ""
 
 

@@ -80,13 +80,13 @@ def pareto(choices: Sequence[Choice], samples: int, limit_bytes: int) -> tuple[D
     Raises:
         LayoutError: as ``divided``.
     """
-    found = [divided(choices, samples, limit_bytes)]
-    while found[-1].workspace_bytes > 0:
-        slower = _fastest(choices, samples, found[-1].workspace_bytes - 1)
+    divisions = [divided(choices, samples, limit_bytes)]
+    while divisions[-1].workspace_bytes > 0:
+        slower = _fastest(choices, samples, divisions[-1].workspace_bytes - 1)
         if slower is None:
             break
-        found.append(slower)
-    return tuple(found)
+        divisions.append(slower)
+    return tuple(divisions)
 
 
 def share(sets: Mapping[str, Sequence[Division]], total_bytes: int) -> dict[str, Division]:
