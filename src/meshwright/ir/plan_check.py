@@ -129,7 +129,7 @@ def _caret_problems(
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
     """The text of the problem that a factor cannot be cut into ``parts`` parts, and the text of the remedy."""
     if letter in rule.joint:
-        problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
+        problem = f"factor {letter!r} is exchanged in a ring or all-to-all along one axis, and is cut over several"
         return problem, "leave it out on all axes but one"
     alike = [axis for axis, choice in strategy.items() if not is_linear(choice) and letter in rule.members(choice)]
     axes = f"axis {alike[0]!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"

@@ -112,7 +112,7 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
     killer = signals.get(-exit_code, f"signal {-exit_code}")
     end = f"was killed by {killer}" if exit_code < 0 else f"ended with exit code {exit_code}"
     memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
-    remedy = f"{memory}its output is in {log}; run again to go on from a checkpoint"
+    remedy = f"{memory}its output is in {log}; run again to continue from a checkpoint"
     return _failed(f"rank {rank} {end} {doing}".rstrip(), remedy, doing)
 
 
