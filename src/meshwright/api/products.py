@@ -77,12 +77,13 @@ def grid_product(
 
 
 def multiplies(cluster: Cluster, num_ranks: int, dtype: torch.dtype) -> LocalProducts:
-    """The speed of local products on the cluster's device, while all ranks of a box compute."""
-    at_once = min(num_ranks, cluster.levels[0].fan_out if cluster.levels else 1)
-    rates, name = Rates(cluster.device.under(ranks=at_once), cluster.software), str(dtype).removeprefix("torch.")
+    """The speed of local products on the cluster's device, while some ranks of a box compute."""
+    box, name = cluster.levels[0].fan_out if cluster.levels else 1, str(dtype).removeprefix("torch.")
+    rates = [Rates(cluster.device.under(ranks=count + 1), cluster.software) for count in range(min(num_ranks, box))]
 
-    def seconds(m: int, k: int, n: int) -> float:
+    def seconds(m: int, k: int, n: int, active: int) -> float:
         num_bytes = (m * k + k * n + m * n) * dtype.itemsize
-        return rates.seconds("matmul", name, 2.0 * m * k * n, num_bytes, Product(m, n, k))
+        own = rates[min(active, len(rates)) - 1]
+        return own.seconds("matmul", name, 2.0 * m * k * n, num_bytes, Product(m, n, k))
 
     return LocalProducts(seconds)

@@ -295,9 +295,22 @@ def _timings(ours: Collectives, case: _Case, num_bytes: int) -> list[CollectiveT
 
 
 def _rates() -> LocalProducts:
-    """The speed of local products on all ranks at the same time: seconds per FLOP, interpolated between square
-    products, and seconds per byte of operands and result, from a product with a short inner dim."""
-    seconds = {sizes: _multiplied_s(sizes) for sizes in (*((side,) * 3 for side in BLOCKS), THIN)}
+    """The speed of local products on 1, 2, 4, ... ranks and on all ranks at once."""
+    world_size = dist.get_world_size()
+    counts = sorted({world_size, *(2**power for power in range(world_size.bit_length() - 1))})
+    rates = {count: _rate(count) for count in counts}
+
+    def multiply_s(m: int, k: int, n: int, num_ranks: int) -> float:
+        return rates[next(count for count in counts if count >= num_ranks)](m, k, n)
+
+    return LocalProducts(multiply_s)
+
+
+def _rate(num_ranks: int) -> Callable[[int, int, int], float]:
+    """The seconds of a product of m x k by k x n on each of the first ``num_ranks`` ranks at once, while the others are
+    idle: seconds per FLOP of square products, interpolated, and seconds per byte of operands and result, by a product
+    with a short inner dim."""
+    seconds = {sizes: _multiplied_s(sizes, num_ranks) for sizes in (*((side,) * 3 for side in BLOCKS), THIN)}
     largest = (BLOCKS[-1],) * 3
     byte_s = max(0.0, seconds[THIN] - _flops(*THIN) * seconds[largest] / _flops(*largest)) / _bytes(*THIN)
     points = [
@@ -309,14 +322,15 @@ def _rates() -> LocalProducts:
         flops = _flops(m, k, n)
         return flops * _interpolated(points, flops) + byte_s * _bytes(m, k, n)
 
-    return LocalProducts(multiply_s)
+    return multiply_s
 
 
-def _multiplied_s(sizes: Sizes) -> float:
+def _multiplied_s(sizes: Sizes, num_ranks: int) -> float:
     m, k, n = sizes
     a, b, c = torch.randn(m, k), torch.randn(k, n), torch.zeros(m, n)
     steps = max(1, round(4e8 / _flops(m, k, n)))
-    return statistics.median(alternate({"": partial(c.addmm_, a, b)}, rounds=7, steps=steps, warmup_steps=1)[""])
+    multiply: Callable[[], object] = partial(c.addmm_, a, b) if dist.get_rank() < num_ranks else lambda: None
+    return statistics.median(alternate({"": multiply}, rounds=7, steps=steps, warmup_steps=1)[""])
 
 
 def _flops(m: int, k: int, n: int) -> float:

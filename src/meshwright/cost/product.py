@@ -10,12 +10,13 @@ from meshwright.schedules.products.rounds import Round, backward, forward
 
 
 class LocalProducts(NamedTuple):
-    """The speed of the local products on each rank. ``multiply_s(m, k, n)``: seconds in which every rank multiplies an
-    m x k by a k x n matrix, while all ranks compute. ``overlap``: the fraction of the time of collectives that overlaps
-    with products, where overlap is possible. ``round_s``: additional seconds for each further round with collectives,
-    because ranks wait for each other between products. Both numbers are worse if ranks share cores."""
+    """The speed of the local products on each rank. ``multiply_s(m, k, n, num_ranks)``: seconds in which each of
+    ``num_ranks`` ranks multiplies an m x k by a k x n matrix, while the other ranks are idle. ``overlap``: the fraction
+    of the time of collectives that overlaps with products, where overlap is possible. ``round_s``: additional seconds
+    for each further round with collectives, because ranks wait for each other between products. All numbers are worse
+    if ranks share cores."""
 
-    multiply_s: Callable[[int, int, int], float]
+    multiply_s: Callable[[int, int, int, int], float]
     overlap: float = 1.0
     round_s: float = 0.0
 
@@ -69,7 +70,7 @@ def _multiply_s(plan: ProductPlan, local: LocalProducts) -> float:
     """Seconds of one product of the largest panel."""
     lengths: dict[Dim, int] = {dim: plan.largest(dim) for dim in ("m", "k", "n")}
     lengths[plan.over] = -(-lengths[plan.over] // plan.panels)
-    return local.multiply_s(lengths["m"], lengths["k"], lengths["n"])
+    return local.multiply_s(lengths["m"], lengths["k"], lengths["n"], plan.grid.num_ranks)
 
 
 def _collective_s(

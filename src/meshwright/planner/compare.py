@@ -25,7 +25,8 @@ from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.reasons import alternative, needs_memory
 from meshwright.planner.remedy import Change
 from meshwright.schedules.pipeline import schedule_of

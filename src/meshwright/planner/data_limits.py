@@ -20,7 +20,8 @@ from meshwright.planner.candidates import divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 
 LimitKind = Literal["batch", "memory", "communication", "computing", "none"]
 

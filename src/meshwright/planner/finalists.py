@@ -16,7 +16,8 @@ from meshwright.ir.program import Lower
 from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.inter_op.pipelines import ALIKE, Option
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.kept_blocks import keep_what_fits
 from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
@@ -25,6 +26,9 @@ REFUSALS = (LayoutError, PlanError, ScheduleError)
 """Errors that mean that a layout is impossible for a model."""
 SURE = 2
 """The number of fastest options that are always simulated."""
+RECOMPUTING, NEARLY = 2, 1.1
+"""Number of options that recompute that are simulated in addition, if they take at most ``NEARLY`` times as long as the
+fastest by their estimates: how many blocks they can keep is only estimated."""
 FEW_OPERATORS = 5000
 """Upper limit on a model's operators for an additional plan. For a larger model, another plan takes about ten
 seconds."""
@@ -102,6 +106,8 @@ class Finalists:
     If the model has few operators, the fastest option is also simulated before a simpler option replaces it. The times
     of the whole model then decide whether both are equally fast.
 
+    Stages that recompute keep as many blocks as fit, if ``keeps``.
+
     If the best option has no ZeRO, and an option with the same layout and ZeRO exists, both are compared with the best
     bucket sizes, because ZeRO depends most on them."""
 
@@ -110,6 +116,7 @@ class Finalists:
     at_least: int
     clock: TimeLimit
     refused: list[str]
+    keeps: bool
     step_s: dict[str, float] = field(default_factory=dict)
     real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
     stopped: bool = False
@@ -130,17 +137,23 @@ class Finalists:
         Raises:
             LayoutError: no option fits.
         """
-        self.step_s |= {option.name: option.step_s for option in self.options}
+        self.step_s |= {option.name: option.likely_s for option in self.options}
         for option in self._in_any_case():
             if self._any_fits and self.clock.over:
                 self.stopped = True
                 break
             self._simulate(option)
-        for _ in range(SURE if len(self.model.graph.operators) <= FEW_OPERATORS else 0):
-            fastest = min(self.options, key=lambda option: self.step_s[option.name])
-            if fastest.name in self.real or (self._any_fits and self.clock.over):
-                break
-            self._simulate(fastest)
+        if len(self.model.graph.operators) <= FEW_OPERATORS:
+            for _ in range(SURE):
+                fastest = min(self.options, key=lambda option: self.step_s[option.name])
+                if fastest.name in self.real or (self._any_fits and self.clock.over):
+                    break
+                self._simulate(fastest)
+            near = NEARLY * min(option.likely_s for option in self.options)
+            recomputing = [option for option in self.options if option.gain and option.likely_s <= near]
+            for option in recomputing[:RECOMPUTING]:
+                if option.name not in self.real and not self.clock.over:
+                    self._simulate(option)
         while True:
             best = self._simplest(self.options)
             if best.name in self.real:
@@ -152,7 +165,7 @@ class Finalists:
             self._simulate(best)
         plan, foretold = self.real[best.name]
         if self.at_least:  # plans have had no explanations so far
-            plan, foretold = self.model.planned(best, explains=True)
+            plan, foretold = self._planned(best, explains=True)
             self.step_s[best.name] = foretold.played.step_s
         other = self._with_zero(best.layout)
         self.stopped |= other is not None and self.clock.over
@@ -186,7 +199,7 @@ class Finalists:
     def _simulate(self, option: Option, *, explains: bool = False) -> None:
         self.clock.say(f"simulating {option.name}")
         try:
-            self.real[option.name] = self.model.planned(option, explains=explains or not self.at_least)
+            self.real[option.name] = self._planned(option, explains=explains or not self.at_least)
         except REFUSALS as error:
             self.refused.append(f"{option.name}: {error.problem}")
             self.step_s[option.name] = math.inf
@@ -194,6 +207,11 @@ class Finalists:
         foretold = self.real[option.name][1]
         fits = foretold.fits(self.model.memory_bytes)
         self.step_s[option.name] = foretold.played.step_s if fits else math.inf
+
+    def _planned(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
+        plan, foretold = self.model.planned(option, explains=explains)
+        fits = self.keeps and foretold.fits(self.model.memory_bytes)
+        return self.model.keeping_what_fits(plan, foretold, self.clock) if fits else (plan, foretold)
 
     def _error(self) -> LayoutError:
         model = self.model

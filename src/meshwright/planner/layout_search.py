@@ -37,7 +37,8 @@ from meshwright.planner.candidates import (
 from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 from meshwright.planner.inter_op.recut import recut
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
@@ -246,7 +247,7 @@ class Search:
         priced separately, ``PLAYED`` layouts are always compared."""
         if self.whole or not self.found:
             return False
-        return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
+        return self._heap[0][0] > (1 + ALIKE) * min(option.likely_s for option in self.found)
 
     def _nearest(self, every: list[Layout]) -> list[Layout]:
         """The ``AKIN`` layouts with the smallest lower bounds among those with expert parallelism and without tp. They
@@ -361,8 +362,8 @@ class Search:
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
-        self.clock.found(option.name, option.step_s)
-        self._put(option.step_s, option)
+        self.clock.found(option.name, option.likely_s)
+        self._put(option.likely_s, option)
 
     def _put(self, seconds: float, entry: Entry) -> None:
         layout = entry if isinstance(entry, Layout) else entry.layout
@@ -375,17 +376,17 @@ class Search:
         if not self.found:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
-        fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
+        fitting = sorted(self.found, key=lambda option: (option.likely_s, complexity(option.layout)))
         fitting = recut(fitting, self.pipelines) if self.cluster.homogeneous else fitting
         unlike = UnlikeStages(
             self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,
         ).options(fitting) if self.space.unlike else []  # fmt: skip
-        slowest_first = sorted([*unlike, *fitting], key=lambda option: option.step_s, reverse=True)
-        fitting = sorted({option.name: option for option in slowest_first}.values(), key=lambda option: option.step_s)
-        finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
+        slowest_first = sorted([*unlike, *fitting], key=lambda option: option.likely_s, reverse=True)
+        fitting = sorted({option.name: option for option in slowest_first}.values(), key=lambda option: option.likely_s)
+        played = PLAYED if self.whole else 0
+        finalists = Finalists(self.model, fitting, played, self.clock, self.refused, self.pipelines.may_keep)
         best, plan, foretold = finalists.best()
-        plan, foretold = self.model.keeping_what_fits(plan, foretold, self.clock)
         step_s = finalists.step_s | {best.name: foretold.played.step_s}
         timed = [msgspec.structs.replace(option, step_s=step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)

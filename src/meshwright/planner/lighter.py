@@ -8,14 +8,17 @@ import msgspec
 
 from meshwright.cost.closed_form import pieces_s
 from meshwright.cost.collective import Network
+from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Compute, StageWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.finalists import WholeModel
 from meshwright.planner.inter_op.assemble import is_sum
+from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.piece_codecs import is_reduction
-from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
+from meshwright.planner.inter_op.rounds import periods
 from meshwright.planner.reasons import complexity
 
 
@@ -63,7 +66,22 @@ class Lighter:
         fitting = list(filter(self.fits, options))
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
-        return min(fitting, key=lambda option: (option.step_s, complexity(option.layout)))
+        fitting = [msgspec.structs.replace(option, gain=self.gain(option)) for option in fitting]
+        return min(fitting, key=lambda option: (option.likely_s, complexity(option.layout)))
+
+    def gain(self, option: Option) -> float:
+        """The fraction of its time that an option is likely to save if it keeps the activations of as many blocks as
+        fit (``kept_blocks``): with each block, memory and time change by equal amounts. The rank with the least room
+        decides for all ranks."""
+        if not self.pipelines.may_keep or set(option.recompute) == {"none"}:
+            return 0.0
+        plain = self.pipelines.without_recomputation(option)
+        schedule, parts = periods(option.layout)[0], [1.0]
+        for least, most in zip(*(peak_memory(each.work, schedule) for each in (option, plain)), strict=True):
+            if most.peak_bytes > self.pipelines.limit_bytes:
+                room = self.pipelines.limit_bytes - least.peak_bytes
+                parts.append(max(0.0, room / (most.peak_bytes - least.peak_bytes)))
+        return min(parts) * max(0.0, 1 - plain.step_s / option.step_s)
 
     def is_free(self, option: Option) -> bool:
         """Whether no other variant of the same layout can be faster: it fits without recomputation, and ZeRO moves no
@@ -117,7 +135,7 @@ class Lighter:
         each = [state.parameters_bytes + state.gradients_bytes + state.optimizer_bytes for state in held]
         for shared in works.shared.values():
             for layer in shared.layers:
-                each[layer] -= shared.num_bytes * (2 + pipelines.prices.optimizer.states)
+                each[layer] -= shared.held_bytes(pipelines.prices.optimizer.states, True)
         return sum(each[number] for number in pipelines.chain.numbers) > layout.pp * pipelines.limit_bytes
 
     def may_fit(self, sketch: Sketch) -> bool:

@@ -41,7 +41,7 @@ def plan_product(
     chosen: ProductPlan | None = None
     for grid in candidates:
         blocks = (-(-m // grid.m), -(-k // grid.k), -(-n // grid.n))
-        if best is not None and _least_s(local, blocks, gradients=gradients) >= best[0]:
+        if best is not None and _least_s(local, grid, blocks, gradients=gradients) >= best[0]:
             continue
         for plan in _variants(ProductPlan(m, k, n, grid), network, item_bytes, memory_words, gradients=gradients):
             seconds = product_s(plan, network, local, item_bytes, gradients=gradients)
@@ -52,9 +52,9 @@ def plan_product(
     return chosen
 
 
-def _least_s(local: LocalProducts, blocks: tuple[int, int, int], *, gradients: bool) -> float:
+def _least_s(local: LocalProducts, grid: Grid, blocks: tuple[int, int, int], *, gradients: bool) -> float:
     """A lower bound on the time of all plans with a grid: the products alone, with a single panel."""
-    return local.multiply_s(*blocks) * (3 if gradients else 1)
+    return local.multiply_s(*blocks, grid.num_ranks) * (3 if gradients else 1)
 
 
 def _variants(

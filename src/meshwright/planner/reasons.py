@@ -6,7 +6,8 @@ from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, Layout
 from meshwright.ir.plan import Alternative
-from meshwright.planner.inter_op.pipelines import ALIKE, Option
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:

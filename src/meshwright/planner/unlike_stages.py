@@ -16,7 +16,8 @@ from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut
 from meshwright.planner.inter_op.unequal import Pool, UnequalStages
 from meshwright.planner.lighter import Lighter

@@ -116,7 +116,7 @@ def _joined(
     repeated = _repeated(works, layers)
     saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
     trained = sum(fact.trained_bytes for fact in facts)
-    trained_once = trained - sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
+    trained_once = trained - sum(shared.gradient_bytes * more for shared, more in repeated)
     if not accumulates:
         workspace = _most_bytes(parts, facts, trained_once, joined.has_sums) - saved
     return StageWork(
@@ -156,12 +156,9 @@ def _held_bytes(
     total += sum(
         each.parameters_bytes + each.gathered_bytes + each.gradients_bytes + each.buffers_bytes for each in held
     )
-    for shared, more in repeated:
-        copies = 1
-        if shared.trained:
-            copies += (0 if works.offloads else optimizer.states) + any(each.gradients_bytes for each in held)
-        total -= shared.num_bytes * more * copies
-    return total
+    on_device = 0 if works.offloads else optimizer.states
+    accumulates = any(each.gradients_bytes for each in held)
+    return total - sum(shared.held_bytes(on_device, accumulates) * more for shared, more in repeated)
 
 
 def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: int, has_sums: bool) -> int:

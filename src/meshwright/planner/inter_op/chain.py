@@ -47,6 +47,12 @@ class Chain:
         """The first operators of ``stages``, except the first stage. A stage is given by the indices of its layers."""
         return tuple(self.layers[stage[0]].first for stage in stages[1:])
 
+    def stages_of(self, firsts: Sequence[str]) -> list[range]:
+        """The layers of each stage, from the first operators of all stages except the first stage."""
+        names = [layer.first for layer in self.layers]
+        borders = [0, *map(names.index, firsts), len(names)]
+        return [range(first, end) for first, end in pairwise(borders)]
+
     def priced(self, stages: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """For each stage, the indices of the priced layers that are equal to its layers."""
         return tuple(tuple(self.layers[layer].priced for layer in stage) for stage in stages)

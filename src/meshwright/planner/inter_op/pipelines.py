@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.closed_form import Predicted, pieces_s, predict_steps
-from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
-from meshwright.ir.layout_text import layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
@@ -36,34 +36,6 @@ MANY = 10**6
 ALIKE = 0.02
 """Relative accuracy of predicted step times. If several layouts are slower than the fastest by at most this fraction,
 the planner takes the simplest of them."""
-
-
-class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout with its stages, its costs, and the memory of the rank that needs the most memory.
-
-    ``firsts`` are the first operators of all stages except the first stage. ``recompute`` has the kind of recomputation
-    of each stage. ``step_s`` is the estimate by which options are compared.
-    """
-
-    layout: Layout
-    firsts: tuple[str, ...]
-    recompute: tuple[Recompute, ...]
-    work: StepWork
-    predicted: Predicted
-    step_s: float
-    memory: RankMemory
-    memory_bytes: float | None = None
-    """The memory limit that the integer program had to respect when it chose the strategies; None: no limit."""
-
-    @property
-    def name(self) -> str:
-        """The layout as text."""
-        return layout_text(self.layout)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory, in bytes, of the rank that needs the most memory."""
-        return self.memory.peak_bytes
 
 
 class Pipelines:
@@ -160,6 +132,16 @@ class Pipelines:
         """
         self._check(layout)
         return self._best(layout, self._of_kinds(layout, kinds))
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether stages that recompute may keep some blocks."""
+        return "none" in self.kinds
+
+    def without_recomputation(self, option: Option) -> Option:
+        """The option with the same stages, of which none recomputes, whether it fits in memory or not."""
+        layout, stages = msgspec.structs.replace(option.layout, recompute="none"), self.chain.stages_of(option.firsts)
+        return self._made(layout, stages, [("none", self.prices.of(layout))] * len(stages))
 
     def _of_kinds(self, layout: Layout, kinds: Sequence[Recompute]) -> dict[Recompute, LayerWorks]:
         works = self.prices.each([msgspec.structs.replace(layout, recompute=kind) for kind in kinds])

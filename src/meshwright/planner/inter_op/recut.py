@@ -14,7 +14,8 @@ import msgspec
 from meshwright.cost.occupancy import peak_memory
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
 
@@ -46,9 +47,7 @@ class Recut:
     @property
     def before(self) -> list[range]:
         """The layers of each stage before the cut is changed."""
-        names = [layer.first for layer in self.pipelines.chain.layers]
-        firsts = [0, *map(names.index, self.option.firsts), len(names)]
-        return [range(first, end) for first, end in itertools.pairwise(firsts)]
+        return self.pipelines.chain.stages_of(self.option.firsts)
 
     def estimated(self, stages: Sequence[range]) -> Option | None:
         """The option with these stages, with its time by the closed form; None if it does not fit in memory."""
@@ -117,7 +116,7 @@ def recut(options: Sequence[Option], pipelines: Pipelines) -> list[Option]:
     """The options, the fastest first. The fastest of them are simulated, with the best borders of stages that were
     found. Options without stages are already simulated. ``options`` must begin with the fastest."""
     result = {option.name: option for option in reversed(options)}  # if names are equal, the fastest option is kept
-    near = [option for option in options[:MOST_SIMULATED] if option.step_s <= NEAR * options[0].step_s]
+    near = [option for option in options[:MOST_SIMULATED] if option.likely_s <= NEAR * options[0].likely_s]
     cuts: dict[str, Recut] = {}
     for option in near:
         layout = option.layout
@@ -127,6 +126,6 @@ def recut(options: Sequence[Option], pipelines: Pipelines) -> list[Option]:
             works = [pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in option.recompute]
             anew = Recut(pipelines, pipelines.cluster, option, works, [pipelines.limit_bytes] * layout.pp)
             cuts[option.name], result[option.name] = anew, anew.at(anew.before) or option
-    for name in sorted(cuts, key=lambda name: result[name].step_s)[:MOST_CUT]:
+    for name in sorted(cuts, key=lambda name: result[name].likely_s)[:MOST_CUT]:
         result[name] = cuts[name].best(cuts[name].before) or result[name]
-    return sorted(result.values(), key=lambda option: option.step_s)
+    return sorted(result.values(), key=lambda option: option.likely_s)

@@ -22,7 +22,8 @@ from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages

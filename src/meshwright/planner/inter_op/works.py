@@ -16,12 +16,24 @@ GATHER = "gather of "
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several priced layers (``layers``) read, with its bytes on a rank. ``trained`` says whether it
-    is trained."""
+    """A parameter that several priced layers (``layers``) read: its bytes on a rank, and whether it is trained.
+    ``parts`` are the numbers of parts into which ZeRO then divides its optimizer state, gradient and values."""
 
     num_bytes: int
     trained: bool
     layers: tuple[int, ...]
+    parts: tuple[int, int, int] = (1, 1, 1)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of its gradient on a rank; 0 if it is not trained."""
+        return self.num_bytes // self.parts[1] if self.trained else 0
+
+    def held_bytes(self, states: int, accumulates: bool) -> int:
+        """The bytes of its values, of ``states`` values of the optimizer for each, and with ``accumulates`` of its
+        gradient."""
+        state = states * self.num_bytes // self.parts[0] if self.trained else 0
+        return self.num_bytes // self.parts[2] + state + accumulates * self.gradient_bytes
 
 
 class LayerFacts(NamedTuple):
@@ -82,21 +94,22 @@ def divided_state(works: LayerWorks, dp: int, zero: int, *, once: bool) -> Layer
     """The works of a layout without ZeRO, in which ranks hold only the parts of the state that a ZeRO stage leaves
     them. ``once``: the step has one micro-batch. Each gradient is then reduced immediately, and a rank keeps only its
     part."""
-    parts = [dp if zero >= stage else 1 for stage in (1, 1 if once else 2, 3)]
+    state, gradients, values = (dp if zero >= stage else 1 for stage in (1, 1 if once else 2, 3))
     facts = tuple(
         fact._replace(
             held=msgspec.structs.replace(
                 fact.held,
-                optimizer_bytes=fact.held.optimizer_bytes // parts[0],
-                gradients_bytes=fact.held.gradients_bytes // parts[1],
-                parameters_bytes=fact.held.parameters_bytes // parts[2],
+                optimizer_bytes=fact.held.optimizer_bytes // state,
+                gradients_bytes=fact.held.gradients_bytes // gradients,
+                parameters_bytes=fact.held.parameters_bytes // values,
                 gathered_bytes=fact.held.gathered_bytes if zero < 3 else 0,
             ),
-            trained_bytes=fact.trained_bytes // parts[1],
+            trained_bytes=fact.trained_bytes // gradients,
         )
         for fact in works.facts
     )
-    return replace(works, facts=facts)
+    shared = {name: each._replace(parts=(state, gradients, values)) for name, each in works.shared.items()}
+    return replace(works, facts=facts, shared=shared)
 
 
 def renamed(work: StageWork, names: Mapping[str, str]) -> StageWork:
