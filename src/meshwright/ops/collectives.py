@@ -29,8 +29,8 @@ not own, the rows before the part first. Rows that no part owns have the value `
 ``value`` has terms of sums for all rows that the part reads, and the owner of a row adds up the terms for the row. The
 result has the part's own rows. ``halo_return`` sends ``strips``, the terms for rows that the part does not own, to the
 owners of these rows. The halos of all parts must have the same size. It returns the terms that it receives from the
-neighbours: first the terms for the part's first rows, then the terms for the part's last rows. ``add_rows`` adds rows
-in place, without communication.
+neighbours: first the terms for the part's first rows (as many as the halo after a part has), then the terms for its
+last rows (as many as the halo before a part has). ``add_rows`` adds rows in place, without communication.
 """
 
 from collections.abc import Callable
