@@ -1,4 +1,4 @@
-"""Writes what follows from code and results, docs/reference and the figures in README: `python docs/generate.py`."""
+"""Writes the pages that follow from code and results: docs/reference and the figures in README."""
 
 import ast
 import inspect
@@ -56,7 +56,7 @@ def run_file_page() -> str:
         "",
         GENERATED.format(source="src/meshwright/ir/run.py, ir/run_data.py and ir/run_model.py"),
         "",
-        "A RUN.toml says what is trained, on which data, how and where.",
+        "A RUN.toml describes a training run: its model, data, layout, optimizer and directory.",
         "[How to write one](../how-to/write-a-run-file.md) has an example.",
     ]
     meanings = field_docstrings(Run)
@@ -126,7 +126,7 @@ def table(struct: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def value_text(default: Any, factory: Any) -> str:
-    """A default as it would stand in a TOML file."""
+    """A default in the form of a TOML file."""
     value = factory() if default is msgspec.NODEFAULT else default
     return msgspec.json.format(msgspec.json.encode(value), indent=-1).decode().replace(",", ", ")
 
@@ -155,7 +155,7 @@ def plain(docstring: str) -> str:
 
 
 def commands() -> dict[str, Any]:
-    """Every command by the words that call it; of a group, its own commands."""
+    """Every command by the words that call it; for a group of commands, each command of the group."""
     found: dict[str, Any] = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         below = getattr(command, "commands", None)
@@ -164,14 +164,14 @@ def commands() -> dict[str, Any]:
 
 
 def command_page() -> str:
-    """Every command with its arguments, options and examples, as its ``--help`` says."""
+    """Every command with its arguments, options and examples, as in its ``--help``."""
     lines = [
         "# Command line",
         "",
         GENERATED.format(source="src/meshwright/cli"),
         "",
-        "Exit codes: 0, 1 (a check failed, or a defect), 2 (a mistake in what was given), 130 (stopped by Ctrl-C).",
-        "`--SECTION.KEY VALUE` is any key of a [run file](run-file.md); `demo`, `train`, `plan` and `verify` take it.",
+        "Exit codes: 0 (success), 1 (a failed check, or a defect), 2 (wrong input), 130 (stopped by Ctrl-C).",
+        "`--SECTION.KEY VALUE` sets a key of the [run file](run-file.md) in `demo`, `train`, `plan` and `verify`.",
     ]
     for name, command in commands().items():
         examples = inspect.cleandoc(command.epilog).replace("[bold]Examples[/bold]", "").strip().split("\n\n")
@@ -196,15 +196,16 @@ def cases_page() -> str:
         "",
         GENERATED.format(source="src/meshwright/planner/cases.py"),
         "",
-        "`meshwright validate CASES.csv` reads a CSV table: a header, then one run a row. Sizes are counts, times",
-        "seconds, memory bytes; cells have no units. All columns of the first table must be there, in any",
-        "order; columns of the second may be. Others are not read. A row that cannot be read is left out, and said so.",
+        "`meshwright validate CASES.csv` reads a CSV table: a header, then a row for each run. Sizes are counts, times",
+        "are seconds, memory is in bytes; cells have no units. The file must have all columns of the first table,",
+        "in any order, and may have columns of the second table. Other columns are not read. A row that cannot be",
+        "read is left out, with a warning.",
         "",
-        "| column | what may stand in it |",
+        "| column | content |",
         "|---|---|",
         *(f"| `{name}` | {plain(meaning)} |" for name, meaning in COLUMNS.items()),
         "",
-        "| further column | what may stand in it |",
+        "| optional column | content |",
         "|---|---|",
         *(f"| `{name}` | {plain(meaning)} |" for name, meaning in OPTIONAL.items()),
         "",
@@ -220,14 +221,14 @@ def result_page() -> str:
         "",
         GENERATED.format(source="src/meshwright/ir/result.py and src/meshwright/bench/lint.py"),
         "",
-        "`meshwright bench scaling`, `utilization` and `batch-size` print a result file with `--json`, and those in",
-        "[benchmarks/results](../../benchmarks/results) are some. `meshwright bench lint RESULT.json` refuses those",
-        "that mislead, and names the rule, the key and the remedy. What a file does not say cannot be found: a lint",
-        "keeps one from forgetting, not from lying.",
+        "`meshwright bench scaling`, `utilization` and `batch-size` print a result file with `--json`. The folder",
+        "[benchmarks/results](../../benchmarks/results) has result files. `meshwright bench lint RESULT.json` refuses",
+        "misleading files, and names the rule, the key and the remedy. It finds forgotten entries, but it cannot find",
+        "wrong entries.",
         "",
         "## Rules",
         "",
-        "| rule | asks for | source |",
+        "| rule | requirement | source |",
         "|---|---|---|",
         *(f"| `{rule.name}` | {rule.asks} | {rule.source} |" for rule in RULES),
         "",
@@ -257,15 +258,15 @@ def result_page() -> str:
 
 
 def worked_page() -> str:
-    """Claims of lectures with what `meshwright recompute` says of them."""
+    """Claims of lectures with the verdicts of `meshwright recompute`."""
     lines = [
         "# Worked numbers",
         "",
         GENERATED.format(source="src/meshwright/worked"),
         "",
-        "Numbers that parallel deep learning is taught with, done again with the formulas of `meshwright predict`:",
-        "`meshwright recompute [ID]`. *Rounds*: within 5 %. *We differ*: what was measured is not predicted within the",
-        "points that were asked for.",
+        "`meshwright recompute [ID]` recomputes numbers from lectures on parallel deep learning with the formulas of",
+        "`meshwright predict`. Verdicts: *agrees*; *rounds* (the difference is at most 5 %); *claim wrong*; and *we",
+        "differ* (the prediction of a measured number is outside of the allowed difference).",
     ]
     for name in worked_names():
         found = recompute(name)
@@ -286,17 +287,18 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 
 
 def validation_page() -> str:
-    """Predicted beside measured for the tables in validation/: errors of each, and its worst rows."""
+    """Predictions and measurements for the tables in validation/: the errors of each table, and its worst rows."""
     found = {path.stem: validate(path) for path in TABLES}
     lines = [
         "# Predicted and measured",
         "",
         GENERATED.format(source="validation/*.csv"),
         "",
-        "Published step times, each table with its citation in the column `source`, and what `meshwright validate`",
-        "says of them, with one set of parameters a device and one profile a software ([what was fitted to",
-        "what](../predictor.md)). Errors are in percent; *inside* is the share of times in their interval of 80 %, and",
-        "*constant* the error of one constant efficiency fitted to that very table.",
+        "Published step times, with the errors that `meshwright validate` reports. The column `source` of each table",
+        "has the citation. Predictions use one set of constants for each device and one profile for each software",
+        "([how constants were fitted](../predictor.md#how-constants-were-fitted)). Errors are in percent. *Inside* is",
+        "the share of times in their interval of 80 %. *Constant* is the error of a single constant efficiency that",
+        "is fitted to the same table.",
         "",
         "| table | software | runs | mean | 90th percentile | bias | inside | rank correlation | memory | constant |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -330,7 +332,7 @@ def errors_of(found: Validation) -> list[tuple[str, float, float]]:
 
 
 def validation_picture() -> str:
-    """Predicted against measured, both axes logarithmic, with the diagonal and 10 % on either side of it."""
+    """A plot of predicted over measured times on logarithmic axes, with the diagonal and lines at 10 % from it."""
     size, margin, low, high = 480, 44, -1.0, 3.0
 
     def at(seconds: float) -> float:
@@ -367,7 +369,7 @@ def validation_picture() -> str:
 
 
 def option_text(parameter: Any) -> str:
-    """An argument or option of a command as one writes it."""
+    """An argument or option of a command, as it is written in a shell."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
     return ", ".join(parameter.opts)
@@ -393,7 +395,7 @@ HEADLINES = (
     ("all-reduce of 1 MiB", "collectives", "2 ranks, 1 MiB: at most 0.3"),
     ("all-reduce of 64 MiB", "collectives", "2 ranks, 64 MiB: at most 1 x Open MPI"),
 )
-"""The comparisons with others that README shows: its words, the file, and how the target begins. All on two ranks."""
+"""The comparisons in README: the words of a row, the result file, and the begin of the target; all on two ranks."""
 _FOLDER = HERE.parent / "benchmarks" / "results"
 
 
@@ -411,9 +413,10 @@ def measured_page() -> str:
         "",
         "In a timed comparison, both sides take turns in the same processes, unless the row says otherwise. The row",
         "gives the median of the rounds' ratios, with its 95 % interval (bootstrap), and then the median time of each",
-        "side. A comparison passes or fails only if the whole interval does. Otherwise it is measured once more, and",
-        "is undecided if all rounds together leave it so. A reported row is not judged.",
-        "`meshwright bench lint` refuses files that mislead, and files whose code has changed since.",
+        "side. A comparison passes or fails only if the whole interval is on one side of the limit. Otherwise it is",
+        "measured once more; if the limit is still within the interval of all rounds, the verdict is undecided. A",
+        "reported row is not judged. `meshwright bench lint` refuses misleading files, and files whose measured code",
+        "has changed since the measurement.",
     ]
     for name, result in results().items():
         lines += [
@@ -428,14 +431,14 @@ def measured_page() -> str:
 
 
 def made(result: Result) -> str:
-    """How a file was made."""
+    """The command, machine, version and date of a result file."""
     at = f", on {result.date} at commit {result.commit}" if result.date else ""
     machine = f"{result.machine.cores} cores ({result.machine.cpu})"
     return f"Made by `{result.command}` on {machine}, torch {result.versions['torch']}{at}."
 
 
 def counts(result: Result) -> str:
-    """How many targets have which verdict."""
+    """The number of targets with each verdict."""
     found = Counter(one.verdict for one in result.findings)
     words = [f"{found[verdict]} {verdict}" for verdict in ("pass", "fail", "undecided", "reported") if found[verdict]]
     return f"{len(result.findings)} rows: {', '.join(words)}."
@@ -446,7 +449,11 @@ def readme() -> str:
     before, start, rest = README.read_text().partition("<!-- measured: `python docs/generate.py` -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
     found = results()
-    lines = ["", "| what | beside | time, ours over theirs (95 %) | limit | verdict |", "|---|---|---|---:|---|"]
+    lines = [
+        "",
+        "| workload | peer | Meshwright's time / peer's time (95 %) | limit | verdict |",
+        "|---|---|---|---:|---|",
+    ]
     for words, name, beginning in HEADLINES:
         one = next(one for one in found[name].findings if one.target.startswith(beginning))
         assert isinstance(one, Comparison)
@@ -458,7 +465,7 @@ def readme() -> str:
     told = f"{verdicts['pass']} pass, {verdicts['fail']} fail, {verdicts['undecided']} are undecided, "
     told += f"{verdicts['reported']} are only reported"
     lines += ["", f"Of all {verdicts.total()} rows {told}: [docs/measured.md](docs/measured.md)."]
-    lines += ["", "## Where it loses", "", "| missed | measured |", "|---|---|"]
+    lines += ["", "## Missed targets", "", "| target | measured |", "|---|---|"]
     lost = [one for result in found.values() for one in result.findings if one.verdict == "fail"]
     lines += [f"| {plain(one.target)} | {plain(one.measured)} |" for one in lost]
     return f"{before}{start}" + "\n".join(lines) + f"\n\n{end}{after}"

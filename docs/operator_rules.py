@@ -19,19 +19,21 @@ _HEAD = """# Operators and their rules
 
 {generated}
 
-How each operator may be split, by kind. The pattern is that of one example call, made by the rule itself: a
-letter is a factor, a factor missing on the right is reduced, `!` cannot be split by the pattern alone, `~` reads
-the rows next to its own, `^` marks operands in which the operator is linear
-([patterns](how-to/add-an-operator-rule.md#patterns)). *Decomposed*: factors that are split by a form with
-collectives inside, and how their parts come together; `yy` splits the rows `y` that are read and `y1` that are made;
-`parts` communicate nothing but must be runs of rows. Every rule is proved by running it on shards, and every one of
-its marks by a test that changes it (`tests/distributed/test_rules.py`, `test_mutants.py`). {count} operators have a
-rule of their own; those that PyTorch tags as pointwise (some hundreds) share one. An operator that stands nowhere here
-runs whole on every rank: the plan names it with its cost, and `strict` refuses it."""
+This page lists the ways in which each operator may be split. The rule of an operator makes a pattern for each call;
+the page shows the pattern of an example call. A letter is a factor. A factor that is missing on the right is reduced.
+`!` marks a factor that cannot be split by the pattern alone. `~` marks a factor for which the operator also reads rows
+next to its part. `^` marks operands in which the operator is linear
+([patterns](how-to/add-an-operator-rule.md#patterns)). The column *decomposed* lists the factors that are split in a
+form with collectives inside, and the way in which parts are combined. `yy` splits the rows `y` that are read together
+with the rows `y1` that are computed; `parts` need no communication, but must be runs of consecutive rows. Tests run
+every rule on shards, and check that a change of any mark in a pattern makes them fail
+(`tests/distributed/test_rules.py`, `test_mutants.py`). {count} operators have their own rules. The operators that
+PyTorch tags as pointwise (some hundreds) share one rule. An operator that is not listed here runs whole on every rank:
+the plan names it with its cost, and `strict` refuses it."""
 
 
 class _Example(Draw):
-    """The same small call every time: first choices, two dims, sizes 4, 6, 2, 3 in turn."""
+    """Draws that always give the same small call: the first choices, two dims, and the sizes 4, 6, 2, 3 in turn."""
 
     def __init__(self) -> None:
         super().__init__(lambda strategy: 0)

@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that Meshwright uses. They stand in one module, so that a new version of PyTorch is easy
+"""The private parts of PyTorch that Meshwright uses. They are in one module, so that a new version of PyTorch is easy
 to check.
 
 Inductor is imported on first use, because the import takes a second. Attributes of public objects that begin with an

@@ -309,7 +309,7 @@ def test_a_counter_that_the_step_depends_on_is_refused(use: Callable[[Any, Tenso
     with pytest.raises(CaptureError) as caught:
         mw.capture(Counting(use), mean_of, torch.zeros(2, 4))
     assert message in str(caught.value)
-    assert "-> keep in a buffer (register_buffer) what lives on" in str(caught.value)
+    assert "-> keep a value that changes from step to step in a buffer" in str(caught.value)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

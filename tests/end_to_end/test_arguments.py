@@ -104,4 +104,4 @@ def test_unknown_optimizer_over_split_parameters_is_warned_of(ranks: Ranks) -> N
     assert ranks(2, warnings_of, torch.optim.AdamW) == [[], []]
     for found in ranks(2, warnings_of, Whitening):
         assert len(found) == 1
-        assert "Whitening is not known to treat every element alone" in found[0]
+        assert "Whitening may not update every element independently" in found[0]

@@ -208,7 +208,7 @@ def test_a_plan_tells_why_the_others_lost() -> None:
     text = plan.explain()
     assert plan.prediction is not None
     assert f"predicted: {plan.prediction.step_s * 1e3:.4g} ms a step" in text
-    assert "weighed, and not taken:" in text
+    assert "considered, and not chosen:" in text
     assert len(plan.alternatives) == layout_search.SHOWN
     for one in plan.alternatives:
         assert one.layout != layout_text(plan.layout)
@@ -292,7 +292,7 @@ def test_of_two_alike_data_parallelism_is_simpler_than_mixed_axes() -> None:
     plan = mw.plan(mw.capture(UNet(2, 16), segmentation_loss, images), CLUSTER, devices=2)
     assert layout_text(plan.layout) == "dp2"
     (mixed,) = [one for one in plan.alternatives if one.layout == "mixed 2"]
-    assert mixed.why.endswith("which is within what can be foretold, and less simple")
+    assert mixed.why.endswith("which is within the accuracy of predictions, and less simple")
 
 
 # --- sequences, experts, and layouts by hand --------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_when_the_time_is_over_the_best_so_far_is_taken_and_said(
     check_fits(plan, graph)
     weighed = [text for text in said if not text.startswith("simulating ")]
     count = weighed[0].rpartition(" ")[2]
-    reason = f"{len(weighed)} of {count} layouts were weighed, 1 simulated: another may be faster"
+    reason = f"{len(weighed)} of {count} layouts were considered, 1 simulated: another may be faster"
     assert re.search(rf"\(planner\) +stopped after 7 s +{reason}", plan.explain())
     assert caplog.messages == [f"planning has stopped after 7 s: {reason}"]
     assert layout_text(plan.layout) in {text.partition(", layout ")[0] for text in weighed}
@@ -471,13 +471,14 @@ def test_when_the_time_is_over_the_best_so_far_is_taken_and_said(
 
 
 def test_where_nothing_was_found_in_time_that_is_an_error() -> None:
-    with pytest.raises(LayoutError, match=r"^seconds: no layout that fits was found in 1e-09 s: 0 of \d+ were weighed"):
+    expected = r"^seconds: no layout that fits was found in 1e-09 s: 0 of \d+ were considered"
+    with pytest.raises(LayoutError, match=expected):
         mw.plan(gpt(), CLUSTER, devices=2, seconds=1e-9)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.0, -1.5, math.nan, "5"])
 def test_what_is_no_time_is_refused(seconds: float) -> None:
-    expected = f"seconds: {seconds!r} is no time to plan for\n  -> give a number above 0, or None: no limit"
+    expected = f"seconds: {seconds!r} is not a time limit\n  -> give a number above 0, or None: no limit"
     subject = oracle.gpt(False, layers=1)
     given = subject.model, subject.loss_fn, subject.batches[0]
     for call in (

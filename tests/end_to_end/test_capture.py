@@ -418,7 +418,7 @@ def test_operators_that_depend_on_the_batch_size_are_refused() -> None:
         (
             lambda model, batch: (model(batch).sum(), {"loss": model(batch).sum()}),
             torch.zeros(2, 4),
-            "loss_fn: a metric is called 'loss'\n  -> call it otherwise: the trainer has one so called",
+            "loss_fn: a metric is called 'loss'\n  -> rename it: the trainer has a metric of this name",
         ),
         (
             lambda model, batch: batch.sum(),

@@ -262,7 +262,7 @@ def test_ranks_that_do_not_share_the_directory_are_told(tmp_path: Path, monkeypa
     monkeypatch.setattr(manifest, "written", written_elsewhere)
     with pytest.raises(CheckpointError) as caught:
         a_trainer().save(tmp_path / "ckpt")
-    assert ": rank 0 does not see what another rank wrote (__0_0.distcp)" in str(caught.value)
+    assert ": rank 0 does not see a file that another rank wrote (__0_0.distcp)" in str(caught.value)
     assert str(caught.value).endswith("\n  -> save to a directory that all ranks share")
     assert list(tmp_path.iterdir()) == []
 

@@ -211,9 +211,9 @@ def test_bounds_of_layouts_with_codecs_are_bounds(microbatches: int) -> None:
 
 
 def test_a_search_weighs_all_codecs_or_none() -> None:
-    with pytest.raises(LayoutError, match="weighs all codecs"):
+    with pytest.raises(LayoutError, match="compares all codecs"):
         mw.plan(mlp(), wire(1.0), codec="qsgd(4)")
-    with pytest.raises(LayoutError, match="beside a plan or layout"):
+    with pytest.raises(LayoutError, match="together with a plan or layout"):
         mw.plan(mlp(), wire(1.0), codec="auto", layout=mw.Layout(dp=2))
     assert RunLayout(plan="auto", codec="auto").searched
     assert not RunLayout(plan="auto", codec="qsgd(4)").searched

@@ -307,7 +307,7 @@ def test_a_run_survives_kills_anywhere(ranks: Ranks, tmp_path: Path) -> None:
     failed = directory / "ranks" / "failed-1"
     assert said[0] == (
         "rank 1 was killed by SIGKILL at step 3\n"
-        f"  -> all ranks start again from step 2; what the failed ones said is in {failed}"
+        f"  -> all ranks start again from step 2; the output of the failed ranks is in {failed}"
     )
     assert (failed / "1.status").read_text().strip() == "at step 3"
 
@@ -372,9 +372,8 @@ def test_the_third_failure_at_one_place_is_the_last(tmp_path: Path) -> None:
     assert again(failure("at step 7"), kept)
     assert again(failure("at step 5"), kept), "another place"
     assert not again(failure("at step 7"), kept)
-    assert (
-        said[0] == f"it failed\n  -> all ranks start again from the beginning; what the failed ones said is in {kept}"
-    )
+    expected = f"all ranks start again from the beginning; the output of the failed ranks is in {kept}"
+    assert said[0] == f"it failed\n  -> {expected}"
     assert said[-1] == "it has failed 3 times at step 7 after the beginning, and is not started again"
 
 

@@ -269,7 +269,7 @@ def test_after_ctrl_c_the_best_so_far_is_planned(
     before = signal.getsignal(signal.SIGINT)
     assert cli(words) == INTERRUPTED
     text, told = capsys.readouterr()
-    assert re.search(r"\(planner\) +stopped after [\d.]+ s +\d+ of \d+ layouts were weighed, \d+ simulated", text)
+    assert re.search(r"\(planner\) +stopped after [\d.]+ s +\d+ of \d+ layouts were considered, \d+ simulated", text)
     assert re.search(r"^  predicted: [\d.]+ ms a step", text, re.MULTILINE)
     assert "warning: planning has stopped after " in told
     assert told.endswith("meshwright: stopped\n")
@@ -286,4 +286,4 @@ def test_ctrl_c_before_anything_was_found(monkeypatch: pytest.MonkeyPatch, capsy
     assert cli(words) == INTERRUPTED
     text, told = capsys.readouterr()
     assert not text
-    assert re.search(r"meshwright: no layout that fits was found in [\d.e-]+ s: \d+ of \d+ were weighed\n", told)
+    assert re.search(r"meshwright: no layout that fits was found in [\d.e-]+ s: \d+ of \d+ were considered\n", told)

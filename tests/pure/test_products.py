@@ -227,7 +227,7 @@ def test_bound_of_cosma() -> None:
     ("make", "words"),
     [
         (lambda: Grid(0, 1, 1), "axis m has size 0"),
-        (lambda: Grid(1, 1, 1, "mk"), "'mk' is no order"),
+        (lambda: Grid(1, 1, 1, "mk"), "'mk' is not an order"),
         (lambda: ProductPlan(0, 4, 4, Grid(1, 1, 1)), "m is 0, so that operands are empty"),
         (lambda: ProductPlan(4, 3, 4, Grid(1, 4, 1)), "k = 3 cannot have 4 parts"),
         (lambda: ProductPlan(4, 4, 4, Grid(1, 4, 1), "k", 2), "2 panels over k, of which a block has 1"),

@@ -74,7 +74,7 @@ def test_divisions_equal_trying_everything(choices: list[Choice], samples: int, 
     within = undominated({pair for pair in fitting if pair[1] <= limit})
     if not within:
         least = min((size for _, size in fitting), default=None)
-        expected = "are no sum of the sizes" if least is None else f"give at least {least:,} bytes"
+        expected = "are not a sum of the sizes" if least is None else f"give at least {least:,} bytes"
         with pytest.raises(LayoutError, match=expected):
             divided(choices, samples, limit)
         with pytest.raises(LayoutError, match=expected):
@@ -133,7 +133,7 @@ def test_a_budget_for_no_operators_is_shared_by_nobody() -> None:
 
 def test_bad_input_is_refused() -> None:
     pair = [Choice("gemm", 4, 1.0, 10), Choice("fft", 6, 1.0, 20)]
-    with pytest.raises(LayoutError, match="7 samples are no sum of the sizes with a kernel: 4, 6"):
+    with pytest.raises(LayoutError, match="7 samples are not a sum of the sizes with a kernel: 4, 6"):
         divided(pair, 7, 100)
     with pytest.raises(LayoutError, match=r"10 samples within 15 bytes.*\n.*at least 20 bytes"):
         divided(pair, 10, 15)

@@ -39,11 +39,11 @@ def plan_before_start(wanted: Any, make: Callable[[], Plan]) -> Plan:
     store = launch.store_of_all()
     if launched.rank == 0:
         try:
-            store.set("allowed", _FOUND + files.encode_json(found := make()).decode())
+            store.set("allowed", _FOUND + files.encode_json(plans := make()).decode())
         except MeshwrightError as error:
             store.set("allowed", _FAILED + str(error))
             raise
-        return found
+        return plans
     said = store.get("allowed").decode()
     if said.startswith(_FAILED):
         raise LayoutError(f"rank 0 has found no plan: {said[1:]}", where="allow", remedy="see the error there")

@@ -48,7 +48,7 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
     shared: dict[OptimizerCost, Search] = {}  # searches with equal optimizers share the prices of layers
-    found: dict[Kind, Found] = {}
+    results: dict[Kind, Found] = {}
     for kind in _ORDER:
         optimizer = alpa.optimizer_of(pair.family, kind)
         if optimizer not in shared:  # the "inter" search needs the largest number of layers
@@ -61,13 +61,13 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
             search.run()
             plan = search.best()
         except LayoutError as error:
-            found[kind] = Found(problem=error.problem)
+            results[kind] = Found(problem=error.problem)
             continue
         finally:
             search.prices.close()
         assert plan.prediction is not None
-        found[kind] = Found(layout=layout_text(plan.layout), step_s=plan.prediction.step_s)
-    return Compared(pair, found)
+        results[kind] = Found(layout=layout_text(plan.layout), step_s=plan.prediction.step_s)
+    return Compared(pair, results)
 
 
 def captured(pair: Pair) -> Graph:

@@ -47,21 +47,21 @@ def measure_convolutions(
     layout, world_size = of_replica(layout_of(run), world_size)
     layout = msgspec.structs.replace(layout, workspace_bytes=0, workspace_over="operator")
     cluster, lower = cluster_of(run, torch.device("cpu"), world_size), PlanLowering(graph)
-    made = plan_layout(graph, layout, world_size=world_size, cluster=cluster, ask=Ask(lower=lower, explains=False))
+    plan = plan_layout(graph, layout, world_size=world_size, cluster=cluster, ask=Ask(lower=lower, explains=False))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = algorithm_times.measure(convolutions_of(lower(made)), advance)
+        timings = algorithm_times.measure(convolutions_of(lower(plan)), advance)
     finally:
         torch.set_num_threads(before)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        files.save(known.joined(found) if known is not None else found, target)
+        files.save(known.joined(timings) if known is not None else timings, target)
     except OSError as error:
         raise LaunchError(
             f"the table cannot be written: {error.strerror}", where=str(target), remedy="choose another path"
         ) from None
-    return found
+    return timings
 
 
 def convolutions_of(programs: tuple[Program, ...]) -> list[ConvolutionSizes]:

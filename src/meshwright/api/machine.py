@@ -227,5 +227,5 @@ def _runnable(here: Cluster) -> Cluster:
     """This machine's cluster. Measurements of MPI are left out if MPI did not start the ranks."""
     rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())
     if len(rows) < len(here.collectives):
-        log.info("what was measured of MPI is left out: these ranks were not started by mpirun")
+        log.info("the measurements of MPI are left out: these ranks were not started by mpirun")
     return msgspec.structs.replace(here, collectives=rows)

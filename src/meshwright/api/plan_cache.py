@@ -140,7 +140,7 @@ def keep(request: SearchRequest, plan: Plan) -> None:
 
 @cache
 def code_digest() -> str:
-    """A hash of Meshwright's own sources, and of the versions of the packages that decide what a search finds.
+    """A hash of Meshwright's own sources, and of the versions of the packages that affect the result of a search.
 
     All sources count, not only the planner's: a cost may come from any of them. Some changes make plans stale without
     need, which costs a search. A stale plan that seems valid would cost more."""
@@ -162,9 +162,9 @@ def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
     foretold = foretell(
         PlanLowering(request.graph), plan, request.cluster, optimizer=request.optimizer, clips=request.clips
     )
-    found = foretold.prediction
-    alike = math.isclose(found.step_s, said.step_s) and found.peak_memory_bytes == said.peak_memory_bytes
-    return "" if alike and foretold.fits(request.memory_bytes) else "its costs are not those that the search found"
+    prediction = foretold.prediction
+    alike = math.isclose(prediction.step_s, said.step_s) and prediction.peak_memory_bytes == said.peak_memory_bytes
+    return "" if alike and foretold.fits(request.memory_bytes) else "its costs differ from the search's costs"
 
 
 def _comparable(graph: Graph) -> Graph:

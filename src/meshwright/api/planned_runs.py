@@ -120,7 +120,7 @@ def searches_of(
     third does both. ``kind`` other than ``each`` selects one of these searches."""
     graph, optimizer, world_size = captured(run, ranks)
     known, clips = cluster_of(run, CPU, world_size), run.train.max_grad_norm > 0
-    found = []
+    searches = []
     for only in get_args(Only) if kind == "each" else (kind,):
         try:
             chosen = plan(
@@ -129,10 +129,10 @@ def searches_of(
                 seconds=run.layout.seconds, fresh=fresh, progress=progress,
             )  # fmt: skip
         except LayoutError as error:
-            found.append(SearchCosts(only=only, problem=error.problem))
+            searches.append(SearchCosts(only=only, problem=error.problem))
             continue
-        found.append(compare.search_costs(only, chosen, known, PlanLowering(graph), optimizer, clips))
-    return SearchComparison(tuple(found))
+        searches.append(compare.search_costs(only, chosen, known, PlanLowering(graph), optimizer, clips))
+    return SearchComparison(tuple(searches))
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
@@ -203,8 +203,8 @@ def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
     world_size = ranks or run.num_ranks(cluster_of(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
     replicas = 1
     if not run.layout.searched:
-        one, each = of_replica(layout_of(run), world_size)
-        replicas, world_size = one.replicas, world_size if run.layout.file else each
+        replica_layout, each = of_replica(layout_of(run), world_size)
+        replicas, world_size = replica_layout.replicas, world_size if run.layout.file else each
     graph = _graph(run, replicas)
     if run.layout.strict:
         check_strict(graph)

@@ -145,13 +145,13 @@ def plan(
         check_size(known, request.devices)
         if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
             return kept
-        found = plan_auto(
+        planned = plan_auto(
             graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
             optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, clock=clock,
         )  # fmt: skip
         if not rules:
-            plan_cache.keep(request, found)
-        return found
+            plan_cache.keep(request, planned)
+        return planned
     check_codec(codec, layout)
     refuse(LayoutError, layout.contradictions())
     layout, world_size = of_replica(
@@ -170,7 +170,7 @@ def check_codec(codec: str, plan: object) -> None:
     """Raise a LayoutError if a codec is given although the plan is given too."""
     if codec and plan != "auto":
         remedy = f"write Layout(codec={codec!r}, ...), or leave it out"
-        raise LayoutError(f"codec={codec!r} beside a plan or layout", where="codec", remedy=remedy)
+        raise LayoutError(f"codec={codec!r} together with a plan or layout", where="codec", remedy=remedy)
 
 
 def _check_numbers(devices: Any, memory_bytes: Any) -> None:
@@ -273,7 +273,7 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
         return _UNKNOWN
     base = next((entry for kinds, entry in _COSTS if isinstance(optimizer, kinds)), None)
     if base is None:
-        log.info("planned as for AdamW: what %s keeps and moves is not known", type(optimizer).__name__)
+        log.info("planned as for AdamW: the state and the memory traffic of %s are unknown", type(optimizer).__name__)
         return _UNKNOWN
     if base is cost.SGD and any(group["momentum"] for group in optimizer.param_groups):
         base = cost.MOMENTUM

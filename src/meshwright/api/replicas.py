@@ -54,11 +54,11 @@ def compare_rules_of_run(
     progress("all replicas in step")
     in_step_s = _synchronous_s(run, num_ranks)
     progress("replicas")
-    one = layout_text(msgspec.structs.replace(plan.layout, replicas=1, consistency=str(Sync())))
+    layout = layout_text(msgspec.structs.replace(plan.layout, replicas=1, consistency=str(Sync())))
     most = max([num_ranks, *(all_ranks(_layout(run, str(rule)), plan.mesh.world_size) for rule in known)])
     return compare_rules(
         known, run.layout.replicas, replica_step(graph, plan, trace.duration_s, optimizer, in_step_s),
-        cluster_of(run, CPU, most), batch_size=graph.batch_size, layout=one, faults=faults, steps=steps,
+        cluster_of(run, CPU, most), batch_size=graph.batch_size, layout=layout, faults=faults, steps=steps,
     )  # fmt: skip
 
 

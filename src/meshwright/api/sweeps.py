@@ -65,7 +65,7 @@ def sweep_run(
         try:
             known = known_cluster(name or None, CPU, wanted)
             row = msgspec.structs.replace(row, cluster=known.name, devices=wanted or known.num_devices)
-            found = plan(
+            plan_found = plan(
                 graph, known, devices=row.devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
                 offload=run.layout.offload != "none", codec=run.layout.codec, seconds=run.layout.seconds,
                 fresh=fresh, progress=progress,
@@ -78,13 +78,13 @@ def sweep_run(
         search_s = time.perf_counter() - started
         progress("what limits data parallelism")
         limits = data_limits(
-            graph, found, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
+            graph, plan_found, known, PlanLowering, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips
         )
-        assert found.prediction is not None, "a search predicts what it chooses"
-        rate = graph.batch_size / found.prediction.step_s
+        assert plan_found.prediction is not None, "a search predicts what it chooses"
+        rate = graph.batch_size / plan_found.prediction.step_s
         first = first or rate / row.devices
         yield msgspec.structs.replace(
-            row, layout=layout_text(found.layout), step_s=found.prediction.step_s, samples_per_s=rate,
-            efficiency=rate / row.devices / first, peak_memory_bytes=found.prediction.peak_memory_bytes,
+            row, layout=layout_text(plan_found.layout), step_s=plan_found.prediction.step_s, samples_per_s=rate,
+            efficiency=rate / row.devices / first, peak_memory_bytes=plan_found.prediction.peak_memory_bytes,
             search_s=search_s, limits=limits,
         )  # fmt: skip

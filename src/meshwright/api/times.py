@@ -20,7 +20,7 @@ HERE = ("this-machine", "cpu-local")
 
 
 def times_file(threads: int = 1) -> Path:
-    """The default file of this machine's table for ``threads`` threads. It lies beside the calibration."""
+    """The default file of this machine's table for ``threads`` threads. It is in the same folder as the calibration."""
     return launch.cache_directory() / f"this-machine-algorithms-{threads}.json"
 
 

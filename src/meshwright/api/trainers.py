@@ -192,7 +192,7 @@ def verify(
     check_plan(plan)
     if not isinstance(consistency_of(_layout_of(plan).consistency), Sync):
         raise LayoutError(
-            f"replicas joined by {_layout_of(plan).consistency} train otherwise than one process",
+            f"replicas joined by {_layout_of(plan).consistency} train differently from one process",
             where="verify",
             remedy="verify one replica: the same layout with replicas=1 and consistency='sync'",
         )

@@ -122,12 +122,12 @@ def result_of(
     series = {row.codec: Series.of(row.step_s, settings=SETTINGS, run=name) for row in rows}
     findings: list[Finding] = []
     for row in rows[1:]:
-        found = ratio(row.step_s, rows[0].step_s)
+        step_ratio = ratio(row.step_s, rows[0].step_s)
         findings.append(Comparison(
             target=f"{row.codec}: time of a step over that of a dense step", verdict="reported",
-            measured=f"{found}; sends {row.sent_bytes:,} bytes, dense {rows[0].sent_bytes:,}",
+            measured=f"{step_ratio}; sends {row.sent_bytes:,} bytes, dense {rows[0].sent_bytes:,}",
             series={each: series[each] for each in (row.codec, DENSE)}, ours=row.codec, baseline=DENSE,
-            ratio=found.value, interval=found.interval,
+            ratio=step_ratio.value, interval=step_ratio.interval,
             notes={"sent_bytes": {each.codec: each.sent_bytes for each in (row, rows[0])}},
         ))  # fmt: skip
     for row in rows:

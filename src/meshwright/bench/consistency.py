@@ -121,9 +121,9 @@ def result_of(
     several = "one seed" if seeds == 1 else f"each of {seeds} seeds"
     settings = settings_of(msgspec.structs.replace(run, layout=layout), replicas * each, 1)
     findings = [
-        found
+        finding
         for case in cases
-        for found in _findings([run for run in runs if run.slow == case.name], case.name, batch, name)
+        for finding in _findings([run for run in runs if run.slow == case.name], case.name, batch, name)
     ]
     return Result(
         date=today(), name="consistency", command=command, machine=this_machine(accelerators=True), versions=versions(),
@@ -156,12 +156,12 @@ def _findings(runs: Sequence[RuleRun], slow: str, batch: int, name: str) -> Iter
         sent_bytes = round(statistics.fmean(run.sent_bytes * batch / max(1, run.num_samples) for run in each))
         staleness = sum((run.staleness for run in each), start=Counter[int]())
         if rule != first:
-            found = ratio(seconds[rule], seconds[first])
+            ratios = ratio(seconds[rule], seconds[first])
             yield Comparison(
                 target=f"{rule}{place}: time per batch over that of {first}", verdict="reported",
-                measured=f"{found}; sends {sent_bytes:,} bytes a batch",
-                series={side: series[side] for side in (rule, first)}, ours=rule, baseline=first, ratio=found.value,
-                interval=found.interval,
+                measured=f"{ratios}; sends {sent_bytes:,} bytes a batch",
+                series={side: series[side] for side in (rule, first)}, ours=rule, baseline=first, ratio=ratios.value,
+                interval=ratios.interval,
                 notes={
                     "sent_bytes": sent_bytes,
                     "staleness": {str(steps): count for steps, count in sorted(staleness.items())},

@@ -38,7 +38,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LintRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule for results: what it asks for, its source, and the function that finds violations."""
+    """A rule for results: its requirement, its source, and the function that finds violations."""
 
     name: str
     asks: str

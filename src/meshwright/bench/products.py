@@ -144,19 +144,19 @@ def _timed(
     a, b = torch.randn(m, k, generator=draw), torch.randn(k, n, generator=draw)
     expected = a @ b
     tolerance = 1e-5 * k**0.5 * float(expected.abs().max())
-    made: dict[str, GridProduct] = {}
+    by_plan: dict[str, GridProduct] = {}
     sides: dict[str, Callable[[], object]] = {}
     for name, plan in plans.items():
-        made[name] = GridProduct(plan)
-        operands = made[name].shard("a", a), made[name].shard("b", b)
+        by_plan[name] = GridProduct(plan)
+        operands = by_plan[name].shard("a", a), by_plan[name].shard("b", b)
         off = float((matmul(*operands).gather() - expected).abs().max())
         if not off <= tolerance:
             raise AssertionError(f"{name} differs from a serial product by {off:.2g}")
-        made[name].peak_words = 0
+        by_plan[name].peak_words = 0
         sides[name] = partial(matmul, *operands)
     del expected
     seconds = alternate(sides, rounds=repetitions, steps=1, warmup_steps=2)
-    peaks = {name: max(from_every_rank(product.peak_words)) for name, product in made.items()}
+    peaks = {name: max(from_every_rank(product.peak_words)) for name, product in by_plan.items()}
     bound_s = min(product_s(_alone(plan), network, local, 4) for plan in plans.values())
     return [
         ProductRow(
@@ -368,12 +368,12 @@ def result_of(
         m, k, n = sizes
         settings[name] = Settings(dtype="float32", ranks=ranks, threads=1, sizes={"m": m, "k": k, "n": n})
         baseline = min((each for each in here if each != CHOSEN), key=lambda each: here[each].median_s)
-        found = ratio(here[CHOSEN].seconds, here[baseline].seconds)
+        time_ratio = ratio(here[CHOSEN].seconds, here[baseline].seconds)
         findings.append(Comparison(
             target=f"{name}: the chosen plan over the fastest other one", verdict="reported",
-            measured=f"{found} against {baseline}; predicted {here[CHOSEN].predicted_s * 1e3:.4g} ms",
+            measured=f"{time_ratio} against {baseline}; predicted {here[CHOSEN].predicted_s * 1e3:.4g} ms",
             series={each: Series.of(row.seconds, settings=name, run=run) for each, row in here.items()},
-            ours=CHOSEN, baseline=baseline, ratio=found.value, interval=found.interval,
+            ours=CHOSEN, baseline=baseline, ratio=time_ratio.value, interval=time_ratio.interval,
             notes={each: described(row) for each, row in here.items()},
         ))  # fmt: skip
     where = f"in {boxes} emulated boxes joined at {gbit:g} Gbit/s" if boxes > 1 else "that share memory"

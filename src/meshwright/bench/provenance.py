@@ -16,7 +16,7 @@ JUDGES = (
     "benchmarks/report.py", "src/meshwright/bench/claims.py", "src/meshwright/bench/lint.py",
     "src/meshwright/bench/provenance.py", "src/meshwright/ir/result.py",
 )  # fmt: skip
-"""Code that writes, draws and judges results. A change of it does not change what was measured."""
+"""Code that writes, draws and judges results. A change of it does not change the measured code."""
 _DOTTED = re.compile(r"\w+(\.\w+)+")
 REMEDY = "measure again from a clean checkout"
 

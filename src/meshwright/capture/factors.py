@@ -72,7 +72,7 @@ def _cut(atom: Atom, size: int) -> None:
 
 
 def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-    """Join two lists of atoms that describe the same dim, and refine both. Where they do not fit, return False."""
+    """Join two lists of atoms that describe the same dim, and refine both. If they do not fit, return False."""
     a, b = leaves(left), leaves(right)
     i = j = 0
     while i < len(a) and j < len(b):

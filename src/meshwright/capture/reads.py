@@ -125,11 +125,11 @@ class Reads:
             alone = (read.where for read, *new in moved if not self._runs_the_same(graph, trace, [(read, *new)]))
             where = next(alone, moved[0][0].where)
             raise CaptureError(
-                f"the step reads it and changes it ({words[where]}), and with the new value it runs otherwise; a "
-                "captured step would find the old one for ever",
+                f"the step reads it and changes it ({words[where]}), and runs differently with the new value; a "
+                "captured step would always use the old value",
                 where=where,
-                remedy="keep in a buffer (register_buffer) what lives on from step to step, or put it into the batch, "
-                "or, if it is a cache, call the model once before parallelize, so that it is filled",
+                remedy="keep a value that changes from step to step in a buffer (register_buffer), or put it into the "
+                "batch; if it is a cache, call the model once before parallelize, to fill it",
             )
         return words
 

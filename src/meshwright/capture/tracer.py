@@ -225,7 +225,7 @@ def _loss_and_metrics(result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
             raise CaptureError(
                 f"a metric is called {name!r}",
                 where="loss_fn",
-                remedy="call it otherwise: the trainer has one so called",
+                remedy="rename it: the trainer has a metric of this name",
             )
         if not isinstance(value, Tensor) or value.dim():
             raise CaptureError(

@@ -160,15 +160,15 @@ def load_software(name_or_path: str | os.PathLike[str]) -> Software:
     """
     text = os.fspath(name_or_path)
     if text.endswith(".toml") or os.path.dirname(text):
-        found = _software_in(text)
+        profile = _software_in(text)
     elif (name := _software_name(text)) in _names("software"):
-        found = _read(f"software/{name}.toml", Software)
+        profile = _read(f"software/{name}.toml", Software)
     else:
         known = ", ".join(software_names())
         remedy = files.did_you_mean(text, software_names(), f"profiles: {known}; a file's name ends in .toml")
         raise ClusterError(f"unknown software {text!r}", where="software", remedy=remedy)
-    refuse(ClusterError, software_problems(found, text))
-    return found
+    refuse(ClusterError, software_problems(profile, text))
+    return profile
 
 
 def _software_name(text: str) -> str:

@@ -40,12 +40,12 @@ def convolutions(
     from meshwright import api
 
     with display.cursor_kept(), display.progress("measuring convolutions") as bars:
-        found = api.measure_convolutions(run, ranks, bars.say, threads=threads, path=output)
+        measured = api.measure_convolutions(run, ranks, bars.say, threads=threads, path=output)
     if as_json:
-        display.print_json(found)
+        display.print_json(measured)
         return
     shapes: dict[object, list[AlgorithmTiming]] = {}
-    for timing in found.timings:
+    for timing in measured.timings:
         if timing.piece:
             continue
         shapes.setdefault(timing.sizes._replace(samples=0), []).append(timing)

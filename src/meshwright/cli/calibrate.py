@@ -104,14 +104,14 @@ def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, 
         )
     from meshwright import prediction
 
-    found = prediction.learn_table(tables[0], cluster=cluster, software=software)
-    display.write(display.toml_path(output, "--output"), files.encode_toml(found.cluster))
-    for row in found.left_out:
+    from_table = prediction.learn_table(tables[0], cluster=cluster, software=software)
+    display.write(display.toml_path(output, "--output"), files.encode_toml(from_table.cluster))
+    for row in from_table.left_out:
         typer.echo(f"left out: {row.case} (line {row.line}): {row.reason}", err=True)
     if as_json:
-        display.print_json(found)
+        display.print_json(from_table)
         return
-    print_learned(found)
+    print_learned(from_table)
     display.console().print(f"\nwritten to {output}: use it with --cluster {output}, or --software {output}")
 
 

@@ -45,12 +45,14 @@ def clusters(
         return
     profile = listed[0].software
     numbers = msgspec.to_builtins(profile)  # only the numbers that differ from the defaults
-    told = ", ".join(
+    numbers_text = ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in numbers.items()
         if key not in ("name", "source", "spread")
     )
-    terminal.print(f"\nsoftware: {profile.name}{f': {told}' if told else ''}  {profile.source}".rstrip())
+    terminal.print(
+        f"\nsoftware: {profile.name}{f': {numbers_text}' if numbers_text else ''}  {profile.source}".rstrip()
+    )
     if listed[0].device.usd_per_hour is not None:
         terminal.print(f"\n$ {listed[0].device.usd_per_hour:.2f} a device and hour  ({listed[0].device.price_source})")
     terminal.print(f"\ndevice: {listed[0].device.origin}  ({listed[0].device.source})")

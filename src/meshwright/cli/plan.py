@@ -147,7 +147,7 @@ def plan(
     network = target in prediction.network_names()
     by_name = network or target in prediction.model_names() or target.endswith(".json")
     if target not in config.REFERENCES and by_name:
-        reason = f"{target} is not captured, but weighed by its sizes"
+        reason = f"{target} is not captured; its layouts are compared by its sizes"
         refuse(context, OF_CAPTURED, reason)
         if context.args:
             raise LayoutError(reason, where=context.args[0], remedy="leave it out")
@@ -247,12 +247,14 @@ def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, f
     if only not in ("intra", "inter", "each"):
         raise LayoutError(f"{only!r} is no kind of search", where="--only", remedy="write intra, inter or each")
     with display.progress("capturing and planning") as bars:
-        found = api.searches_of(run, ranks, memory_bytes, only, lambda what: bars.say(f"planning: {what}"), fresh=fresh)
+        searches = api.searches_of(
+            run, ranks, memory_bytes, only, lambda what: bars.say(f"planning: {what}"), fresh=fresh
+        )
     if as_json:
-        typer.echo(files.encode_json(found).decode(), nl=False)
+        typer.echo(files.encode_json(searches).decode(), nl=False)
         return 0
     table = Table("search", "layout", "ms a step", "communicates MiB", "ms waiting", "GiB a rank", box=None)
-    for row in found.searches:
+    for row in searches.searches:
         mib, gib = row.communicated_bytes / 2**20, row.peak_memory_bytes / 2**30
         numbers = (row.step_s * 1e3, mib, row.waiting_s * 1e3, gib) if row.layout else ()
         table.add_row(row.only, row.problem or row.layout, *(f"{number:.4g}" for number in numbers))
@@ -272,11 +274,11 @@ def show_difference(paths: list[str], as_json: bool) -> int:
             f"{len(paths)} plans are given", where="meshwright plan diff", remedy="give two: OLD.json NEW.json"
         )
     old, new = (files.load(Path(path), Plan) for path in paths)
-    found = difference(old, new)
+    changes = difference(old, new)
     if as_json:
-        typer.echo(files.encode_json(found).decode(), nl=False)
+        typer.echo(files.encode_json(changes).decode(), nl=False)
     else:
-        display.console().print(difference_text(found))
+        display.console().print(difference_text(changes))
     return 0
 
 

@@ -34,17 +34,18 @@ def show_rules(
     from meshwright import api
 
     with display.progress("capturing, planning and simulating") as bars:
-        found = api.compare_rules_of_run(run, rules, ranks, faults=faults, steps=steps, progress=bars.say)
+        comparison = api.compare_rules_of_run(run, rules, ranks, faults=faults, steps=steps, progress=bars.say)
     if trace is not None:
-        display.write(trace, trace_events(found.rows[-1].times.trace))
+        display.write(trace, trace_events(comparison.rows[-1].times.trace))
     if as_json:
         nothing = Trace(source="simulated")
         rows = tuple(
-            msgspec.structs.replace(row, times=msgspec.structs.replace(row.times, trace=nothing)) for row in found.rows
+            msgspec.structs.replace(row, times=msgspec.structs.replace(row.times, trace=nothing))
+            for row in comparison.rows
         )
-        typer.echo(files.encode_json(msgspec.structs.replace(found, rows=rows)).decode(), nl=False)
+        typer.echo(files.encode_json(msgspec.structs.replace(comparison, rows=rows)).decode(), nl=False)
         return
-    _print(found)
+    _print(comparison)
     if trace is not None:
         display.console().print(f"\n{trace}: open it at ui.perfetto.dev")
 

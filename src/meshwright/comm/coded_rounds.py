@@ -78,7 +78,7 @@ class RoundsKind(Named):
         super().__init__(text)
         self.rank, self.lanes, self.hold, self.dtype = rank, lanes, hold, dtype
         self.balances = codec.exchange == "merges" and coded.steps.algorithm == BALANCED
-        self.rounds = tuple(found for moves in coded.rounds if (found := _round(rank, moves, lanes)))
+        self.rounds = tuple(part for moves in coded.rounds if (part := _round(rank, moves, lanes)))
         self.expects = any(lane.expects for lane in lanes.values())
         self.settles = tuple(lanes.values()) if self.expects else ()
         self.most_ahead = AHEAD if self.expects else SLOTS - 1
@@ -219,11 +219,11 @@ class RoundsRun(CodedRun):
                 message.lane.expect(count, like)
         for lane, sizes in outgoing.sizes[early:]:
             lane.put(sizes, self.tag)
-        found = []
+        sizes_in = []
         for message, count in zip(coded, counts, strict=True):
-            found.append(message.lane.take(count, torch.int64, self.tag).tolist())
+            sizes_in.append(message.lane.take(count, torch.int64, self.tag).tolist())
             message.lane.release()
-        return found
+        return sizes_in
 
     def _swap(self, this: Round, outgoing: _Outgoing, early: int, sizes: list[list[int]]) -> None:
         """Exchange the contents. Elements that are not coded are read directly from the lane's memory."""

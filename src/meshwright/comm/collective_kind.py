@@ -72,9 +72,9 @@ class Named:
 class Kind(Named):
     """The state that collectives of one kind share: the steps of this rank, and their description in errors.
 
-    ``first`` holds the steps that may run before all others. ``whole`` tells whether every step covers the whole
-    vector. ``tensors`` holds the functions that reduce and copy tensors. For short vectors, ``arrays`` holds the same
-    functions for numpy arrays; else it is None.
+    ``first`` holds the steps that may run before all others. ``whole``: whether every step covers the whole vector.
+    ``tensors`` holds the functions that reduce and copy tensors. For short vectors, ``arrays`` holds the same functions
+    for numpy arrays; else it is None.
     """
 
     def __init__(

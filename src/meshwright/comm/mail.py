@@ -155,9 +155,9 @@ class ZmqMailbox(Mailbox):
         self._check()
         for tensor in tensors:
             if tensor.dim() != 1 or tensor.device.type != "cpu" or tensor.dtype not in NAMES:
-                found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+                description = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
                 raise RankError(
-                    f"letters carry one-dimensional tensors on the CPU, not {found}", where=f"letter {kind}"
+                    f"letters carry one-dimensional tensors on the CPU, not {description}", where=f"letter {kind}"
                 )
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if to == self.name:

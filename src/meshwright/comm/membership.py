@@ -36,7 +36,7 @@ LOOK_WITHOUT_DESCRIPTOR_S = 0.5
 QUIET_S = 20 * 86400.0
 """Seconds after which a thread that waits for the next view repeats its request."""
 STOP_S = 5.0
-"""Seconds within which the threads end, if the store answers."""
+"""The threads end within this number of seconds, if the store answers."""
 REMEDY = "look at what the others do; MESHWRIGHT_TIMEOUT_S sets how long replicas wait for each other"
 
 

@@ -87,14 +87,14 @@ def random_indices(length: int, count: int, draw: int) -> Tensor:
     generator = torch.Generator().manual_seed(draw)
     if 4 * count > length:
         return torch.randperm(length, generator=generator, dtype=torch.int32)[:count].sort().values
-    found = torch.empty(0, dtype=torch.int32)
-    while len(found) < count:
-        more = torch.randint(length, (2 * (count - len(found)) + 8,), generator=generator, dtype=torch.int32)
-        found = torch.cat([found, more]).unique()
-    dropped = torch.randperm(len(found), generator=generator)[: len(found) - count]
-    kept = torch.ones(len(found), dtype=torch.bool)
+    indices = torch.empty(0, dtype=torch.int32)
+    while len(indices) < count:
+        more = torch.randint(length, (2 * (count - len(indices)) + 8,), generator=generator, dtype=torch.int32)
+        indices = torch.cat([indices, more]).unique()
+    dropped = torch.randperm(len(indices), generator=generator)[: len(indices) - count]
+    kept = torch.ones(len(indices), dtype=torch.bool)
     kept[dropped] = False
-    return found[kept]
+    return indices[kept]
 
 
 def _every(values: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ def _largest_of(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 def _first_equal(values: Tensor, magnitude: int, count: int) -> Tensor:
     """Indices (int32, ascending) of the first ``count`` elements of a magnitude, or of all of them if there are
     fewer."""
-    found, missing = [], count
+    indices, missing = [], count
     for begin in range(0, len(values), _CHUNK):
         places = set_places(_magnitudes(values[begin : begin + _CHUNK]) == magnitude)[:missing]
-        found.append((places + begin).int())
+        indices.append((places + begin).int())
         missing -= len(places)
         if not missing:
             break
-    return torch.cat(found)
+    return torch.cat(indices)
 
 
 def _magnitudes(values: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ def _at_least(values: Tensor, least: int) -> Tensor:
     word = _WORDS[values.dtype.itemsize]
     # The largest number below it, which an element must exceed. hardshrink keeps NaN, and is faster than a comparison.
     limit = float(torch.tensor(min(least, _INFINITY[values.dtype]) - 1, dtype=word).view(values.dtype))
-    found = []
+    indices = []
     for begin in range(0, len(values), _CHUNK):
         flags = F.hardshrink(values[begin : begin + _CHUNK], limit).to(torch.bool)
-        found.append((set_places(flags) + begin).int())
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int32, device=values.device)
+        indices.append((set_places(flags) + begin).int())
+    return torch.cat(indices) if indices else torch.empty(0, dtype=torch.int32, device=values.device)

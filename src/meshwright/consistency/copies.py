@@ -90,7 +90,7 @@ class _Copy:
     # --- views -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Act on the view."""
+        """Adapt this copy to the current view."""
         view, own = self._mailbox.view, self._mailbox.name
         primary, *backups = living_copies(view, self._index)
         if primary != own or self._lacks_state(backups):

@@ -139,8 +139,8 @@ class RangeState(ABC):
 def add_to(waiting: dict[int, list[Tensor]], replica: int, gradients: Sequence[Tensor]) -> None:
     """Add gradients to the waiting gradients of this replica."""
     if replica in waiting:
-        for mine, new in zip(waiting[replica], gradients, strict=True):
-            mine += new
+        for total, new in zip(waiting[replica], gradients, strict=True):
+            total += new
     else:
         waiting[replica] = list(gradients)
 
@@ -151,8 +151,8 @@ def taken_mean(waiting: dict[int, list[Tensor]], num_replicas: int) -> list[Tens
     first, *others = sorted(waiting)
     total = waiting.pop(first)
     for replica in others:
-        for mine, new in zip(total, waiting.pop(replica), strict=True):
-            mine += new
+        for element_sum, new in zip(total, waiting.pop(replica), strict=True):
+            element_sum += new
     for tensor in total:
         tensor /= num_replicas
     return total

@@ -64,10 +64,10 @@ class Requests:
 
     def taken(self, kind: OperationKind) -> dict[int, Letter]:
         """Take the replies of a kind, by range."""
-        found = {index: letter for (index, of), letter in self.replies.items() if of == kind}
-        for index in found:
+        letters = {index: letter for (index, of), letter in self.replies.items() if of == kind}
+        for index in letters:
             del self.replies[index, kind]
-        return found
+        return letters
 
     def _primary(self, index: int) -> tuple[str, int]:
         view = self._mailbox.view

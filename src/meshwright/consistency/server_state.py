@@ -122,8 +122,8 @@ class ServerState(RangeState):
 
     def _take(self, saved: dict[str, Any]) -> None:
         with torch.no_grad():
-            for mine, other in zip(self.parameters, saved["parameters"], strict=True):
-                mine.copy_(other)
+            for parameter, other in zip(self.parameters, saved["parameters"], strict=True):
+                parameter.copy_(other)
         self.optimizer.load_state_dict(saved["optimizer"])
         self.version = saved["version"]
 

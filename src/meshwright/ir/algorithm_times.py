@@ -38,24 +38,24 @@ class AlgorithmTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @cached_property
     def _by_shape(self) -> dict[ConvolutionSizes, list[AlgorithmTiming]]:
-        found: dict[ConvolutionSizes, list[AlgorithmTiming]] = {}
+        by_shape: dict[ConvolutionSizes, list[AlgorithmTiming]] = {}
         for timing in self.timings:
-            found.setdefault(timing.sizes._replace(samples=0), []).append(timing)
-        return found
+            by_shape.setdefault(timing.sizes._replace(samples=0), []).append(timing)
+        return by_shape
 
     def of(self, sizes: ConvolutionSizes) -> tuple[AlgorithmTiming, ...]:
         """The timings of a convolution for all numbers of samples up to ``sizes.samples``. Empty if PyTorch's own
         algorithm was not measured on all of its samples."""
-        found = [
+        timings = [
             timing for timing in self._by_shape.get(sizes._replace(samples=0), ())
             if timing.sizes.samples <= sizes.samples
             and (timing.algorithm != NATIVE or timing.piece == (timing.sizes.samples < sizes.samples))
         ]  # fmt: skip
-        whole = any(timing.algorithm == NATIVE and timing.sizes.samples == sizes.samples for timing in found)
-        return tuple(found) if whole else ()
+        whole = any(timing.algorithm == NATIVE and timing.sizes.samples == sizes.samples for timing in timings)
+        return tuple(timings) if whole else ()
 
     def joined(self, others: "AlgorithmTimes") -> "AlgorithmTimes":
-        """These timings and those of ``others``. Where both have timings of the same call, those of ``others``
-        count."""
+        """These timings, with the timings of ``others``. If both have timings of the same call, the timings of
+        ``others`` are used."""
         every = {(timing.sizes, timing.algorithm, timing.piece): timing for timing in (*self.timings, *others.timings)}
         return msgspec.structs.replace(others, timings=tuple(every.values()))

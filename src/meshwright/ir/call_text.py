@@ -14,7 +14,7 @@ _CALL = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\)
 
 class CallText:
     """The parts of a text ``name(word, ..., key=value, ...)``. A value in parentheses, such as ``codec=qsgd(4)``, stays
-    in one part. For errors, ``names`` lists the valid names, and ``what`` says what they are names of.
+    in one part. For errors, ``names`` lists the valid names, and ``what`` is the noun for them.
 
     The methods take words and options; ``end`` refuses the words and options that are left.
 

@@ -168,13 +168,13 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def origins(self) -> dict[str, Origin]:
-        """Where the constants of each level come from, by the level's name. If a level has members, the first member
+        """The sources of the constants of each level, by the level's name. If a level has members, the first member
         counts."""
         return {level.name: level.origin for level in reversed(tuple(_walk(self.levels)))}
 
     @property
     def constants(self) -> str:
-        """Where the constants of the device and of each level come from, as text: ``device catalog, box measured``."""
+        """The sources of the constants of the device and of each level, as text: ``device catalog, box measured``."""
         parts = [("device", self.device.origin), *((level.name, level.origin) for level in _walk(self.levels))]
         return ", ".join(dict.fromkeys(f"{name} {origin}" for name, origin in parts))
 

@@ -98,8 +98,8 @@ def native_bytes(sizes: ConvolutionSizes) -> int:
         return item * max(images + weight + blocked - output, blocked)
     if max(sizes.stride) > 1:
         return item * max(output + weight, 2 * images)
-    grads, made = (_blocked(count) * sizes.samples for count in (sizes.filters, sizes.channels))
-    return item * (grads * prod(sizes.output) + weight + made * prod(sizes.image) - images)
+    grads, image_grads = (_blocked(count) * sizes.samples for count in (sizes.filters, sizes.channels))
+    return item * (grads * prod(sizes.output) + weight + image_grads * prod(sizes.image) - images)
 
 
 def _blocked(channels: int) -> int:
@@ -221,10 +221,10 @@ def _fft(sizes: ConvolutionSizes) -> Work:
     def spectra(count: int) -> int:
         return count * frequencies * 2 * item
 
-    one, other, product = spectra(first[0]), spectra(second[0]), spectra(result[0])
+    left, other, product = spectra(first[0]), spectra(second[0]), spectra(result[0])
     held = 1 + (height > 1)  # for the inverse transform: the FFT makes a copy for every dim but the last
     peak = max(
-        placed(*first) + one, 2 * one, one + placed(*second) + other, one + 2 * other, one + other + product,
+        placed(*first) + left, 2 * left, left + placed(*second) + other, left + 2 * other, left + other + product,
         (1 + held) * product, held * product + result[0] * height * width * item,
     )  # fmt: skip
     transforms = [Kernel("activation", sizes.dtype, 0.0, 4 * spectra(count)) for count, _ in (first, second, result)]

@@ -244,7 +244,7 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         waited = any(
             times.data_s >= TOLD * times.step_s for entry in self.ranks for times in (entry.predicted, entry.measured)
         )
-        found = []
+        rows = []
         for entry in self.ranks:
             for what, field, unit in _ROWS:
                 if field == "data_s" and not waited:
@@ -252,8 +252,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 predicted, measured = (getattr(times, field) for times in (entry.predicted, entry.measured))
                 deviation = deviations.get(field) if predicted else None
                 between = interval(predicted, deviation) if deviation else None
-                found.append(LedgerRow(entry.rank, what, predicted, measured, unit, between))
-        return tuple(found)
+                rows.append(LedgerRow(entry.rank, what, predicted, measured, unit, between))
+        return tuple(rows)
 
     def table(self) -> str:
         """The ledger as text for a terminal, with the largest deviation and its explanation."""
@@ -288,8 +288,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return [entry.predicted for entry in self.ranks], [entry.measured for entry in self.ranks]
 
     def _waited(self) -> tuple[float, float, float]:
-        """Predicted exposed, measured exposed and predicted hidden communication. Of each stage, the smallest time of
-        its ranks counts; the stages are summed."""
+        """Predicted exposed, measured exposed and predicted hidden communication. For each stage, the smallest time of
+        its ranks counts; the times of the stages are summed."""
         stages = self._by_stage().values()
         return (
             sum(min(entry.predicted.exposed_s for entry in entries) for entries in stages),

@@ -44,7 +44,7 @@ def parse(text: str) -> tuple[Pieces, ...]:
     Raises:
         PlanError: the text is not of this form, or names an unknown algorithm.
     """
-    found = []
+    result = []
     words = text.split(" + ")
     for word in words:
         match = _PIECE.fullmatch(word)
@@ -55,11 +55,11 @@ def parse(text: str) -> tuple[Pieces, ...]:
         if match["count"] and min(counts) < 1:
             remedy = "give 1 or more pieces of 1 or more samples"
             raise PlanError(f"{word!r} computes nothing", where=f"operator_algorithms: {text!r}", remedy=remedy)
-        found.append(Pieces(*counts, match["name"]))
-    if len(words) > 1 and not all(pieces.samples for pieces in found):
+        result.append(Pieces(*counts, match["name"]))
+    if len(words) > 1 and not all(pieces.samples for pieces in result):
         remedy = "write COUNTxSAMPLES before each name"
         raise PlanError("a piece of several has no size", where=f"operator_algorithms: {text!r}", remedy=remedy)
-    return tuple(found)
+    return tuple(result)
 
 
 def divide(text: str, samples: int) -> Iterator[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies over the ranks of each mesh axis: Shard, Flat, Replicate or Partial."""
+"""Placements: the ways in which a tensor is stored on the ranks of a mesh axis: Shard, Flat, Replicate or Partial."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise

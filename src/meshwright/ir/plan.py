@@ -128,8 +128,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def operator_algorithm(self, operator: str) -> str:
         """The text of an operator's algorithm; empty if PyTorch chooses the algorithm."""
-        found = self.operator_algorithms
-        text = found.get(operator) or found.get(starred(operator), "") if found else ""
+        algorithms = self.operator_algorithms
+        text = algorithms.get(operator) or algorithms.get(starred(operator), "") if algorithms else ""
         return text if text != NATIVE else ""
 
 
@@ -261,7 +261,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if self.prediction is not None:
             lines.append(f"  predicted: {_costs(self.prediction)}")
         if self.alternatives:
-            lines.append("  weighed, and not taken:")
+            lines.append("  considered, and not chosen:")
             width = max(len(option.layout) for option in self.alternatives)
             lines += [f"    {option.layout:<{width}}  {_costs(option)}, {option.why}" for option in self.alternatives]
         return "\n".join(lines)

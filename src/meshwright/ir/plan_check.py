@@ -123,13 +123,13 @@ def _caret_problems(
             if placements.get(name, {}).get(axis) != Partial("sum") or name in reduced:
                 other = " here: it comes from another stage" if name in reduced else ""
                 problem = f"{choice!r} passes a partial sum over {axis!r} on, but {name!r} is none{other}"
-                yield place, problem, f"leave the axis out, or split what makes {name!r}"
+                yield place, problem, f"leave the axis out, or split the operator that makes {name!r}"
 
 
 def _uncut(rule: Rule, strategy: Strategy, letter: str, parts: int) -> tuple[str, str]:
     """The text of the problem that a factor cannot be cut into ``parts`` parts, and the text of the remedy."""
     if letter in rule.joint:
-        problem = f"factor {letter!r} goes round, or from each rank to each, along one axis, and is cut over several"
+        problem = f"factor {letter!r} is exchanged in a ring or all-to-all along one axis, and is cut over several"
         return problem, "leave it out on all axes but one"
     alike = [axis for axis, choice in strategy.items() if not is_linear(choice) and letter in rule.members(choice)]
     axes = f"axis {alike[0]!r} has" if len(alike) == 1 else f"axes {', '.join(map(repr, alike))} have"

@@ -75,9 +75,9 @@ class Mover(msgspec.Struct, frozen=True):
     ) -> tuple[ReshardingMove, ...]:
         """The moves from ``have`` to ``want`` that take the least time for a tensor of ``shape``.
 
-        Of paths with equal times, the path with the fewest moves wins. Of paths with equally many moves, the order of
-        the kinds of moves decides: reductions, then all-to-alls, gathers and slices. Then the order of the axes
-        decides: inner axes first for gathers, else outer axes first."""
+        Among paths with equal times, the path with the fewest moves is taken. Among paths with equal numbers of moves,
+        the order of the kinds of moves decides: reductions, then all-to-alls, gathers and slices. Then the order of the
+        axes decides: inner axes first for gathers, else outer axes first."""
         sizes = tuple((axis, size) for axis, size in self.sizes.items() if len(members(axis)) == 1)
         names = [axis for axis, _ in sizes]
         links = tuple((name, link) for name, link in self.links.items() if set(names).issuperset(members(name)))

@@ -303,8 +303,8 @@ class Run(Section, frozen=True, kw_only=True):
         if self.layout.file:
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.layout.replicas > 1 and self.train.ranks == "auto":
-            one = msgspec.structs.replace(self, layout=msgspec.structs.replace(self.layout, replicas=1))
-            return one.num_ranks(max(1, num_cores // self.layout.replicas)) * self.layout.replicas
+            replica_run = msgspec.structs.replace(self, layout=msgspec.structs.replace(self.layout, replicas=1))
+            return replica_run.num_ranks(max(1, num_cores // self.layout.replicas)) * self.layout.replicas
         if self.train.ranks != "auto":
             return self.train.ranks
         if self.layout.stage_sizes:

@@ -52,7 +52,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Esti
     Raises:
         ValueError: the numbers of rounds differ.
     """
-    return median([one / other for one, other in zip(ours, theirs, strict=True)], seed)
+    return median([our_s / other for our_s, other in zip(ours, theirs, strict=True)], seed)
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:

@@ -143,12 +143,12 @@ def convolution_sizes(call: Call, direction: str) -> ConvolutionSizes:
         output, images, weight = call.tensors[:3]
     first = 2 + (direction != "forward") + (call.target not in DIRECTIONS)  # aten's calls have a bias
     *settings, transposed, _, groups = call.args[first : first + 6]
-    image, made, kernel = (tuple(map(int, tensor.shape[2:])) for tensor in (images, output, weight))
+    image, out_size, kernel = (tuple(map(int, tensor.shape[2:])) for tensor in (images, output, weight))
     stride, padding, dilation = (tuple(each(setting, len(image))) for setting in settings)
     dtype = str(images.dtype).removeprefix("torch.")
     samples, channels = map(int, images.shape[:2])
     return ConvolutionSizes(
-        direction, samples, channels, int(output.shape[1]), image, made, kernel, stride, padding, dilation, groups,
+        direction, samples, channels, int(output.shape[1]), image, out_size, kernel, stride, padding, dilation, groups,
         transposed, dtype,
     )  # fmt: skip
 

@@ -84,7 +84,7 @@ def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
     """Return this rank's first query, its index in the ring, whether ranks swap halves, the ring's group and size."""
     if local.is_split("t"):
         raise RuleError(
-            "keys that go round a ring are split over another axis too", where=local.name, remedy="split queries there"
+            "another axis also splits the keys of a ring", where=local.name, remedy="split the queries over that axis"
         )
     (index, _), (part, parts), (group, size) = local.coordinate("st"), local.coordinate("s"), local.group("st")
     rows = local.size("s") // (parts * size)

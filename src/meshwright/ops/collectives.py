@@ -10,7 +10,8 @@ of their senders, and the senders' counts for this rank. ``shift`` starts to sen
 group. Its result is the tensor of the previous rank.
 
 ``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Gathered
-tensors lie one after the other, each with its padding. The parts of the sums that a rank keeps lie in the same way:
+tensors are stored one after the other, each with its padding. The parts of the sums that a rank keeps are stored in the
+same way:
 
     parts a [2], b [1] on each of 2 ranks    ->    a0 a0 a1 a1 b0 b1           a0: rank 0's
     tensors a [4], b [2]                     ->    a0 a0 b0 on rank 0, a1 a1 b1 on rank 1
@@ -27,9 +28,9 @@ the rows from ``lows[index]`` up to ``highs[index]``. ``halo_exchange`` returns 
 not own, the rows before the part first. Rows that no part owns have the value ``fill``. ``halo_reduce`` is its adjoint:
 ``value`` has terms of sums for all rows that the part reads, and the owner of a row adds up the terms for the row. The
 result has the part's own rows. ``halo_return`` sends ``strips``, the terms for rows that the part does not own, to the
-owners of these rows. The halos of all parts must be equal. Its result has the neighbours' terms for the part's first
-rows (as many as a halo has after a part), then for its last rows (as many as a halo has before a part). ``add_rows``
-adds rows in place, without communication.
+owners of these rows. The halos of all parts must have the same size. It returns the terms that it receives from the
+neighbours: first the terms for the part's first rows (as many as the halo after a part has), then the terms for its
+last rows (as many as the halo before a part has). ``add_rows`` adds rows in place, without communication.
 """
 
 from collections.abc import Callable

@@ -148,5 +148,5 @@ def emit_gradient(
 ) -> Value:  # fmt: skip
     """Emit the one gradient that ``mask`` asks for, as one value."""
     index = mask.index(True)
-    found = emit_gradients(local, grad, images, weight, rest, mask, algorithm)
-    return found[index] if isinstance(found, tuple) else local.call(operator.getitem, found, index)
+    gradients = emit_gradients(local, grad, images, weight, rest, mask, algorithm)
+    return gradients[index] if isinstance(gradients, tuple) else local.call(operator.getitem, gradients, index)

@@ -27,7 +27,7 @@ class Window:
 
     @property
     def alone(self) -> bool:
-        """Whether each row of the small side is made of one row, which has the same index."""
+        """Whether each row of the small side depends only on the row of the large side with the same index."""
         return (self.stride, self.extent, self.padding) == (1, 1, 0)
 
     def ranges(self, small: Edges) -> tuple[Rows, ...]:

@@ -50,7 +50,7 @@ def _made_of(local: Local, value: Value, needed: Sequence[_Needed], *settings: A
 def _gradient_of(
     local: Local, grad: Value, needed: Sequence[_Needed], gradient: Callable[[Value, list[int]], Value]
 ) -> Value:
-    """Run the adjoint of ``_made_of``. First, pad the gradient to the rows that forward made. Then call
+    """Apply the adjoint of ``_made_of`` to a gradient. First, pad the gradient to the rows that forward made. Then call
     ``gradient(grad, shape)`` for the gradient of the rows that forward read, and add up its rows at their owners."""
     shape, rest = local.shape(), [(0, 0)] * space_rank(local.target)
     for need in needed:

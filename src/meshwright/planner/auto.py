@@ -62,7 +62,7 @@ def plan_auto(
     if codec not in UNNAMED:
         raise LayoutError(
             f"codec={codec!r} for a search", where="codec",
-            remedy=f"a search weighs all codecs: write codec={AUTO!r}, or give a layout beside the codec",
+            remedy=f"a search compares all codecs: write codec={AUTO!r}, or give a layout together with the codec",
         )  # fmt: skip
     clock = clock or TimeLimit()
     limit = memory_bytes or room_of(cluster, range(world_size))
@@ -75,7 +75,7 @@ def plan_auto(
         search.run()
         if not search.found and search.stopped:
             raise LayoutError(
-                f"no layout that fits was found in {clock.spent}: {search.weighed} of {search.count} were weighed",
+                f"no layout that fits was found in {clock.spent}: {search.weighed} of {search.count} were considered",
                 where="seconds",
                 remedy="give more time, or a layout, such as Layout(dp=..., tp=..., zero=3)",
             )

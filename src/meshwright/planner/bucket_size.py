@@ -30,7 +30,7 @@ LADDER_BYTES = tuple(2**power for power in range(20, 27))
 """Bucket sizes that are compared: the powers of two from 1 to 64 MiB."""
 ALIKE = 0.005
 """Two bucket sizes count as equally good if the times that computing waits for communication differ by less than this
-fraction of a stage's compute time. Of equally good sizes, the size nearest to ``BUCKET_BYTES`` is taken."""
+fraction of a stage's compute time. Among equally good sizes, the size nearest to ``BUCKET_BYTES`` is taken."""
 _MIB = 2**20
 
 
@@ -194,8 +194,8 @@ class _Scale:
             every = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
             taken: dict[tuple[str, ...], tuple[Bucket, BucketTransfer]] = {}
             for actions in self.actions:
-                made = _made(actions)
-                own = {names: options for names, options in every.items() if names[0] in made}
+                computed = _made(actions)
+                own = {names: options for names, options in every.items() if names[0] in computed}
                 charged = {
                     names: {
                         transfer._replace(charge_s=charge_s / len(own) * bool(bucket.codings)): bucket
@@ -219,8 +219,8 @@ class _Scale:
         """The seconds that the slowest stage waits, including the charges for codecs."""
         waits = []
         for actions in self.actions:
-            made = _made(actions)
-            charges = sum(transfer.charge_s for transfer in reductions if transfer.parameters[0] in made)
+            computed = _made(actions)
+            charges = sum(transfer.charge_s for transfer in reductions if transfer.parameters[0] in computed)
             waits.append(exposed_s(actions, gathers, reductions) + charges)
         return max(waits)
 

@@ -23,7 +23,7 @@ UNNAMED = ("", AUTO, NONE)
 """Values of ``Layout.codec`` that do not name a codec."""
 GAIN = 0.02
 """The least saving for which codecs are used, as a fraction of the step: codecs of all buckets together must shorten
-the time that computing waits by more than this. Of n buckets, each must save an n-th part."""
+the time that computing waits by more than this. If there are n buckets, each must save an n-th part of it."""
 
 
 def codec_problems(layout: Layout) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def undecided(plan: Plan, cluster: Cluster | None) -> Plan:
     stages that are planned separately."""
     if plan.layout.codec != AUTO:
         return plan
-    reason = "without a cluster, nobody knows what gradients and codecs would take"
+    reason = "without a cluster, the times of gradients and codecs are unknown"
     if cluster is not None:
         reason = "stages of different sizes are planned one by one, without a timeline for codecs"
     return msgspec.structs.replace(plan, notes=(*plan.notes, Note(module="gradients", split="no codec", reason=reason)))

@@ -174,17 +174,17 @@ def changes_that_fit(
             option = _estimated(pipelines, changed)
             if option.peak_bytes <= limit:
                 estimates.append((option.step_s, text, changed))
-    found: list[Change] = []
+    changes: list[Change] = []
     ask = Ask(explains=False, optimizer=optimizer, lower=lower, room_bytes=limit)
     for _, text, changed in sorted(estimates, key=lambda estimate: estimate[0]):
         with suppress(*_IMPOSSIBLE):
             plan = plan_layout(graph, changed, world_size=changed.num_ranks, cluster=cluster, ask=ask)
             real = _option_of(plan, cluster, lower, optimizer, clips)
             if real.peak_bytes <= limit:
-                found.append(Change(text=text, step_s=real.step_s, peak_bytes=real.peak_bytes))
-        if len(found) == MOST_CHANGES:
+                changes.append(Change(text=text, step_s=real.step_s, peak_bytes=real.peak_bytes))
+        if len(changes) == MOST_CHANGES:
             break
-    return tuple(sorted(found, key=lambda change: change.step_s))
+    return tuple(sorted(changes, key=lambda change: change.step_s))
 
 
 def _estimated(pipelines: Pipelines, layout: Layout) -> Option:

@@ -59,25 +59,25 @@ def data_limits(
     chain = chain_of(graph, part, most)
     prices = LayerPrices(chain, part, lowering(chain.graph), optimizer, clips, most, codec=plan.layout.codec)
     alone = _DataParallel(Pipelines(prices, limit), most, batch)
-    found = []
+    limits = []
     if most < ranks:
         samples = "1 sample does" if batch == 1 else f"{batch} samples do"
-        found.append(DataLimit("batch", f"dp ends at {most}: {samples} not divide over {ranks} ranks"))
+        limits.append(DataLimit("batch", f"dp ends at {most}: {samples} not divide over {ranks} ranks"))
     least = alone.smallest()
     if least is not None and least.peak_bytes > limit:
         needed, held = (f"{size / 2**30:.3g}" for size in (least.peak_bytes, limit))
         with_zero = " with ZeRO and recomputation" if most > 1 else " with recomputation"
         text = f"one sample at a time needs about {needed} of {held} GiB{with_zero}"
-        return (*found, DataLimit("memory", text))
+        return (*limits, DataLimit("memory", text))
     fastest = alone.fastest() if most == ranks else None
     if fastest is None or plan.prediction is None:
-        return tuple(found)
+        return tuple(limits)
     longer, shared = fastest.step_s - plan.prediction.step_s, fastest.predicted.communication_s
     kind: LimitKind = "communication" if shared >= longer else "computing"
     if longer <= ALIKE * plan.prediction.step_s:
         kind = "none"
     text = f"{fastest.name} takes {fastest.step_s * 1e3:.4g} ms a step, {shared * 1e3:.3g} of them to communicate"
-    return (*found, DataLimit(kind, text))
+    return (*limits, DataLimit(kind, text))
 
 
 @dataclass

@@ -45,13 +45,13 @@ def promising_grids(model: Transformer, cluster: Cluster, global_batch: int, *, 
         return []
     network, box = Network(cluster), cluster.levels[0].fan_out if cluster.levels else 1
     limit, states = cluster.device.memory_bytes, STATE_BYTES * model.parameters
-    found = [
+    candidates = [
         grid
         for grid in _grids(model, cluster.num_devices, global_batch)
         if states <= limit * grid.x * grid.y * grid.z
         and (every or grid.x > 1 or grid.y > box or grid.z not in (1, grid.z * grid.dp))
     ]
-    return sorted(found, key=lambda grid: waiting_s(model, cluster, network, grid, global_batch))[:MOST_GRIDS]
+    return sorted(candidates, key=lambda grid: waiting_s(model, cluster, network, grid, global_batch))[:MOST_GRIDS]
 
 
 def _grids(model: Transformer, devices: int, global_batch: int) -> Iterator[RankGrid]:

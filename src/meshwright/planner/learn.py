@@ -81,16 +81,16 @@ def learn(cases: Sequence[Case], start: Software) -> Learned:
     software, numbers, notes = start, [], []
     before = after = None
     if timed:
-        software, found, before, after = _learn_times(timed, start)
-        numbers += found
+        software, learned, before, after = _learn_times(timed, start)
+        numbers += learned
         if software.spread.step > MIXED:
             notes.append(
                 f"the learned profile still errs by {software.spread.step:.0%} (standard deviation): the runs may be "
                 "of different software, or something that the table does not say differs between them"
             )
     if any(case.measured_peak_bytes or case.out_of_memory for case in cases):
-        software, found = _learn_memory(cases, software)
-        numbers += found
+        software, learned = _learn_memory(cases, software)
+        numbers += learned
     if len(cases) == 1:
         notes.append("one run cannot tell the numbers apart: most of its error went where the profile is least certain")
     source = f"learned from {len(cases)} run{'s' * (len(cases) > 1)}, starting from {start.name}"
@@ -107,8 +107,8 @@ def _learn_times(timed: Sequence[Case], start: Software) -> tuple[Software, list
     errors = np.array([_expected_error(case, start) for case in timed])
 
     def residuals(profile: Software) -> np.ndarray:
-        found: np.ndarray = (np.log(_times(timed, profile)) - measured) / errors
-        return found
+        scaled_errors: np.ndarray = (np.log(_times(timed, profile)) - measured) / errors
+        return scaled_errors
 
     software, fit = _fitted(start, scaled(TIME_NUMBERS, known(start.spread.step, Spread().step)), residuals)
     left = residuals(software) * errors

@@ -172,15 +172,15 @@ Fit = tuple[Posterior | None, np.ndarray]
 
 def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], cluster: Cluster) -> Fit:
     """The most probable values of all numbers that the lessons concern."""
-    told = list(lessons)
-    if not told:
+    all_lessons = list(lessons)
+    if not all_lessons:
         return None, np.zeros(0)
-    widths = {name: _width(name, cluster) for lesson in told for name in lesson.times}
+    widths = {name: _width(name, cluster) for lesson in all_lessons for name in lesson.times}
 
     def errors(values: Mapping[str, float]) -> np.ndarray:
-        return np.array([lesson.error(values) for lesson in told])
+        return np.array([lesson.error(values) for lesson in all_lessons])
 
-    deviations = np.array([lesson.deviation for lesson in told])
+    deviations = np.array([lesson.deviation for lesson in all_lessons])
     fit = most_probable(before, widths, lambda values: errors(values) / deviations)
     return fit, errors(fit.values)
 

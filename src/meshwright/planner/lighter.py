@@ -208,8 +208,10 @@ class Lighter:
             _, foretold = self.model.planned(light, explains=False)
         except (LayoutError, PlanError):
             return None
-        found = msgspec.structs.replace(light, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s)
-        return found if self.fits(found) else None
+        careful = msgspec.structs.replace(
+            light, work=foretold.work, memory=foretold.peak, step_s=foretold.played.step_s
+        )
+        return careful if self.fits(careful) else None
 
 
 def lighter_bound_s(option: Option, network: Network) -> float:

@@ -78,20 +78,20 @@ def most_probable(
         return {name: _moved(name, start[name], float(step)) for name, step in zip(names, steps, strict=True)}
 
     def objective(steps: np.ndarray) -> np.ndarray:
-        found = residuals(values(steps))
-        robust = np.sign(found) * np.sqrt(2 * (np.sqrt(1 + found**2) - 1))
+        errors = residuals(values(steps))
+        robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
         return np.concatenate([robust, steps / deviations])
 
     fit = least_squares(objective, np.zeros(len(names)), x_scale=deviations, diff_step=1e-3, max_nfev=MOST_STEPS)
     covariance = np.linalg.inv(fit.jac.T @ fit.jac)
     of_runs = fit.jac[: -len(names)]
-    found = values(fit.x)
+    best = values(fit.x)
     return Posterior(
         numbers=tuple(
             Number(
                 name=name,
                 before=start[name],
-                value=found[name],
+                value=best[name],
                 deviation_before=float(deviations[index]),
                 deviation=float(math.sqrt(covariance[index, index])),
             )

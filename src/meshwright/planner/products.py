@@ -86,7 +86,7 @@ def _variants(
 
 def _algorithms(plan: ProductPlan, network: Network, item_bytes: int) -> dict[Dim, str]:
     """The fastest algorithm for each axis: in one round, around a ring, or along the levels of the cluster."""
-    found: dict[Dim, str] = {}
+    algorithms: dict[Dim, str] = {}
     for operand, axis in AXIS.items():
         group = Group(plan.sharing(operand), plan.grid.stride(axis))
         if group.size == 1:
@@ -100,5 +100,5 @@ def _algorithms(plan: ProductPlan, network: Network, item_bytes: int) -> dict[Di
             names += [written("star", across, equal_boxes(fan_outs)) for across in ("star", "ring")]
         best = min(names, key=lambda name: algorithm_s(network, operation, name, num_bytes, group))
         if best != "star":
-            found[axis] = best
-    return found
+            algorithms[axis] = best
+    return algorithms

@@ -38,7 +38,7 @@ def alternative(loser: Option, winner: Option, *, searched: bool = True) -> Alte
     slower = loser.step_s / winner.step_s - 1
     if abs(slower) <= ALIKE:
         simpler = complexity(loser.layout) > complexity(winner.layout)
-        why = f"{slower:+.1%}, which is within what can be foretold" + (", and less simple" if simpler else "")
+        why = f"{slower:+.1%}, which is within the accuracy of predictions" + (", and less simple" if simpler else "")
     elif slower < 0:
         why = f"{-slower:.1%} faster" + ("" if searched else ": the plan was not searched for (--layout.plan auto)")
     else:

@@ -80,8 +80,8 @@ def compare_rules(
 def replica_step(
     graph: Graph, plan: Plan, step_s: float, optimizer: OptimizerCost, sync_step_s: float | None = None
 ) -> ReplicaStep:
-    """The step of one replica of a plan, which takes ``step_s``. Of several ranks with equal copies of a parameter, the
-    first exchanges it with other replicas. ``sync_step_s``: the step time if the ranks of all replicas are
+    """The step of one replica of a plan, which takes ``step_s``. If several ranks have equal copies of a parameter, the
+    first of them exchanges it with other replicas. ``sync_step_s``: the step time if the ranks of all replicas are
     data-parallel ranks of one plan."""
     parts = exchanged_bytes(graph, plan)
     return ReplicaStep(
@@ -129,7 +129,7 @@ LITTLE = 1.05
 """An exchange costs little if a step with it takes at most this number times a step without it."""
 PERIODS = tuple(2**power for power in range(1, 10))
 """Candidates for the steps between two exchanges, if the user leaves this number to the planner."""
-UNKNOWN = "what a rule does to the loss, the planner cannot know"
+UNKNOWN = "the planner cannot predict the effect of a rule on the loss"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +167,7 @@ def choose_rule(
     in_step = search(graph, devices)
     in_step_s = in_step.prediction.step_s if in_step.prediction else math.inf
     searched: dict[tuple[int, int], tuple[Graph, Plan] | None] = {}
-    found = []
+    choices = []
     for count in (count for count in range(2, devices + 1) if graph.batch_size % count == 0):
         for variants in rules:
             world_size = _ranks_of_one(in_step, variants[0], count, devices)
@@ -175,12 +175,12 @@ def choose_rule(
                 continue
             if (count, world_size) not in searched:
                 searched[count, world_size] = _searched(count, world_size, graph_of, search)
-            if (one := searched[count, world_size]) is not None:
-                found.append(_candidate(*one, variants, count, cluster, optimizer))
-    found.sort(key=lambda candidate: candidate.step_s)
-    if not found or found[0].step_s >= in_step_s:
-        return graph, _with_notes(in_step, in_step_s, in_step, found, in_step_s, cluster)
-    best, *others = found
+            if (alone := searched[count, world_size]) is not None:
+                choices.append(_candidate(*alone, variants, count, cluster, optimizer))
+    choices.sort(key=lambda candidate: candidate.step_s)
+    if not choices or choices[0].step_s >= in_step_s:
+        return graph, _with_notes(in_step, in_step_s, in_step, choices, in_step_s, cluster)
+    best, *others = choices
     return best.graph, _with_notes(best.plan, best.step_s, in_step, others, in_step_s, cluster)
 
 

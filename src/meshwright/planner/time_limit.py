@@ -67,7 +67,7 @@ class TimeLimit:
 
     def stopped(self, weighed: int, layouts: int, simulated: int) -> Note:
         """Log that the search was stopped, and return the note that says so in the plan."""
-        reason = f"{weighed} of {layouts} layouts were weighed, {simulated} simulated: another may be faster"
+        reason = f"{weighed} of {layouts} layouts were considered, {simulated} simulated: another may be faster"
         log.warning("planning has stopped after %s: %s", self.spent, reason)
         return Note(module=PLANNER, split=f"stopped after {self.spent}", reason=reason)
 
@@ -87,5 +87,5 @@ def check_seconds(seconds: Any) -> None:
     """Raise a LayoutError unless ``seconds`` is None or a number above 0."""
     if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
         raise LayoutError(
-            f"{seconds!r} is no time to plan for", where="seconds", remedy="give a number above 0, or None: no limit"
+            f"{seconds!r} is not a time limit", where="seconds", remedy="give a number above 0, or None: no limit"
         )

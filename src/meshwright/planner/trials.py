@@ -66,7 +66,7 @@ def choose(cases: Sequence[Case]) -> Choices:
         model = msgspec.json.encode(msgspec.structs.replace(case.setup.model, name=""))
         key = case.cluster.name, case.setup.world_size, model, case.setup.global_batch
         sweeps.setdefault(key, []).append(case)
-    found = []
+    choices = []
     for runs in sweeps.values():
         layouts: dict[bytes, list[tuple[Case, CaseDeviation]]] = {}
         for case in runs:
@@ -79,7 +79,7 @@ def choose(cases: Sequence[Case]) -> Choices:
         group = next(group for group in layouts.values() if group[0][1] is best)
         ran = [case.measured_s for case, _ in group if case.measured_s]
         setup = runs[0].setup
-        found.append(
+        choices.append(
             Choice(
                 sweep=f"{setup.model.layers} layers {setup.model.hidden} wide, {setup.model.sequence} tokens, batch "
                 f"{setup.global_batch} on {setup.world_size} {runs[0].cluster.device.name}",
@@ -90,10 +90,10 @@ def choose(cases: Sequence[Case]) -> Choices:
                 slower=statistics.median(ran) / min(times) - 1 if ran else None,
             )
         )  # fmt: skip
-    slower = [100 * choice.slower for choice in found if choice.slower is not None]
+    slower = [100 * choice.slower for choice in choices if choice.slower is not None]
     return Choices(
-        choices=tuple(found),
-        failed=sum(choice.out_of_memory for choice in found),
+        choices=tuple(choices),
+        failed=sum(choice.out_of_memory for choice in choices),
         median=float(np.median(slower)) if slower else None,
         p90=float(np.percentile(slower, 90)) if slower else None,
     )

@@ -131,9 +131,9 @@ class UnlikeStages:
         limits = [self.memory_bytes or room_of(self.cluster, home.ranks) for home in homes]
         anew = Recut(self.pipelines, self.cluster, option, works, limits)
         for stages in (balanced([stage.start for stage in anew.before], places, busy), anew.before):
-            found = anew.best(stages)
-            if found is not None:
-                yield found
+            best_option = anew.best(stages)
+            if best_option is not None:
+                yield best_option
                 return
 
     def _unequal(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:

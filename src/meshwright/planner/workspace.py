@@ -63,7 +63,7 @@ def divided(choices: Sequence[Choice], samples: int, limit_bytes: int) -> Divisi
         least = next((level for level in levels if _fastest(choices, samples, level) is not None), None)
         sizes = ", ".join(map(str, sorted({choice.samples for choice in choices})))
         if least is None:
-            problem = f"{samples} samples are no sum of the sizes with a kernel: {sizes}"
+            problem = f"{samples} samples are not a sum of the sizes with a kernel: {sizes}"
             raise LayoutError(problem, where="workspace", remedy=f"measure a kernel of 1 or of {samples} samples")
         problem = f"nothing runs {samples} samples within {limit_bytes:,} bytes of workspace"
         raise LayoutError(problem, where="workspace", remedy=f"give at least {least:,} bytes")
@@ -80,13 +80,13 @@ def pareto(choices: Sequence[Choice], samples: int, limit_bytes: int) -> tuple[D
     Raises:
         LayoutError: as ``divided``.
     """
-    found = [divided(choices, samples, limit_bytes)]
-    while found[-1].workspace_bytes > 0:
-        slower = _fastest(choices, samples, found[-1].workspace_bytes - 1)
+    divisions = [divided(choices, samples, limit_bytes)]
+    while divisions[-1].workspace_bytes > 0:
+        slower = _fastest(choices, samples, divisions[-1].workspace_bytes - 1)
         if slower is None:
             break
-        found.append(slower)
-    return tuple(found)
+        divisions.append(slower)
+    return tuple(divisions)
 
 
 def share(sets: Mapping[str, Sequence[Division]], total_bytes: int) -> dict[str, Division]:

@@ -132,7 +132,7 @@ def _along_levels(operation: str, cluster: Cluster) -> list[str]:
 def _coded(operation: str, codec: Codec) -> Codec:
     """The codec, if the operation has collectives for it."""
     if operation not in CHOSEN or codec.exchange not in ("hops", "merges"):
-        remedies = {"sums": "its coded vectors ride every algorithm: give their size as --bytes", "factors": ""}
+        remedies = {"sums": "every algorithm can send its coded vectors: give their size as --bytes", "factors": ""}
         raise PlanError(
             f"codec {codec} changes no message of {operation}",
             where="--codec",

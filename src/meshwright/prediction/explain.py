@@ -13,25 +13,25 @@ from meshwright.planner.search import PARTS, Option, SearchResult
 from meshwright.report import PageContent, StepShare, SweepPoint, WeighedLayout
 
 MEANINGS = {
-    "compute_s": "kernels of the stage that sets the pace",
+    "compute_s": "kernels of the slowest stage",
     "tensor_comm_s": "waiting for all-reduces (or reduce-scatters and all-gathers) inside layers",
     "host_s": "the device waits for the host to issue the next kernel",
     "bubble_s": "stages wait for each other while the pipeline fills and drains",
     "pipeline_comm_s": "activations to the next stage, gradients back",
-    "data_comm_s": "gradients (and sharded parameters) between replicas, as far as nothing hides them",
+    "data_comm_s": "gradients (and sharded parameters) between replicas, without the hidden part",
     "optimizer_s": "Adam's update of this device's parameters",
-    "other_s": "reading data, logging: what no micro-batch explains",
+    "other_s": "reading data, logging: time that belongs to no micro-batch",
     "parameters_bytes": "weights in the precision of the products",
     "gradients_bytes": "of all weights, or of this device's shard",
     "optimizer_bytes": "Adam's two moments and the weights in 32 bit",
-    "activations_bytes": "what layers keep for the backward pass, of all micro-batches in flight",
+    "activations_bytes": "activations kept for the backward pass, of all micro-batches in flight",
     "ends_bytes": "embedding, vocabulary head and loss",
-    "workspace_bytes": "inside one layer's pass: gradients of activations, what is recomputed or gathered",
+    "workspace_bytes": "inside one layer's pass: gradients of activations, recomputed and gathered tensors",
     "buffers_bytes": "buckets of gradients that are being reduced",
-    "residuals_bytes": "what the codec of gradients keeps between steps",
+    "residuals_bytes": "the state of the codec of gradients between steps",
     "context_bytes": "the device's context and libraries",
     "peers_bytes": "buffers of the communicators, for each neighbour",
-    "fragmentation_bytes": "taken by the allocator, but not used",
+    "fragmentation_bytes": "reserved by the allocator, but not used",
 }
 """Descriptions of the parts of an estimate and of the memory."""
 
@@ -39,19 +39,19 @@ LAYOUT = {
     "dp": "replicas of the model, which share the batch",
     "tp": "devices that share every layer",
     "grid": "devices that split input features, output features and samples; the last share one copy",
-    "pp": "stages of layers, one behind the other",
+    "pp": "pipeline stages, each with some of the layers",
     "cp": "devices that share every sequence",
     "ep": "devices that share the experts",
-    "inner": "of replicas and stages, those whose devices are nearer to each other",
+    "inner": "whether replicas or stages have devices that are nearer to each other",
     "micro_batch": "sequences that pass through the pipeline together",
     "microbatches": "micro-batches of each replica in a step",
     "schedule": "the order of forwards and backwards",
     "chunks": "separate groups of layers on each stage",
     "recompute": "activations that are computed again instead of kept",
     "sequence_parallel": "between the split parts of a layer, tp splits the sequence",
-    "zero": "what replicas shard: optimizer (1), gradients (2), parameters (3)",
+    "zero": "state that replicas shard: optimizer (1), also gradients (2), also parameters (3)",
     "precision": "of the matrix products",
-    "overlap": "communication that runs beside compute",
+    "overlap": "communication that overlaps with computing",
 }
 
 NOTES = (

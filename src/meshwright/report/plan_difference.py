@@ -115,13 +115,13 @@ def _stored(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, s
 
 
 def _strategies(plan: Plan) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    strategies: dict[str, list[str]] = {}
     for stage in plan.stages:
         for name, strategy in stage.strategies.items():
             text = " ".join(f"{letter}@{axis}" for axis, letter in sorted(strategy.items()) if letter) or _RUNS_WHOLE
-            if text not in found.setdefault(name, []):
-                found[name].append(text)
-    return {name: " | ".join(texts) for name, texts in found.items()}
+            if text not in strategies.setdefault(name, []):
+                strategies[name].append(text)
+    return {name: " | ".join(texts) for name, texts in strategies.items()}
 
 
 def _storage(plan: Plan) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _placed(placement: Placement) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The starred names, each once."""
+    """The names with ``*``, without repetitions."""
     return ", ".join(dict.fromkeys(map(starred, names))) or "nothing"
 
 

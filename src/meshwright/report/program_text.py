@@ -13,8 +13,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def program_text(rank_programs: RankPrograms) -> str:
-    """The text of every stage of a rank, one line per node. ``<-`` stands before inputs, ``x`` before freed
-    storages."""
+    """The text of every stage of a rank, one line per node. ``<-`` marks inputs, ``x`` marks freed storages."""
     return "\n".join(line for program in rank_programs.programs for line in _program(program, rank_programs.rank))
 
 

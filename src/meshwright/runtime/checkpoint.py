@@ -88,10 +88,10 @@ def plain(what: str, value: T) -> T:
 def examined(parameters: LocalParameters, path: Path) -> Manifest:
     """Read a checkpoint's manifest, and check that it fits this model. Raise a CheckpointError if the checkpoint is of
     another model or in another precision. Also raise the errors of ``manifest.read``."""
-    found, graph = manifest.read(path), parameters.graph
+    written, graph = manifest.read(path), parameters.graph
     here = saved_tensors(parameters)
-    for name in here | found.tensors:
-        tensor, saved = here.get(name), found.tensors.get(name)
+    for name in here | written.tensors:
+        tensor, saved = here.get(name), written.tensors.get(name)
         if tensor is not None and saved is not None and tensor.shape == saved.shape and tensor.dtype != saved.dtype:
             raise CheckpointError(
                 f"the checkpoint is in another precision: {name} is {saved.dtype}, in this model {tensor.dtype}",
@@ -104,15 +104,16 @@ def examined(parameters: LocalParameters, path: Path) -> Manifest:
                 f"the checkpoint is of another model: {name} is {saved or 'not there'}, in this model "
                 f"{tensor or 'not there'}",
                 where=f"{path}",
-                remedy=f"build the model that was saved ({found.model}, step {found.step}), or load another checkpoint",
+                remedy=f"build the model that was saved ({written.model}, step {written.step}), or load another "
+                "checkpoint",
             )
-    before, now = found.plan.get("precision"), graph.precision
+    before, now = written.plan.get("precision"), graph.precision
     if before != now:
         log.info("%s was trained in %s, and goes on in %s: parameters and optimizer state are the same", path,
                  *(precision or "the model's own dtypes" for precision in (before, now)))  # fmt: skip
-    elif found.fingerprint != graph.fingerprint:
+    elif written.fingerprint != graph.fingerprint:
         log.info("%s was saved by another training step with the same parameters", path)
-    return found
+    return written
 
 
 def check_state(

@@ -107,12 +107,12 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) ->
         return as_error(min(own, key=lambda failure: failure.time_ns) if own else failures[0], directory)
     doing, log = Status.read(directory, rank), file_of(directory, rank, "log")
     if exit_code >= 0 and not log.exists():
-        return _failed(f"rank {rank} ended before it began: it could not import what it was to run", GUARD, doing)
+        return _failed(f"rank {rank} ended before it began: its function could not be imported", GUARD, doing)
     signals = {known.value: known.name for known in signal.Signals}
     killer = signals.get(-exit_code, f"signal {-exit_code}")
     end = f"was killed by {killer}" if exit_code < 0 else f"ended with exit code {exit_code}"
     memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
-    remedy = f"{memory}its output is in {log}; run again to go on from a checkpoint"
+    remedy = f"{memory}its output is in {log}; run again to continue from a checkpoint"
     return _failed(f"rank {rank} {end} {doing}".rstrip(), remedy, doing)
 
 

@@ -228,7 +228,7 @@ def _received(exchange: Exchange[Any], own: int, sources: Sequence[int] | None) 
         living = [peer for peer in sources or members if peer in members and peer not in (own, *asked)]
         if not living:
             remedy = "start all replicas again: each goes on from its checkpoint"
-            raise LostRankError("no other replica lives that has a state", where=mailbox.name, remedy=remedy)
+            raise LostRankError("no living replica has a state", where=mailbox.name, remedy=remedy)
         asked.add(living[0])
         letter = _answer(exchange, replica_name(living[0]))
         if letter is not None and letter.tensors:

@@ -106,7 +106,7 @@ def no_room(path: Path, num_bytes: int) -> DiskError | None:
         return None
     needed, left, missing = (_size(size) for size in (num_bytes, free, num_bytes - free))
     problem = f"no space left on the disk: a checkpoint takes {needed}, {left} are free, {missing} are missing"
-    return DiskError(problem, where=f"{path}", remedy="make room there; what was saved before is as it was")
+    return DiskError(problem, where=f"{path}", remedy="make room there; earlier checkpoints are unchanged")
 
 
 def abandon(path: Path, data: str) -> None:

@@ -118,6 +118,6 @@ def _check_whole(optimizer: Optimizer, parameters: LocalParameters) -> None:
         raise OptimizerError(problem, where=where, remedy=remedy)
     if sharded and not (name in ELEMENT_WISE and type(optimizer).__module__.startswith(torch.optim.__name__)):
         log.warning(
-            "%s is not known to treat every element alone; if it looks at whole tensors, it trains the %d split "
-            "parameters (%s, ...) otherwise than one rank would", name, len(sharded), sharded[0],
+            "%s may not update every element independently; if it needs whole tensors, it trains the %d split "
+            "parameters (%s, ...) differently from one rank", name, len(sharded), sharded[0],
         )  # fmt: skip

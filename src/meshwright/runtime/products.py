@@ -139,10 +139,10 @@ class ShardedMatrix:
         """
         here, there = self.product.plan, product.plan
         for rank in range(max(here.grid.num_ranks, there.grid.num_ranks)):
-            mine, other = part(here, self.operand, rank), part(there, operand, rank)
-            if mine != other:
+            ours, other = part(here, self.operand, rank), part(there, operand, rank)
+            if ours != other:
                 raise LayoutError(
-                    f"rank {rank} has rows {_text(mine[0])} and columns {_text(mine[1])} of {self.operand}, and needs "
+                    f"rank {rank} has rows {_text(ours[0])} and columns {_text(ours[1])} of {self.operand}, and needs "
                     f"rows {_text(other[0])} and columns {_text(other[1])}",
                     where=f"{there}, operand {operand}",
                     remedy="plan the second product with following(), or gather and shard",
@@ -190,8 +190,8 @@ class _Matmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             wanted.append("b")
         rounds = backward(product.plan, wanted)
-        found = product.run(rounds, {"a": a, "b": b, "c": grad.contiguous()}, wanted)
-        return found.get("a"), found.get("b"), None
+        gradients = product.run(rounds, {"a": a, "b": b, "c": grad.contiguous()}, wanted)
+        return gradients.get("a"), gradients.get("b"), None
 
 
 class _Run:

@@ -85,7 +85,7 @@ def run_ranks(
         raise LaunchError(
             f"{num_ranks} ranks on one machine are more than {MOST_RANKS}",
             where="ranks",
-            remedy="start fewer: each is a process; `meshwright plan` and `simulate` take more, and start none",
+            remedy="start fewer: each is a process; `meshwright plan` and `simulate` accept more ranks, and start none",
         )
     if port:
         launch.check_port(port)

@@ -41,5 +41,5 @@ class Restarts:
         if self._failures[doing] == TRIES:
             self._say(f"it has failed {TRIES} times {doing} after {since}, and is not started again")
             return False
-        self._say(f"{failure}\n  -> all ranks start again from {since}; what the failed ones said is in {kept}")
+        self._say(f"{failure}\n  -> all ranks start again from {since}; the output of the failed ranks is in {kept}")
         return True

@@ -267,7 +267,7 @@ class Resumable:
         if saved is not None and len(saved) == self.plan.mesh.world_size:
             self.replica.load_state(saved[self.rank])
         elif self.rank == 0:
-            log.warning("%s: what %s keeps between steps was saved for another layout, or not at all, and begins again",
+            log.warning("%s: the state of %s was saved for another layout, or not at all, and starts again",
                         where, self.plan.consistency)  # fmt: skip
 
     def _plan_as_data(self) -> dict[str, Any]:

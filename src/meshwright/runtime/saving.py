@@ -132,7 +132,7 @@ class Save:
         for name in saved:
             if not (directory / name).is_file():
                 raise CheckpointError(
-                    f"rank 0 does not see what another rank wrote ({name})",
+                    f"rank 0 does not see a file that another rank wrote ({name})",
                     where=f"{directory}",
                     remedy="save to a directory that all ranks share",
                 )

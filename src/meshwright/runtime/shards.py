@@ -254,8 +254,8 @@ def _explained(error: CheckpointException, directory: Path, remedy: str) -> Base
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans a save: every rank offers its chunks. Of equal chunks (replicas), torch's default planner keeps one, and it
-    balances the chunks over ranks."""
+    """Plans a save: every rank offers its chunks. If several chunks are equal (replicas), torch's default planner keeps
+    one of them, and it balances the chunks over ranks."""
 
     def __init__(self, parts: Mapping[str, StoredPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -165,8 +165,8 @@ class Step:
             if owner != self._index:
                 terms[owner] = torch.empty_like(terms[self._index])
                 linked, mesh = self._linked(owner), self._plan.mesh
-                told = [peer for peer in linked if mesh.linked_ranks(peer, self._index)[0] == self._rank]
-                works += [self._channels[peer].send(terms[self._index]) for peer in told]
+                receivers = [peer for peer in linked if mesh.linked_ranks(peer, self._index)[0] == self._rank]
+                works += [self._channels[peer].send(terms[self._index]) for peer in receivers]
                 works.append(self._channels[linked[0]].receive(terms[owner], "gradient of a tied parameter"))
         for work in works:
             work.wait()

@@ -117,8 +117,8 @@ class Trainer(Resumable):
         self._last = lowered
         self.graph = captured.graph
         for place, change in captured.moved.items() if self.rank == 0 else ():
-            log.warning("%s: the model changes it itself (%s); training runs no Python of the model, and leaves it as "
-                        "it is", place, change)  # fmt: skip
+            log.warning("%s: the model changes it itself (%s); training does not run the model's Python code, so it "
+                        "keeps its value", place, change)  # fmt: skip
 
     # --- what a user calls ---------------------------------------------------------------------------------------
 
@@ -351,8 +351,8 @@ class Trainer(Resumable):
             log.info("capturing the step again: %s", changed)
             self._num_changes += 1
             if self._num_changes == SHAPES_KEPT and self.rank == 0:
-                log.warning("the step was captured %d times, now because of %s; numbers that change from step to step "
-                            "had better come in the batch", 1 + SHAPES_KEPT, changed)  # fmt: skip
+                log.warning("the step was captured %d times, now because of %s; pass numbers that change from step to "
+                            "step in the batch", 1 + SHAPES_KEPT, changed)  # fmt: skip
         elif training:
             log.info("capturing the step again for batch shapes %s", shapes)
         captured = capture(

@@ -65,11 +65,11 @@ def place(layout: Layout) -> tuple[int, int]:
     launched = launch.what_is_launched()
     if launched.meet:
         return launched.replica, launched.rank
-    one, each = of_replica(layout, launched.size)
-    if one.replicas == 1:
+    replica_layout, each = of_replica(layout, launched.size)
+    if replica_layout.replicas == 1:
         return 0, launched.rank
     replica, column = divmod(launched.rank, each)
-    return (replica, column) if replica < one.replicas else (-1, 0)
+    return (replica, column) if replica < replica_layout.replicas else (-1, 0)
 
 
 def start(layout: Layout, device: torch.device | str | None) -> tuple[torch.device, World]:
@@ -81,8 +81,8 @@ def start(layout: Layout, device: torch.device | str | None) -> tuple[torch.devi
     """
     launched, (replica, column) = launch.what_is_launched(), place(layout)
     total = launched.size * layout.replicas if launched.meet else launched.size
-    one, each = of_replica(layout, total)
-    if one.replicas == 1:
+    replica_layout, each = of_replica(layout, total)
+    if replica_layout.replicas == 1:
         return launch.start(device), World(num_launched=total)
     if launched.meet:  # each replica is a separate job
         store = launch.store_at(launched.meet)

@@ -75,5 +75,6 @@ def fragment_due(rule: DiLoCo, clock: int) -> int | None:
 
 
 def staleness(clocks: Mapping[int, int], mine: int) -> int:
-    """By how many steps the slowest replica is behind replica ``mine``; 0 if replica ``mine`` is the slowest."""
+    """The number of steps by which the slowest replica is behind replica ``mine``; 0 if replica ``mine`` is the
+    slowest."""
     return clocks[mine] - min(clocks.values())

@@ -56,7 +56,7 @@ def push_weight(rule: Gossip, members: Sequence[int], mine: int, step: int) -> f
 def matrix(rule: Gossip, num_members: int, step: int) -> list[list[float]]:
     """The whole matrix of a step for replicas 0 to ``num_members`` - 1."""
     members = range(num_members)
-    rows = [weights(rule, members, mine, step) for mine in members]
+    rows = [weights(rule, members, member, step) for member in members]
     return [[row.get(peer, 0.0) for peer in members] for row in rows]
 
 
@@ -79,17 +79,17 @@ def check_topology(rule: Gossip, num_replicas: int, where: str) -> None:
             raise PlanError(problem, where=where, remedy="give a weight above 0, and at most 1")
     reached, border = {0}, [0]
     while border:
-        mine = border.pop()
-        new = set(outgoing(rule, range(num_replicas), mine, 0)) - reached if rule.topology == "edges" else set()
+        replica = border.pop()
+        new = set(outgoing(rule, range(num_replicas), replica, 0)) - reached if rule.topology == "edges" else set()
         reached |= new
         border += new
     if rule.topology == "edges" and len(reached) < num_replicas:
         missing = min(set(range(num_replicas)) - reached)
         problem = f"the topology is not connected: no path joins replicas 0 and {missing}"
         raise PlanError(problem, where=where, remedy="add edges until every replica is reached")
-    for mine, row in enumerate(matrix(rule, num_replicas, 0)):
-        if row[mine] < -NEAR:
-            problem = f"the weights of the edges of replica {mine} sum up to {1 - row[mine]:g}"
+    for replica, row in enumerate(matrix(rule, num_replicas, 0)):
+        if row[replica] < -NEAR:
+            problem = f"the weights of the edges of replica {replica} sum up to {1 - row[replica]:g}"
             remedy = "give weights that sum up to at most 1 at each replica, or none: then Metropolis' are taken"
             raise PlanError(f"the mixing matrix is not doubly stochastic: {problem}", where=where, remedy=remedy)
 

@@ -32,8 +32,8 @@ class Gather(msgspec.Struct, frozen=True):
     """A gather in which target ranks that need the same part complete it, after each has received its pieces.
 
     ``boxes`` holds, for each of ``ranks``, the box of the part that the rank received, or None. The boxes are equal
-    chunks of a dim, in the order of the ranks. If the number of ranks divides no dim, the first rank has received the
-    whole part, and the other boxes are None.
+    chunks of a dim, in the order of the ranks. If the number of ranks divides no dim, the first rank receives the whole
+    part, and the boxes of the other ranks are None.
     """
 
     ranks: tuple[int, ...]

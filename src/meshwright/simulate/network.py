@@ -38,9 +38,9 @@ class Links:
     """The transfers under way and their rates: fluid flows share the links fairly (max-min, by weight).
 
     A unit's links into a level carry ``Level.links`` times the rate of one link, in each direction. Between the units,
-    the level carries the sum of their rates divided by ``Level.contention``. If all groups of an axis (or all
-    data-parallel copies of a stage) communicate at the same time, a transfer therefore takes the time of the closed
-    form. It is faster if fewer groups communicate, and slower if other transfers share the links.
+    the level carries the sum of their rates divided by ``Level.contention``. So if all groups of an axis (or all
+    data-parallel copies of a stage) communicate at the same time, a transfer takes the time of the closed form. It is
+    faster if fewer groups communicate, and slower if other transfers share the links.
 
     Raises:
         ClusterError: the units of a level are not all equal.

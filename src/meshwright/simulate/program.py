@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 class ByRule(NamedTuple):
     """The forwards and backwards of a rank whose order is decided during the simulation. They are inserted at position
-    ``at`` of its entries. ``entries`` has the entries of each action: its computing, and its send."""
+    ``at`` of its entries. ``entries`` maps each action to its entries: its computing and its send."""
 
     at: int
     begin: Progress

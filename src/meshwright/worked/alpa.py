@@ -238,7 +238,7 @@ class Compared(NamedTuple):
     def predicted(self) -> dict[Kind, float | None]:
         """The predicted throughput of each planner."""
         each = self.pair.flops / self.pair.devices / 1e12
-        return {kind: each / found.step_s if found.step_s else None for kind, found in self.found.items()}
+        return {kind: each / result.step_s if result.step_s else None for kind, result in self.found.items()}
 
     @property
     def published(self) -> dict[Kind, float | None]:
@@ -357,41 +357,41 @@ def lines_of(results: Sequence[Compared]) -> Iterator[Line]:
             verdict="agrees" if result.winner_is_right else "we differ",
             why="; ".join(f"{kind}: {result.found[kind].layout or result.found[kind].problem}" for kind in KINDS),
         )
-    found = summary_of(results)
+    summary = summary_of(results)
     yield held(
         "predicted within 12 % (median of all runs)",
-        f"{found.median:.1%}",
-        found.median <= MEDIAN,
+        f"{summary.median:.1%}",
+        summary.median <= MEDIAN,
         "TFLOP/s for each V100, predicted (published); nothing was fitted to V100 or to these runs",
     )
     if len({result.pair.devices > BOX for result in results}) > 1:
         yield Line(
             claim="with one factor for each family, fitted on one box",
-            ours=f"{found.scaled:.1%} on several boxes",
-            verdict="agrees" if found.scaled <= MEDIAN else "we differ",
-            why=f"in one box {found.one_box:.1%} without factors; the factors (published over predicted) are "
+            ours=f"{summary.scaled:.1%} on several boxes",
+            verdict="agrees" if summary.scaled <= MEDIAN else "we differ",
+            why=f"in one box {summary.one_box:.1%} without factors; the factors (published over predicted) are "
             + ", ".join(
                 f"{_FAMILIES[family]} {factor:.2f}"
-                for family, factor in sorted(factors_of([one for one in results if one.pair.devices <= BOX]).items())
+                for family, factor in sorted(factors_of([row for row in results if row.pair.devices <= BOX]).items())
             ),
         )
     yield held(
         "the fastest of the four, at least 18 of 21",
-        f"{found.winners} of {len(results)}",
-        found.winners >= WINNERS * len(results),
+        f"{summary.winners} of {len(results)}",
+        summary.winners >= WINNERS * len(results),
         f"predictions within {ALIKE:.0%} and measurements within {EQUAL:.0%} of the best count as equal; "
-        f"{found.ordered} of {found.orders} pairs of planners that differ by more are in the published order",
+        f"{summary.ordered} of {summary.orders} pairs of planners that differ by more are in the published order",
     )
     yield held(
         "the joint plan is never below intra-only or inter-only",
-        f"at least {found.joint_ratio:.3f} times the better",
-        found.joint_ratio >= 1 - ALIKE,
+        f"at least {summary.joint_ratio:.3f} times the better",
+        summary.joint_ratio >= 1 - ALIKE,
         f"of plans within {ALIKE:.0%} of the fastest the planner takes the simplest",
     )
     yield Line(
         claim="which runs fit in memory",
-        ours=f"{found.memory} of {found.runs} right",
-        verdict="agrees" if found.memory == found.runs else "we differ",
+        ours=f"{summary.memory} of {summary.runs} right",
+        verdict="agrees" if summary.memory == summary.runs else "we differ",
         why=f"limit: {MEMORY:.0%} of a device's memory",
     )
 

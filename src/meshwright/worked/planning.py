@@ -81,8 +81,8 @@ def large_runs() -> Iterator[Line]:
     """Predictions of AxoNN's two runs, on the fastest grid of the search, with whole layers recomputed."""
     for claim, percent, sizes, name, devices in AXONN:
         cluster = load_cluster(name, devices)
-        found = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, grids="only").options
-        best, *others = sorted((_recomputing(option, cluster) for option in found), key=lambda option: option.step_s)
+        options = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, grids="only").options
+        best, *others = sorted((_recomputing(option, cluster) for option in options), key=lambda option: option.step_s)
         other = next(option for option in others if option.setup.grid[:2] != best.setup.grid[:2])
         software = msgspec.structs.replace(cluster.software, hidden=0.0)
         alone = estimate_step(best.setup, msgspec.structs.replace(cluster, software=software)).step_s

@@ -55,11 +55,11 @@ def throughputs(
 def flattening() -> Iterator[Line]:
     """The throughput of the workers, with every message simulated on shared links."""
     limit, full = NIC / NUM_BYTES, full_at(RATE, NUM_BYTES, NIC)
-    one = throughputs((64, 128, WORKERS), ONE)
+    single = throughputs((64, 128, WORKERS), ONE)
     yield compared(
-        f"one server: throughput flattens at {full:.0f} workers", full, one[WORKERS] / RATE, "{:.0f}",
-        f"{one[64]:.0f} iterations/s of 64 workers and {one[128]:.0f} of 128 grow with the workers; 256 make "
-        f"{one[WORKERS]:.0f}, as many as {one[WORKERS] / RATE:.0f} workers alone: the link takes {limit:.0f} "
+        f"one server: throughput flattens at {full:.0f} workers", full, single[WORKERS] / RATE, "{:.0f}",
+        f"{single[64]:.0f} iterations/s of 64 workers and {single[128]:.0f} of 128 grow with the workers; 256 make "
+        f"{single[WORKERS]:.0f}, as many as {single[WORKERS] / RATE:.0f} workers alone: the link takes {limit:.0f} "
         f"vectors/s; steps vary by {JITTER:.0%}",
         exact=0.1,
     )  # fmt: skip

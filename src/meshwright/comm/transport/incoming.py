@@ -109,6 +109,6 @@ def _tensors(opened: OpenedBlocks | None, head: Head, frames: Sequence[Any]) -> 
         parts = [frame.buffer for frame in frames]
     if len(parts) != len(dtypes):
         return None
-    found = [tensor_of(part, dtype, size) for part, dtype, size in zip(parts, dtypes, head.sizes, strict=True)]
-    tensors = tuple(tensor for tensor in found if tensor is not None)
-    return tensors if len(tensors) == len(found) else None
+    views = [tensor_of(part, dtype, size) for part, dtype, size in zip(parts, dtypes, head.sizes, strict=True)]
+    tensors = tuple(tensor for tensor in views if tensor is not None)
+    return tensors if len(tensors) == len(views) else None

@@ -60,13 +60,13 @@ def assemble(
         for name, parameter in shared.items()
     }  # fmt: skip
     own = {name for name, ranks in ranks_of.items() if len(ranks) < 2}
-    made: dict[object, StageWork] = {}
+    assembled: dict[object, StageWork] = {}
     result = []
     for number, (works, layers) in enumerate(zip(variants, stages, strict=True)):
         rank, count = pipeline.rank_of(number), pipeline.num_ranks
         first, last = number < count, number + count >= len(stages)
         key = (works, tuple(layers), first, last, rank if last else -1)
-        if key not in made:
+        if key not in assembled:
             same = id(works.works), tuple(layers), frozenset(own)
             if same not in before:
                 before[same] = _pieces_of(works, layers, own, codecs)
@@ -79,10 +79,10 @@ def assemble(
                     for name, ranks in ranks_of.items()
                     if len(ranks) > 1 and rank in ranks and shared[name].trained
                 ]
-                told = [piece for piece in works.works[-1].after if _tells_loss(piece)]
-                stage = msgspec.structs.replace(stage, after=(*ends, *told, *stage.after))
-            made[key] = stage
-        result.append(made[key])
+                loss_pieces = [piece for piece in works.works[-1].after if _tells_loss(piece)]
+                stage = msgspec.structs.replace(stage, after=(*ends, *loss_pieces, *stage.after))
+            assembled[key] = stage
+        result.append(assembled[key])
     return StepWork(tuple(result), variants[0].heap_factor)
 
 

@@ -1,7 +1,7 @@
 """The work of single layers, from which the search assembles the work of stages (``assemble``).
 
 Each layer of the shortened graph is treated as a stage. The pipeline of these stages is planned and lowered like every
-other plan. So a layer costs here what its operators cost in a program.
+other plan. So the cost of a layer equals the cost of its operators in a program.
 """
 
 import time
@@ -94,10 +94,10 @@ class LayerPrices:
                 self._known[key] = self._with_codecs(self._found(single, key))
             except (LayoutError, PlanError) as error:
                 self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, MeshwrightError):
-            raise found
-        return found
+        works = self._known[key]
+        if isinstance(works, MeshwrightError):
+            raise works
+        return works
 
     def each(self, layouts: Sequence[Layout]) -> list[LayerWorks]:
         """The works of layouts that differ only in recomputation. Layouts without a price share their plan and most of
@@ -222,8 +222,8 @@ class LayerPrices:
         if self._workers is not None:
             while (group := self._workers.meanwhile(key)) is not None:
                 self._price_ahead(group)
-            if found := self._workers.take(key):
-                return msgspec.msgpack.decode(found, type=LayerWorks)
+            if price := self._workers.take(key):
+                return msgspec.msgpack.decode(price, type=LayerWorks)
         start = time.perf_counter()
         (works,) = self._worked_out([single])
         self._spent_s += time.perf_counter() - start
@@ -287,15 +287,15 @@ class LayerPrices:
         the result is a lower bound: collectives that other kernels may hide do not count. Waits for the host do not
         count either, because the layers of a stage wait less together. With ``sums=False``, sums of gradients do not
         count."""
-        found = []
+        times = []
         for work in works.works:
             pieces = [piece for kind in kinds for piece in work.pieces.get(kind, ())]
             if not sums:
                 pieces = [piece for piece in pieces if not is_reduction(piece)]
             if not hidden:
                 pieces = [without_host(piece) for piece in pieces if not may_hide(piece)]
-            found.append(pieces_s(pieces, works.mesh, self.network))
-        return found
+            times.append(pieces_s(pieces, works.mesh, self.network))
+        return times
 
 
 def _gradient_bytes(graph: Graph) -> int:

@@ -205,8 +205,8 @@ class Pipelines:
             return None
         chosen = [sizes[stage.variant] for stage in assigned]
         own = msgspec.structs.replace(layout, stage_sizes=tuple({"dp": dp, "tp": tp} for dp, tp in chosen))
-        found = self._made(own, _ranges(assigned), [(self.kinds[0], others[each]) for each in chosen])
-        return found if found.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
+        better = self._made(own, _ranges(assigned), [(self.kinds[0], others[each]) for each in chosen])
+        return better if better.step_s * (1 + ALIKE) < self._simulated_s(option.layout, option.work) else None
 
     def _simulated_s(self, layout: Layout, work: StepWork) -> float:
         """Simulated seconds of a step."""
@@ -242,8 +242,8 @@ class Pipelines:
         if key not in self._slowest:
             seconds = spans(self._least_seconds(layout, works))[:, :, None, None]
             prices = StagePrices((Submesh.of(0, 1),), seconds, np.full(seconds.shape, MANY, dtype=np.int64))
-            found = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
-            self._slowest[key] = max(stage.seconds for stage in found.stages) if found else 0.0
+            assignment = assign_stages(prices, (layout.pp * layout.chunks,), MANY)
+            self._slowest[key] = max(stage.seconds for stage in assignment.stages) if assignment else 0.0
         return self._slowest[key]
 
     def _assigned(
@@ -261,8 +261,8 @@ class Pipelines:
             most_after[:, :, 0, number] = self.most_after(layout, works, limit_bytes)
         prices = StagePrices((Submesh.of(0, 1),), seconds, most_after, once)
         fill = min(fill_of(layout), layout.microbatches)
-        found = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
-        return found.stages if found is not None else None
+        assignment = assign_stages(prices, (num_stages,), layout.microbatches, fill=fill)
+        return assignment.stages if assignment is not None else None
 
     def busy_s(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
         """[i, j]: the busy time per step, in seconds, of a stage with layers i to j."""

@@ -118,7 +118,7 @@ class PriceWorkers:
 
     def _ask(self, worker: Connection) -> None:
         """The thread for a worker: it sends requested layouts and waits for answers."""
-        told = set(self._plans_with.known)
+        shared = set(self._plans_with.known)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted or not self._open)
@@ -127,27 +127,27 @@ class PriceWorkers:
                     return
                 group, answer = self._drop(next(iter(self._wanted))), Future[dict[bytes, bytes]]()
                 self._begun |= dict.fromkeys((key for key, _ in group), answer)
-            found, lost = list[bytes](), True
+            prices, lost = list[bytes](), True
             with suppress(OSError, EOFError):
-                worker.send(([layout for _, layout in group], _news(self._plans_with, told)))
+                worker.send(([layout for _, layout in group], _news(self._plans_with, shared)))
                 if worker.poll(LONGEST_S):
-                    (found, news), lost = worker.recv(), False
-                    _learn(news, self._plans_with, told)
-            answer.set_result(dict(zip((key for key, _ in group), found, strict=False)))
+                    (prices, news), lost = worker.recv(), False
+                    _learn(news, self._plans_with, shared)
+            answer.set_result(dict(zip((key for key, _ in group), prices, strict=False)))
             if lost:
                 return
 
 
-def _news(ask: Ask, told: set[tuple[object, ...]]) -> Solved:
+def _news(ask: Ask, shared: set[tuple[object, ...]]) -> Solved:
     """The solutions that are new to the other process, without their problems."""
-    news = {key: chosen.alone() for key, chosen in list((ask.learned | ask.known).items()) if key not in told}
-    told.update(news)
+    news = {key: chosen.alone() for key, chosen in list((ask.learned | ask.known).items()) if key not in shared}
+    shared.update(news)
     return news
 
 
-def _learn(news: Solved, ask: Ask, told: set[tuple[object, ...]]) -> None:
+def _learn(news: Solved, ask: Ask, shared: set[tuple[object, ...]]) -> None:
     """Add the solutions that the other process sent."""
-    told.update(news)
+    shared.update(news)
     ask.learned.update(news)
 
 
@@ -159,15 +159,15 @@ def _serve(price: Price, requests: Connection, others: Sequence[Connection], ask
     gc.freeze()
     gc.enable()
     layouts: list[Layout]
-    told = set(ask.known)
+    shared = set(ask.known)
     while True:
         try:
             layouts, news = requests.recv()
         except (EOFError, OSError):
             return
-        _learn(news, ask, told)
+        _learn(news, ask, shared)
         try:
-            found = price(layouts)
+            prices = price(layouts)
         except Exception:  # noqa: BLE001 - the caller meets the same error
-            found = []
-        requests.send((found, _news(ask, told)))
+            prices = []
+        requests.send((prices, _news(ask, shared)))

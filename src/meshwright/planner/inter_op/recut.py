@@ -81,7 +81,7 @@ class Recut:
     def best(self, stages: Sequence[range]) -> Option | None:
         """The best option that can be reached from these stages. Each round makes the single move that shortens the
         step the most. None if these stages do not fit in memory, and no single move makes them fit."""
-        found = self.at(stages)
+        best_option = self.at(stages)
         while len(stages) * self.option.layout.microbatches <= MOST_PASSES:
             others = [(other, cut) for cut in moved(stages) if (other := self.estimated(cut)) is not None]
             others.sort(key=lambda other: other[0].step_s)
@@ -89,10 +89,10 @@ class Recut:
             if not tried:
                 break
             fastest, cut = min(tried, key=lambda other: other[0].step_s)
-            if found is not None and fastest.step_s > (1 - LEAST_GAIN) * found.step_s:
+            if best_option is not None and fastest.step_s > (1 - LEAST_GAIN) * best_option.step_s:
                 break
-            found, stages = fastest, cut
-        return found
+            best_option, stages = fastest, cut
+        return best_option
 
 
 def moved(stages: Sequence[range], far: Sequence[int] = FAR) -> Iterator[list[range]]:

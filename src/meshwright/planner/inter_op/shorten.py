@@ -202,7 +202,7 @@ class _Index:
             yield from itertools.islice((part for part in parts if len(part) > 1 and self._collapses(part)), 1)
 
     def _equal(self, family: str) -> Iterator[list[int]]:
-        """Yield the indices of equal blocks in a row that have the same links."""
+        """Yield the indices of each run of equal blocks that are linked in the same way."""
         run: list[int] = []
         links: tuple[_Link, ...] | None = None
         for number, block in enumerate(self.families[family]):
@@ -251,19 +251,19 @@ class _Index:
             *(update for buffer, update in self.graph.buffer_updates.items() if not self._owned(run, buffer)),
             *(entry.gradient for entry in self.graph.gradients if not self._owned(run, entry.parameter)),
         }  # fmt: skip
-        made = {
+        makers = {
             name: number
             for number, block in enumerate(run)
             for operator in block.operators
             for name in operator.outputs
         }
-        if any(name in outside for name, number in made.items() if number):
+        if any(name in outside for name, number in makers.items() if number):
             return False
         for operator in self.graph.operators:
             if operator.name in removed or operator.name in kept:
                 continue
             # Operators after the run read its last block. In backward, operators before the run read its first block.
-            if len({made[name] for name in operator.inputs if name in made} | {0, last}) > 2:
+            if len({makers[name] for name in operator.inputs if name in makers} | {0, last}) > 2:
                 return False
         return True
 

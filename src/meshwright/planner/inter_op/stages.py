@@ -41,8 +41,8 @@ def assign_stages(
         pools: the number of devices in each pool.
         fill: above 0, and at most ``microbatches``.
         boxes: the number of devices in each box of each pool. The stages of a pool then take its devices in order, and
-            a stage lies in one box or has whole boxes. No stage joins pools. Without ``boxes``, the positions of stages
-            in boxes are ignored.
+            a stage is inside one box or has whole boxes. No stage joins pools. Without ``boxes``, the positions of
+            stages in boxes are ignored.
         in_order: a stage never lies in an earlier pool than the stage before it, and no stage joins pools.
         prunes: use two bounds to skip parts of the search that cannot contain the optimum. The result is the same
             without the bounds.
@@ -72,12 +72,12 @@ def assign_stages(
         if low > high or least + limits[low] >= step_s:
             continue
         middle = high if least == 0.0 else (low + high) // 2  # first the largest limit, for a lower bound
-        found = search.solve(float(limits[middle]), (step_s - float(limits[low])) / fill)
+        assignment = search.solve(float(limits[middle]), (step_s - float(limits[low])) / fill)
         spans.append((middle + 1, high, least))
-        if found is not None:
-            spans.append((low, search.place(search.busiest(found)) - 1, fill * _total(found)))
-            if value(found) < step_s:
-                best, step_s = found, value(found)
+        if assignment is not None:
+            spans.append((low, search.place(search.busiest(assignment)) - 1, fill * _total(assignment)))
+            if value(assignment) < step_s:
+                best, step_s = assignment, value(assignment)
     return Assignment(best, step_s, search.tables, search.entries)
 
 
@@ -139,11 +139,11 @@ class _Search:
 
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
         """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist."""
-        limit, found = max(self._floor, float(self.limits[self.limits > 0][0])), None
-        while found is None and limit < inf:
+        limit, assignment = max(self._floor, float(self.limits[self.limits > 0][0])), None
+        while assignment is None and limit < inf:
             limit = limit * GROWTH if limit < self.limits[-1] else inf
-            found = self.solve(limit, first=True)
-        return found
+            assignment = self.solve(limit, first=True)
+        return assignment
 
     @cached_property
     def _used(self) -> NDArray[np.int64]:

@@ -86,9 +86,9 @@ class UnequalStages:
 
     def options(self, microbatches: Sequence[int]) -> Iterator[Option]:
         """The fastest pipelines with these numbers of micro-batches that fit in memory."""
-        found = [candidate for count in microbatches if (candidate := self._fastest(count)) is not None]
-        found.sort(key=lambda candidate: candidate.assignment.step_s)
-        for candidate in found[:SIMULATED]:
+        candidates = [candidate for count in microbatches if (candidate := self._fastest(count)) is not None]
+        candidates.sort(key=lambda candidate: candidate.assignment.step_s)
+        for candidate in candidates[:SIMULATED]:
             option = self._made(candidate)
             if option is not None:
                 yield option
@@ -100,15 +100,15 @@ class UnequalStages:
             variants = [list(self._variants(submesh, microbatches, kinds)) for submesh in self.submeshes]
             if not any(variants):
                 continue
-            found = assign_stages(
+            assignment = assign_stages(
                 self._prices(variants, microbatches),
                 [len(pool.ranks) for pool in self.pools],
                 microbatches,
                 boxes=[pool.box for pool in self.pools],
                 in_order=True,
             )
-            if found is not None:
-                return _Candidate(found, microbatches, variants)
+            if assignment is not None:
+                return _Candidate(assignment, microbatches, variants)
         return None
 
     def _variants(self, submesh: Submesh, microbatches: int, kinds: Sequence[Recompute]) -> Iterator[_Variant]:

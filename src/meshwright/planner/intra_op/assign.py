@@ -143,7 +143,7 @@ def assign(
             remedy="give more memory, use more ranks or a smaller batch, or recompute",
         )
     if solution is None:
-        raise LayoutError("no strategies of all operators go together", where="layout: pin", remedy="leave out a pin")
+        raise LayoutError("no strategies of all operators fit together", where="layout: pin", remedy="leave out a pin")
     strategies, storage, divided = read_out(formulated, solution.choices)
     return Assigned(strategies, storage, divided, formulated, solution)
 

@@ -101,8 +101,8 @@ def _groups(graph: Graph, followers: set[str]) -> list[list[Operator]]:
 
 
 def block_of(operator: Operator, depth: int = 1) -> str:
-    """The repeated block that contains an operator (``h.3`` of ``h.3.mlp``), or an empty string. Of blocks inside of
-    blocks, ``depth`` counts from the outermost."""
+    """The repeated block that contains an operator (``h.3`` of ``h.3.mlp``), or an empty string. For nested blocks,
+    ``depth`` counts from the outermost block."""
     ends = [place for place, part in enumerate(operator.repeat.split("."), start=1) if part == "*"]
     return ".".join(operator.module.split(".")[: ends[depth - 1]]) if len(ends) >= depth else ""
 

@@ -78,7 +78,7 @@ def _line(
         return split, "pinned"
     others = sorted((seconds - best, way) for way, seconds in by_way.items() if way != split and np.isfinite(seconds))
     if not others:
-        return split, "nothing else goes with what is around it"
+        return split, "no other split fits the neighbouring operators"
     return split, ", ".join(f"{way} {more * 1e3:+.3g} ms" for more, way in others[:SHOWN])
 
 

@@ -343,7 +343,7 @@ def _numbered(places: list[P], known: dict[str, P]) -> Places:
 def _contradiction(decision: Decision) -> LayoutError:
     operator = decision.leads[0]
     return LayoutError(
-        f"no strategy of {operator.name} is what the pins ask for: an operator and its gradients are split alike",
+        f"no strategy of {operator.name} satisfies the pins: an operator and its gradients have the same split",
         where=f"layout: pin, module {operator.module or '(model)'}",
         remedy=f"its factors are: batch, none, {', '.join(operator.classes)}",
     )

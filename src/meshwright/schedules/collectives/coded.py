@@ -1,8 +1,8 @@
 """Coded collectives: the content of each message if a collective sends elements in coded form.
 
 The vector is cut into *atoms*, which are never divided by a message. A rank that sends an atom encodes it. From then
-on, it uses the decoded elements instead of its own, so that it holds what it has sent. An atom that was received and
-stored is forwarded unchanged.
+on, it uses the decoded elements instead of its own elements, so its values equal the values that it has sent. An atom
+that was received and stored is forwarded unchanged.
 
     ring, 2 ranks, atoms a and b; E1 is the first encoding; a rank keeps the decoded sum in place of its own sum
 

@@ -64,9 +64,9 @@ def choose_grid(
 
 def usable_grids(m: int, k: int, n: int, num_ranks: int, idle: float) -> list[Grid]:
     """The grids that leave at most the fraction ``idle`` of the ranks idle, relative to the largest usable grid."""
-    found = list(grids(m, k, n, num_ranks))
-    most = max(grid.num_ranks for grid in found)
-    return [grid for grid in found if grid.num_ranks >= (1 - idle) * most]
+    usable = list(grids(m, k, n, num_ranks))
+    most = max(grid.num_ranks for grid in usable)
+    return [grid for grid in usable if grid.num_ranks >= (1 - idle) * most]
 
 
 def within(plan: ProductPlan, memory_words: float | None, *, gradients: bool) -> ProductPlan | None:

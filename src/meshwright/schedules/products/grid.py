@@ -63,7 +63,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
             if size < 1:
                 yield f"grid {self}", f"axis {dim} has size {size}", "give 1 or more"
         if sorted(self.order) != ["k", "m", "n"]:
-            yield "order", f"{self.order!r} is no order of the axes m, k and n", "write each once, such as mkn"
+            yield "order", f"{self.order!r} is not an order of the axes m, k and n", "write each once, such as mkn"
 
     def __str__(self) -> str:
         return f"{self.m}x{self.k}x{self.n}"
@@ -124,7 +124,7 @@ class ProductPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             elif parts > size:
                 yield str(self), f"{dim} = {size} cannot have {parts} parts", f"give axis {dim} at most {size} ranks"
         if self.over not in ("m", "k", "n"):
-            yield "over", f"{self.over!r} is no dim of a product", "write m, k or n"
+            yield "over", f"{self.over!r} is not a dim of a product", "write m, k or n"
         elif not 1 <= self.panels <= self.largest(self.over):
             problem = f"{self.panels} panels over {self.over}, of which a block has {self.largest(self.over)}"
             yield "panels", problem, f"give 1 to {self.largest(self.over)}"
