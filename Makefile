@@ -7,6 +7,8 @@ VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# A worker that has nothing left takes half of the tests that another has left.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 # Tests of one step through every room: capture, a plan, the program, two ranks.
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
@@ -19,13 +21,13 @@ help: ## list the targets
 demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
 	@$(BIN)/meshwright demo
 
-test: lint ## everything that CI checks: lint, then all tests
+test: lint ## everything that CI checks: lint, then the tests of every pair of choices
 	@echo "==> pytest"
-	@$(BIN)/pytest -n 2 --dist loadfile
+	@$(PYTEST) -m "not product"
 
 check: lint ## the loop of a developer: lint, the tests without ranks, and a few with two ranks
 	@echo "==> pytest, a part"
-	@$(BIN)/pytest -n 2 --dist loadfile -q tests/pure $(addprefix tests/,$(QUICK))
+	@$(PYTEST) -m "not product" -q tests/pure $(addprefix tests/,$(QUICK))
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	@echo "==> ruff check"
@@ -92,8 +94,9 @@ bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eigh
 bench-message-driven: $(STAMP) ## message-driven pipelines under jitter beside 1F1B and others, on emulated devices
 	@$(BIN)/python -m benchmarks.message_driven
 
-matrix: $(STAMP) ## check every combination of techniques, and every model under every layout, against one process
-	@rc=0; for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
+	@rc=0; $(PYTEST) -m "product or hypothesis" --hypothesis-profile=matrix --timeout=3600 || rc=1; \
+	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 clean: ## remove caches and build products (.venv and runs/ stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
