@@ -13,7 +13,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
 test: lint ## everything that CI checks: lint, then the tests of every pair of choices
 	@echo "==> pytest"
 	@$(PYTEST) -m "not product"
+
+durations: $(STAMP) ## the tests of `make test`; write what their files take into docs/decisions/0039
+	@$(PYTEST) -m "not product" --write-times docs/decisions/0039-what-the-suite-takes.md
 
 check: lint ## the loop of a developer: lint, the tests without ranks, and a few with two ranks
 	@echo "==> pytest, a part"

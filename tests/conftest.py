@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.cpu_time import CpuTimes
+from tests.cpu_time import OPTION, CpuTimes
 from tests.tries import PROFILE
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch asks the resolver for the name of each peer; a resolver that loses a question would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 settings.load_profile(PROFILE)  # pytest --hypothesis-profile loads another, later
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, metavar="PAGE", default="", help="write the table of files that take long into this page")
 
 
 def pytest_configure(config: pytest.Config) -> None:

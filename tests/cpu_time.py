@@ -14,6 +14,10 @@ LONG_S, SLOWEST_FILES = 60.0, 40
 """A run of more CPU seconds ends with a table of so many files."""
 
 
+HEAD = "| file | CPU s | s |\n|---|---:|---:|"
+OPTION = "--write-times"
+
+
 def tree_cpu_s() -> float:
     """CPU seconds of this process, of the processes that descend from it, and of those that they have waited for."""
     children, cpu_s = defaultdict(list), dict[int, float]()
@@ -66,7 +70,13 @@ class CpuTimes:
             for report in reports:
                 if isinstance(report, pytest.TestReport):
                     seconds[report.nodeid.partition("::")[0]] += report.duration
-        terminalreporter.section(f"{total_s:.0f} CPU seconds, {sum(seconds.values()):.0f} seconds of tests")
-        terminalreporter.write_line("| file | CPU s | s |\n|---|---:|---:|")
+        rows = [("all", total_s, sum(seconds.values()))]
         for file, cpu_s in sorted(self.cpu_s.items(), key=lambda item: -item[1])[:SLOWEST_FILES]:
-            terminalreporter.write_line(f"| `{file.removeprefix('tests/')}` | {cpu_s:.1f} | {seconds[file]:.1f} |")
+            rows.append((f"`{file.removeprefix('tests/')}`", cpu_s, seconds[file]))
+        table = "\n".join([HEAD, *(f"| {name} | {cpu_s:.1f} | {s:.1f} |" for name, cpu_s, s in rows)])
+        terminalreporter.section("files that take long")
+        terminalreporter.write_line(table)
+        if page := self._config.getoption(OPTION):
+            path = Path(page)
+            before, _, after = path.read_text().partition(HEAD)
+            path.write_text(before + table + "\n\n" + after.partition("\n\n")[2])
