@@ -7,11 +7,13 @@ VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# A worker that has nothing left takes half of the tests that another has left.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 # Tests of one step through every room: capture, a plan, the program, two ranks.
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,13 +21,16 @@ help: ## list the targets
 demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
 	@$(BIN)/meshwright demo
 
-test: lint ## everything that CI checks: lint, then all tests
+test: lint ## everything that CI checks: lint, then the tests of every pair of choices
 	@echo "==> pytest"
-	@$(BIN)/pytest -n 2 --dist loadfile
+	@$(PYTEST) -m "not product"
+
+durations: $(STAMP) ## the tests of `make test`; write what their files take into docs/decisions/0039
+	@$(PYTEST) -m "not product" --write-times docs/decisions/0039-what-the-suite-takes.md
 
 check: lint ## the loop of a developer: lint, the tests without ranks, and a few with two ranks
 	@echo "==> pytest, a part"
-	@$(BIN)/pytest -n 2 --dist loadfile -q tests/pure $(addprefix tests/,$(QUICK))
+	@$(PYTEST) -m "not product" -q tests/pure $(addprefix tests/,$(QUICK))
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	@echo "==> ruff check"
@@ -101,8 +106,9 @@ bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eigh
 bench-message-driven: $(STAMP) ## message-driven pipelines under jitter beside 1F1B and others, on emulated devices
 	@$(BIN)/python -m benchmarks.message_driven
 
-matrix: $(STAMP) ## check every combination of techniques, and every model under every layout, against one process
-	@rc=0; for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
+matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
+	@rc=0; $(PYTEST) -m "product or hypothesis" --hypothesis-profile=matrix --timeout=3600 || rc=1; \
+	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 clean: ## remove caches and build products (.venv and runs/ stay)
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,44 +1,40 @@
-"""What every test may use: the pool of ranks, and hypothesis settings for machines that are slow or busy."""
+"""What every test may use: the pool of ranks, how much hypothesis tries, and what files of tests take."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
+from tests.cpu_time import OPTION, CpuTimes
+from tests.tries import PROFILE
+
 if TYPE_CHECKING:
     from tests.distributed.pool import Ranks
 
 # As many threads as a rank has, before anybody imports torch: small models would only wait for threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("meshwright", settings(), deadline=None)
-settings.load_profile("meshwright")
-LONG_S, SLOWEST_FILES = 300.0, 40
+# Torch asks the resolver for the name of each peer; a resolver that loses a question would cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
+settings.load_profile(PROFILE)  # pytest --hypothesis-profile loads another, later
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, metavar="PAGE", default="", help="write the table of files that take long into this page")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTimes(config))
 
 
 def pytest_collection_finish() -> None:
     """Exclude all that is imported from garbage collections, which would walk through it again and again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where the time of a long run went: the seconds of the slowest files."""
-    seconds: dict[str, float] = defaultdict(float)
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    total = sum(seconds.values())
-    if total >= LONG_S:
-        terminalreporter.section(f"seconds by file, {total:.0f} in all")
-        for file, duration in sorted(seconds.items(), key=lambda item: -item[1])[:SLOWEST_FILES]:
-            terminalreporter.write_line(f"{duration:7.1f}  {file}")
 
 
 @pytest.fixture(autouse=True)

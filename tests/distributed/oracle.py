@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import meshwright as mw
+from meshwright.api.plans import Rules
 from meshwright.capture.builder import Capture, capture
 from meshwright.comm.groups import from_rank_0
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.plan_check import check_fits
+from meshwright.ir.precision import Precision
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
 from meshwright.models.losses import IGNORED
@@ -378,23 +380,38 @@ _CAPTURES: dict[object, Capture] = {}
 _PLANS: dict[tuple[object, str], bytes] = {}
 
 
+def captured(key: object, subject: Subject, precision: Precision | None = None, rules: Rules | None = None) -> Capture:
+    """A capture of a subject's step; subjects with the same key share it in a process."""
+    kept = key, precision
+    if kept not in _CAPTURES:
+        given = subject.model, subject.loss_fn, subject.batches[0]
+        _CAPTURES[kept] = capture(*given, precision=precision, rules=rules)
+    return _CAPTURES[kept]
+
+
 def sharing_capture(key: object) -> Callable[..., mw.Trainer]:
     """``mw.parallelize`` whose calls with this key share a capture in a process, and a plan for each layout: making
     them is most of the time."""
 
     def parallelize(model: nn.Module, loss_fn: LossFunction, batch: Batch, **options: Any) -> mw.Trainer:
-        if key not in _CAPTURES:
-            _CAPTURES[key] = capture(model, loss_fn, batch)
-        graph, layout = _CAPTURES[key].graph, options.pop("plan")
-        kept = (key, repr(layout))
-        text = from_rank_0(
-            lambda: _PLANS.get(kept) or encode_json(mw.plan(graph, devices=layout.num_ranks, layout=layout))
-        )
-        _PLANS[kept] = text
+        asked = options.pop("plan")
+        precision, rules = options.pop("precision", asked.precision), options.get("rules")
+        shared = captured(key, Subject(model, loss_fn, [batch]), precision, rules)
+        kept = key, repr((precision, asked))
+
+        def planned() -> bytes:
+            if isinstance(asked, mw.Plan):
+                return encode_json(asked)
+            known = _PLANS.get(kept)
+            return known or encode_json(mw.plan(shared.graph, devices=asked.num_ranks, layout=asked, rules=rules))
+
+        text = from_rank_0(planned)
+        if not isinstance(asked, mw.Plan):
+            _PLANS[kept] = text
         given: dict[str, Any] = {"max_grad_norm": None, "seed": 0, "device": torch.device("cpu"), **options}
         plan = decode(text, mw.Plan, where="plan of rank 0")
-        check_fits(plan, graph)
-        return Trainer(model, loss_fn, _CAPTURES[key], plan, **given, replan=adapt_plan)
+        check_fits(plan, shared.graph)
+        return Trainer(model, loss_fn, shared, plan, **given, replan=adapt_plan)
 
     return parallelize
 

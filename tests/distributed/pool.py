@@ -241,15 +241,17 @@ def _serve(pipe: Connection, rank: int, port: int, stack_file: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     gc.freeze()  # what is imported is no garbage: collections neither walk through it nor copy its pages
+    # One connection for all calls: for each, torch asks the resolver for a name, and may wait for it for seconds.
+    store = dist.TCPStore(HOST, port, is_master=False)
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         pipe.send_bytes(pickle.dumps(Outcome()))
         while (message := pipe.recv_bytes()) != STOP:
-            pipe.send_bytes(_answer(message, rank, port))
+            pipe.send_bytes(_answer(message, rank, store))
         _leave_group()
 
 
-def _answer(message: bytes, rank: int, port: int) -> bytes:
+def _answer(message: bytes, rank: int, store: dist.Store) -> bytes:
     """The pickled Outcome of one call."""
     try:
         _leave_group()  # the last call's: only now has every rank answered it, so that nobody loses what is under way
@@ -260,8 +262,8 @@ def _answer(message: bytes, rank: int, port: int) -> bytes:
             os.environ.pop("XDG_CACHE_HOME", None)
         else:
             os.environ["XDG_CACHE_HOME"] = call.cache
-        store = dist.PrefixStore(call.name, dist.TCPStore(HOST, port, is_master=False))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=call.num_ranks)
+        group_store = dist.PrefixStore(call.name, store)
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=call.num_ranks)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
         np.random.seed(0)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,6 +19,7 @@ from meshwright.ops.loss import MEAN, NONE, SUM
 from meshwright.ops.table import CANONICAL, operator_rule
 from tests.distributed.lockstep import compare, present
 from tests.distributed.rule_cases import CASES, Arguments, Draw
+from tests.tries import tries
 
 aten = torch.ops.aten
 Build = Callable[[Draw], Arguments]
@@ -293,7 +294,7 @@ def test_canonical_form(target: Any) -> None:
         values = present(result)[: 1 if target in FIRST_ONLY else None]
         return [torch.zeros_like(value) if target in UNSET else value for value in values]
 
-    @settings(max_examples=10)
+    @tries(5)
     @given(st.data())
     def run(data: Any) -> None:
         nonlocal rewritten
@@ -313,7 +314,7 @@ def test_canonical_form(target: Any) -> None:
 
 @pytest.mark.parametrize("target", CANONICAL_CASES, ids=str)
 def test_canonical_form_is_made_of_operators_with_rules(target: Any) -> None:
-    @settings(max_examples=3)
+    @tries(2)
     @given(st.data())
     def run(data: Any) -> None:
         args, kwargs = CANONICAL_CASES[target](Draw(data.draw))

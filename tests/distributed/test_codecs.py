@@ -60,7 +60,7 @@ def subject(*hidden: int) -> oracle.Subject:
 def trainer_of(layout: str, *hidden: int, **codecs: Any) -> mw.Trainer:
     given = subject(*hidden)
     plan = mw.Layout(**LAYOUTS[layout], **codecs)
-    return mw.parallelize(
+    return oracle.sharing_capture(("codecs", hidden))(
         given.model, given.loss_fn, given.batches[0], plan=plan, optimizer=lambda p: torch.optim.SGD(p, lr=LR)
     )
 
@@ -79,16 +79,17 @@ SUMS = ("powersgd", "randk")
 """Codecs whose sums are whole on every rank: ZeRO over all dp ranks refuses them."""
 
 
-def pairs(codecs: Sequence[str]) -> list[tuple[str, str]]:
-    """Every codec under ``dp2``, and every layout with two of the codecs that it takes, in turn."""
-    found, at = [("dp2", codec) for codec in codecs], 0
-    for layout, sizes in LAYOUTS.items():
+def pairs(codecs: Sequence[str]) -> list[Any]:
+    """Every codec under ``dp2``, and every layout with a codec that it takes, in turn; `make matrix` has the others."""
+    found = {("dp2", codec) for codec in codecs}
+    cases = [pytest.param(*case) for case in sorted(found)]
+    for turn, (layout, sizes) in enumerate(LAYOUTS.items()):
         cut = "zero" in sizes and "zero_ranks" not in sizes
         usable = [codec for codec in codecs if not (cut and codec.startswith(SUMS))]
-        for _ in range(2):
-            found.append((layout, usable[at % len(usable)]))
-            at += 1
-    return list(dict.fromkeys(found))
+        taken = usable[turn % len(usable)]
+        for codec in (codec for codec in usable if (layout, codec) not in found):
+            cases.append(pytest.param(layout, codec, marks=() if codec == taken else pytest.mark.product))
+    return cases
 
 
 @pytest.mark.parametrize(("layout", "codec"), pairs(EXACT))
@@ -301,7 +302,8 @@ def momenta(layout: str) -> tuple[float, float, bool]:
     expected = oracle.in_one_process(oracle.Subject(given.model, given.loss_fn, given.batches[:2]), make, None).state
     plan = mw.Layout(**LAYOUTS[layout], codec="onebit(momentum=0.9, warmup=2)")
     given = subject()
-    trainer = mw.parallelize(given.model, given.loss_fn, given.batches[0], plan=plan, optimizer=make)
+    parallelize = oracle.sharing_capture(("codecs", ()))
+    trainer = parallelize(given.model, given.loss_fn, given.batches[0], plan=plan, optimizer=make)
     for batch in given.batches[:2]:
         trainer.step(batch)
     warm = trainer.full_state_dict(all_ranks=True)
@@ -361,7 +363,7 @@ def skipping(layout: str, codec: str, precision: Precision, poisoned: bool) -> d
     bad = {**batches[1], "inputs": batches[1]["inputs"].clone()}
     bad["inputs"][0, 0] = float("inf")
     adam = partial(OneBitAdam, betas=(0.9, 0.99), freeze_step=1)
-    trainer = mw.parallelize(
+    trainer = oracle.sharing_capture("codecs, float32")(
         given.model.float(), given.loss_fn, batches[0], plan=mw.Layout(**LAYOUTS[layout], codec=codec),
         precision=precision, optimizer=adam if "momentum=0.9, warmup=1" in codec else partial(torch.optim.SGD, lr=LR),
     )  # fmt: skip
@@ -386,7 +388,11 @@ def skipping(layout: str, codec: str, precision: Precision, poisoned: bool) -> d
 @pytest.mark.parametrize(
     ("layout", "codec", "precision"),
     [
-        *[("dp2", codec, precision) for codec in SKIPPED for precision in ("float16", "float32")],
+        *[
+            pytest.param("dp2", codec, precision, marks=pytest.mark.product if (turn + number) % 2 else ())
+            for turn, codec in enumerate(SKIPPED)
+            for number, precision in enumerate(("float16", "float32"))
+        ],
         ("zero2, m2", "topk(10%)", "float16"),
         ("zero2, m2", "qsgd(4, feedback=on)", "float16"),
         ("pp2", "onebit", "float16"),

@@ -7,13 +7,13 @@ import functools
 import os
 import queue
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from meshwright.schedules.collectives.coded_forms import closed_form
 from meshwright.schedules.collectives.operations import ALGORITHMS, FOR_SELECTIONS
 from tests.distributed.pool import Ranks, RanksFailedError
 from tests.distributed.test_collectives import small_messages, together
+from tests.tries import tries
 
 CHUNK = 64
 FIXED = ("fp16", "bf16", "qsgd(8)", "qsgd(4, bucket=32, norm=l2, feedback=on)", "onebit(bucket=64)")
@@ -150,8 +151,17 @@ def all_reduced(
     return values, residuals, all_reduce(values, residuals if feedback else None, codec, algorithm, 7)
 
 
-@pytest.mark.parametrize("codec", [*FIXED, *VARYING])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def in_turn(codecs: Iterable[str], *numbers: int) -> list[Any]:
+    """All codecs with all numbers of ranks. `make test` takes one number for each codec, in turn, and random ones
+    (``test_any_number_of_ranks_and_elements``)."""
+    return [
+        pytest.param(codec, num_ranks, marks=() if index == turn % len(numbers) else pytest.mark.product)
+        for turn, codec in enumerate(codecs)
+        for index, num_ranks in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize(("codec", "num_ranks"), in_turn([*FIXED, *VARYING], 2, 3, 4))
 def test_results_and_residuals_are_what_ranks_gave(codec: str, num_ranks: int) -> None:
     names = [*SAFE, *FOR_SELECTIONS, *(ALONG if num_ranks == 4 else ())]
     for name in (name for name in names if may_ride(codec, name, num_ranks)):
@@ -202,7 +212,7 @@ def test_halves_of_an_all_reduce(codec: str, num_ranks: int) -> None:
     num_ranks=st.integers(2, 5), length=st.integers(0, 600), name=st.sampled_from([*SAFE, *FOR_SELECTIONS]),
     codec=st.sampled_from([*FIXED, *VARYING]), slots=st.integers(3, 5),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@tries(12)
 def test_any_number_of_ranks_and_elements(num_ranks: int, length: int, name: str, codec: str, slots: int) -> None:
     if may_ride(codec, name, num_ranks):
         values, residuals = values_of(num_ranks, length), values_of(num_ranks, length, seed=2)
@@ -282,8 +292,7 @@ def test_plans_know_how_long_the_chunks_of_dense_sums_are(codec: str) -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", FIXED)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("codec", "num_ranks"), in_turn(FIXED, 2, 3, 4))
 def test_lanes_carry_the_bytes_of_the_closed_forms(codec: str, num_ranks: int) -> None:
     for name in ("ring", "partitioned", "shares", "star", "tree", "rabenseifner"):
         for length in (0, 1, 7, 700):

@@ -36,6 +36,7 @@ from meshwright.errors import LostRankError, RankError
 from meshwright.schedules.collectives.hierarchy import ACROSS_BY_OPERATION, leaves, read, written
 from meshwright.schedules.collectives.operations import ALGORITHMS
 from tests.distributed.pool import Ranks, RanksFailedError
+from tests.tries import tries
 
 SIZES = (0, 5, 200)
 
@@ -370,7 +371,7 @@ CASES = st.lists(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(tries(3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases=CASES)
 def test_short_all_reduces_of_any_kind_have_the_same_bits_everywhere(
     ranks: Ranks, num_ranks: int, cases: list[Short]

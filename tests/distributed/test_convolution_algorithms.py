@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.comm.groups import from_rank_0
 from meshwright.ir.convolution import algorithms_of
+from meshwright.ir.files import decode, encode_json
 from meshwright.ir.operator_algorithm import CONVOLUTIONS
 from meshwright.ir.plan import starred
 from meshwright.lower.plans import PlanLowering
@@ -42,18 +44,26 @@ def train(model: str, layout: mw.Layout, name: str, first: bool) -> tuple[oracle
     serial = MODELS[model]()
     torch.manual_seed(3)
     parallel = MODELS[model]()
-    graph = mw.capture(parallel.model, parallel.loss_fn, parallel.batches[0])
-    plan = with_algorithms(mw.plan(graph, layout=layout), graph, name)
-    if first:
-        every = tuple({starred(one.name): None for one in graph.operators if one.target.startswith("aten.convolution")})
-        plan = msgspec.structs.replace(plan, interiors=every)
-    before = {key: value.clone() for key, value in serial.model.state_dict().items()}
+    key = ("convolution algorithms", model)
+    graph = oracle.captured(key, parallel).graph
+
+    def planned() -> tuple[bytes, int]:
+        """The plan file, and the number of its calls of algorithms."""
+        plan = with_algorithms(mw.plan(graph, layout=layout), graph, name)
+        if first:
+            convolutions = [one for one in graph.operators if one.target.startswith("aten.convolution")]
+            plan = msgspec.structs.replace(plan, interiors=tuple({starred(one.name): None for one in convolutions}))
+        (program,) = PlanLowering(graph)(plan)
+        nodes = [node for phase in program.phases for node in phase.nodes]
+        return encode_json(plan), sum("meshwright.convolution" in node.target for node in nodes)
+
+    text, calls = from_rank_0(planned)
+    before = {entry: value.clone() for entry, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.in_one_process(serial, optimizer)
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer)
-    (program,) = PlanLowering(graph)(plan)
-    calls = [node for phase in program.phases for node in phase.nodes if "meshwright.convolution" in node.target]
-    return oracle.compared(before, expected, found, trainer), len(calls)
+    expected = oracle.reference(serial, optimizer)
+    plan = decode(text, mw.Plan, where="plan of rank 0")
+    found, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(key))
+    return oracle.compared(before, expected, found, trainer), calls
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

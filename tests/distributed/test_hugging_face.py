@@ -22,12 +22,17 @@ def compare(model: str, layout: str) -> Found:
         ("Mixtral", "dp2, ep2"),
         ("Whisper", "tp2"),
         ("ResNet", "spatial2"),
-        ("ConvNeXt", "spatial2"),
         ("Swin", "mixed2"),
-        ("SegFormer", "spatial2"),
-        ("MobileNet", "mixed2"),
-        ("MobileNet 2", "dp2 x mixed2"),
-        ("ViT", "mixed2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.product)
+            for case in [
+                ("ConvNeXt", "spatial2"),
+                ("SegFormer", "spatial2"),
+                ("MobileNet", "mixed2"),
+                ("MobileNet 2", "dp2 x mixed2"),
+                ("ViT", "mixed2"),
+            ]
+        ),
     ],
 )
 def test_parallel_equals_one_process(ranks: Ranks, model: str, layout: str) -> None:

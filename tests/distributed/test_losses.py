@@ -102,7 +102,9 @@ def trained(name: str, layout: mw.Layout) -> tuple[float, int]:
     alone = copy.deepcopy(model)
     subjects = [oracle.Subject(one, loss_fn, [batch] * 3) for one in (alone, model)]
     expected = oracle.reference(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
-    found, trainer = oracle.in_parallel(subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"])
+    found, trainer = oracle.in_parallel(
+        subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"], parallelize=oracle.sharing_capture(("losses", name))
+    )
     error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
     if trainer.rank == 0:
         error = max(error, oracle.largest_error(found.state, expected.state))
@@ -188,8 +190,8 @@ def errors_in_halves(layout: mw.Layout) -> dict[tuple[str, str], tuple[float, fl
         for name, loss_fn in LOSSES.items():
             with torch.no_grad():
                 exact, plain = float(loss_fn(Scaled(torch.float64), double)), float(loss_fn(Scaled(dtype), batch))
-            trainer = mw.parallelize(Scaled(dtype), loss_fn, batch, plan=layout, optimizer=torch.optim.SGD)
-            loss = trainer.step(batch)
+            parallelize = oracle.sharing_capture(("halves", kind, name))
+            loss = parallelize(Scaled(dtype), loss_fn, batch, plan=layout, optimizer=torch.optim.SGD).step(batch)
             result[kind, name] = abs(float(loss) / exact - 1), abs(plain / exact - 1), str(loss.dtype)
     return result
 

@@ -477,7 +477,6 @@ def test_a_participant_is_restarted_before_all_have_come(participants: Participa
 
 # --- kills at random --------------------------------------------------------------------------------------------------
 
-KILLS = 100
 MEMBERS = [f"replica {number}" for number in range(4)]
 
 
@@ -516,14 +515,15 @@ def talk(mailbox: ZmqMailbox, directory: Path, life: int) -> None:
 
 
 @NEAR_AND_FAR
-def test_a_hundred_kills_leave_one_sequence_of_views(participants: Participants, tmp_path: Path, far: bool) -> None:
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.product)])
+def test_kills_leave_one_sequence_of_views(participants: Participants, tmp_path: Path, far: bool, kills: int) -> None:
     generator = random.Random(far)
     options: dict[str, Any] = {"far": far, "most_letters": 8, "most_bytes": 2**21}
     lives = dict.fromkeys(MEMBERS, 0)
     for name in MEMBERS:
         participants.start(f"{name} 0", talk, tmp_path, 0, name=name, names=MEMBERS, **options)
     until(lambda: all((tmp_path / f"{name} 0").exists() for name in MEMBERS))
-    for _ in range(KILLS // 2):
+    for _ in range(kills):
         time.sleep(generator.choice([0.0, 0.1, 0.3]))
         victim = generator.choice(MEMBERS)
         participants.kill(f"{victim} {lives[victim]}")
@@ -559,7 +559,10 @@ def talk_until_removed(mailbox: ZmqMailbox, directory: Path, life: int) -> str:
 
 
 @NEAR_AND_FAR
-def test_replicas_of_two_ranks_die_and_join_as_wholes(participants: Participants, tmp_path: Path, far: bool) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.product)])
+def test_replicas_of_two_ranks_die_and_join_as_wholes(
+    participants: Participants, tmp_path: Path, far: bool, kills: int
+) -> None:
     """Each time, one rank of a replica is killed. The other gives up by itself, and both are started again."""
     generator = random.Random(far)
     lives = dict.fromkeys(MEMBERS[:3], 0)
@@ -578,7 +581,7 @@ def test_replicas_of_two_ranks_die_and_join_as_wholes(participants: Participants
 
     for name in lives:
         start(name, list(lives))
-    for _ in range(8):
+    for _ in range(kills):
         until(lambda: all(map(heard, lives)))
         victim, column = generator.choice(list(lives)), generator.randrange(2)
         participants.kill(f"{victim} {lives[victim]} {column}")

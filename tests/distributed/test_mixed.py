@@ -118,13 +118,28 @@ def check(ranks: Ranks, name: str, layout: mw.Layout) -> None:
         assert found.moved > 1e-3
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+WAYS = [
+    ("LeNet", "channels"), ("AlexNet", "filters"), ("VGG", "channels"), ("branches", "filters"), ("ResNet", "rows"),
+    ("Wide-ResNet", "channels"), ("U-Net", "rows"), ("U-Net", "filters"),
+]  # fmt: skip
+"""Every network is split in a way, and every way splits networks of several kinds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "branches" else pytest.param(name, marks=pytest.mark.product) for name in NETWORKS],
+)
 def test_data_parallel_networks_train_as_in_one_process(ranks: Ranks, name: str) -> None:
     check(ranks, name, mw.Layout(dp=2))
 
 
-@pytest.mark.parametrize("way", ["rows", "channels", "filters"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(*case, marks=() if case in WAYS else pytest.mark.product)
+        for case in itertools.product(NETWORKS, ["rows", "channels", "filters"])
+    ],
+)
 def test_networks_split_in_one_way_train_as_in_one_process(ranks: Ranks, name: str, way: str) -> None:
     layout = mw.Layout(mixed=(2,), pin=pinned(name, f"{ONE[way]}@m1"))
     check(ranks, name, possible(name, layout))

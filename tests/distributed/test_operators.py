@@ -140,7 +140,7 @@ def trained(name: str, layout: mw.Layout) -> float:
     expected = oracle.reference(subjects[0], oracle.MORE_OPTIMIZERS["plain SGD"])
     found, trainer = oracle.in_parallel(
         subjects[1], layout, oracle.MORE_OPTIMIZERS["plain SGD"],
-        parallelize=lambda *args, **settings: mw.parallelize(*args, **settings, rules=RULES),
+        parallelize=partial(oracle.sharing_capture(("operators", name)), rules=RULES),
     )  # fmt: skip
     error = oracle.error_of(torch.stack(found.losses), torch.stack(expected.losses))
     return max(error, oracle.largest_error(found.state, expected.state)) if trainer.rank == 0 else error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.comm.groups import from_rank_0
 from meshwright.optim import LAMB
 from tests.distributed import oracle
 from tests.distributed.oracle import LargestErrors
@@ -27,6 +29,14 @@ LAYOUTS = {
 }
 OPTIMIZERS = {**oracle.OPTIMIZERS, **oracle.MORE_OPTIMIZERS}
 LAYER_WISE = ("LARS", "LARC", "LAMB")
+ELEMENT_WISE = tuple(name for name in OPTIMIZERS if name not in ("AdamW", *LAYER_WISE))
+TWICE = ("dp2 x tp2", "tp2 x pp2", "zero3 x tp2", "zero1 x pp2")
+"""Layouts that cut twice: there it matters how layers are summed up."""
+CASES = [
+    *((layout, tuple(OPTIMIZERS)) for layout in LAYOUTS if layout not in TWICE),
+    *((layout, ("AdamW", *LAYER_WISE)) for layout in TWICE),
+    *(pytest.param(layout, ELEMENT_WISE, marks=pytest.mark.product) for layout in TWICE),
+]
 
 
 def subject(blocks: int = 1) -> oracle.Subject:
@@ -36,26 +46,36 @@ def subject(blocks: int = 1) -> oracle.Subject:
     return oracle.Subject(made.model, made.loss_fn, made.batches[:3])
 
 
+@cache
+def in_one_process(blocks: int, optimizer: str) -> oracle.Run:
+    """Training in one process, which layouts share."""
+    return oracle.in_one_process(subject(blocks), OPTIMIZERS[optimizer])
+
+
 def train_with_each(
-    layout: mw.Layout, optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] | None = None
+    layout: mw.Layout, optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]]
 ) -> dict[str, LargestErrors]:
     """All optimizers on one captured graph: making it is most of the time."""
     first = subject(layout.pp)
     parallelize = oracle.sharing_capture(("optimizers", layout.pp))
     before = {name: value.clone() for name, value in first.model.state_dict().items()}
     found = {}
-    for name, optimizer in (optimizers or OPTIMIZERS).items():
+    for name, optimizer in optimizers.items():
         run, trainer = oracle.in_parallel(subject(layout.pp), layout, optimizer, parallelize=parallelize)
-        expected = oracle.reference(subject(layout.pp), OPTIMIZERS[name])
+        expected = from_rank_0(partial(in_one_process, layout.pp, name))
         found[name] = oracle.compared(before, expected, run, trainer)
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_optimizer_equals_one_process(ranks: Ranks, layout: str) -> None:
-    results = ranks(LAYOUTS[layout].num_ranks, train_with_each, LAYOUTS[layout])
+def train_with(layout: mw.Layout, names: tuple[str, ...]) -> dict[str, LargestErrors]:
+    return train_with_each(layout, {name: OPTIMIZERS[name] for name in names})
+
+
+@pytest.mark.parametrize(("layout", "names"), CASES, ids=str)
+def test_every_optimizer_equals_one_process(ranks: Ranks, layout: str, names: tuple[str, ...]) -> None:
+    results = ranks(LAYOUTS[layout].num_ranks, train_with, LAYOUTS[layout], names)
     for rank, found in enumerate(results):
-        assert set(found) == set(OPTIMIZERS)
+        assert set(found) == set(names)
         for name, one in found.items():
             assert one.error <= oracle.TOLERANCE, f"{name}, rank {rank}: {one}"
             assert one.values == results[0][name].values, "every rank reports the same loss"

@@ -374,7 +374,13 @@ def _error(name: str, layout: mw.Layout, *, as_users: bool) -> float | str:
     return max(errors)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+TOGETHER = ("zero3", "dp2 m2", "tp2 m2", "pp2", "pp2 m4 gpipe", "zero1 pp2 m2", "tp2 pp2 m2")
+"""Layouts whose techniques stand alone, or beside one another, in others."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.product) if name in TOGETHER else name for name in LAYOUTS]
+)
 def test_every_property_of_a_model_is_kept(ranks: Ranks, layout: str) -> None:
     for found in ranks(LAYOUTS[layout].num_ranks, errors_of, layout):
         wrong = {}

@@ -20,6 +20,7 @@ from meshwright.ops.random import RULES as RANDOM
 from meshwright.ops.table import RULES
 from tests.distributed.lockstep import Subject, WrongRuleError, check, refined, subject
 from tests.distributed.rule_cases import CASES, POINTWISE, Draw
+from tests.tries import tries
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
@@ -87,13 +88,13 @@ def composites(subject: Subject) -> dict[str, int]:
 
 
 def property_test(
-    target: Any, build: Callable[[Draw], Any], own: Mapping[Any, OperatorRule] | None = None, examples: int = 6
+    target: Any, build: Callable[[Draw], Any], own: Mapping[Any, OperatorRule] | None = None, examples: int = 4
 ) -> set[str]:
     """Check random calls of an operator; returns every factor (and caret) that was split at least once."""
     seen: set[str] = set()
     phases = (Phase.generate,) if own else tuple(Phase)  # a wrong rule need not be shrunk
 
-    @settings(max_examples=examples, phases=phases, report_multiple_bugs=False, print_blob=not own, database=None)
+    @settings(tries(examples), phases=phases, report_multiple_bugs=False, print_blob=not own, database=None)
     @given(st.data())
     def run(data: Any) -> None:
         draw = Draw(data.draw)
@@ -114,16 +115,18 @@ def test_every_rule_has_a_case() -> None:
     assert set(RULES) == set(CASES) | set(RANDOM) | UNSET
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("target", CASES, ids=str)
 def test_rule(target: Any) -> None:
     seen = property_test(target, CASES[target])
     assert bool(seen) == (target not in WHOLE)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("target", POINTWISE, ids=str)
 def test_element_by_element_rule(target: Any) -> None:
     # A few random calls may all be scalars, or of size 1, which nothing splits.
-    assert property_test(target, POINTWISE[target], examples=4) or property_test(target, POINTWISE[target], examples=40)
+    assert property_test(target, POINTWISE[target], examples=2) or property_test(target, POINTWISE[target], examples=40)
 
 
 # --- the test can fail ------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def trained(name: str, text: bytes) -> LargestErrors:
     with oracle.WiderCasts():
         expected = oracle.reference(serial, sgd)
         plan = decode(from_rank_0(lambda: text), mw.Plan, where="plan of rank 0")
-        found, trainer = oracle.in_parallel(subject_of(name), plan, sgd)
+        share = oracle.sharing_capture(("searched", name))
+        found, trainer = oracle.in_parallel(subject_of(name), plan, sgd, parallelize=share)
     return oracle.compared(before, expected, found, trainer)
 
 
@@ -67,14 +68,17 @@ def checked(ranks: Ranks, count: int, name: str, plan: mw.Plan) -> None:
         assert max(errors.losses, errors.metrics, errors.state) <= 1e-9
 
 
-@pytest.mark.parametrize("name", list(SUBJECTS))
+T5 = pytest.param("T5", marks=pytest.mark.product)
+
+
+@pytest.mark.parametrize("name", ["GPT", "GPT, tied", T5, "GPT-2"])
 def test_stages_that_a_search_cuts_train_as_one_process(ranks: Ranks, name: str) -> None:
     plan = searched_stages(name)
     assert len(plan.stages) >= 2
     checked(ranks, 2, name, plan)
 
 
-@pytest.mark.parametrize("name", ["GPT", "T5"])
+@pytest.mark.parametrize("name", ["GPT", T5])
 def test_stages_recompute_what_their_memory_needs(ranks: Ranks, name: str) -> None:
     free = searched_stages(name)
     assert free.prediction is not None

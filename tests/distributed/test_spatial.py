@@ -127,13 +127,14 @@ def train_own_rows_first(name: str, layout: mw.Layout) -> oracle.LargestErrors:
     serial = MODELS[name]()
     torch.manual_seed(3)
     parallel = MODELS[name]()
-    graph = mw.capture(parallel.model, parallel.loss_fn, parallel.batches[0])
+    share = ("spatial", name)
+    graph = oracle.captured(share, parallel).graph
     every = tuple({starred(one.name): None for one in graph.operators if one.target.startswith("aten.convolution")})
     plan = msgspec.structs.replace(mw.plan(graph, layout=layout), interiors=every)
     before = {key: value.clone() for key, value in serial.model.state_dict().items()}
     optimizer = oracle.OPTIMIZERS["SGD"]
-    expected = oracle.in_one_process(serial, optimizer)
-    found, trainer = oracle.in_parallel(parallel, plan, optimizer)
+    expected = oracle.reference(serial, optimizer)
+    found, trainer = oracle.in_parallel(parallel, plan, optimizer, parallelize=oracle.sharing_capture(share))
     targets = [node.target for node in trainer._last.stages[0].functions["prologue"].graph.nodes]
     assert collectives.ADD_ROWS in targets
     assert collectives.HALO_RETURN in targets

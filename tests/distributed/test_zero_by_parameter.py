@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.comm.groups import from_rank_0
+from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.explicit import Ask, plan_layout
@@ -32,9 +34,9 @@ def subject_of(layout: mw.Layout) -> oracle.Subject:
     return hugging_face.subject("Mixtral") if layout.ep > 1 else pipelines.subject_of("GPT", "ragged")
 
 
-def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[mw.Plan, set[int]]:
-    """A plan in which a rank stores seven tenths of its parameters at most, in the fraction ``share`` of the memory
-    that the fastest such plan needs; and the ZeRO stages that the plan mixes."""
+def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[bytes, set[int]]:
+    """A plan file in which a rank stores seven tenths of its parameters at most, in the fraction ``share`` of the
+    memory that the fastest such plan needs; and the ZeRO stages that the plan mixes."""
     total = sum(graph.tensors[name].num_bytes for name in graph.parameters) / layout.feature_ranks
     cluster = mw.Cluster.load("h100-80gb-dgx-ndr400x8", layout.num_ranks)
 
@@ -47,16 +49,18 @@ def planned(graph: Graph, layout: mw.Layout, share: float) -> tuple[mw.Plan, set
     problem = free.formulated.problem
     spare = float(np.min(problem.limits[:-1] - problem.memory(free.solution.choices)[:-1]))
     plan, found = solved(share * (1e15 - spare / layout.pp))  # the limit is of the mean rank
-    return plan, {found.zero.get(name, 0) for name in found.storage}
+    return encode_json(plan), {found.zero.get(name, 0) for name in found.storage}
 
 
 def compare(name: str) -> tuple[set[int], oracle.LargestErrors | None]:
     """The ZeRO stages in the plan, and on rank 0 the comparison with one process."""
     (layout, share), settings = CASES[name], (oracle.OPTIMIZERS["AdamW"], oracle.CLIPPING["clipped"])
     with oracle.WiderCasts():
-        subject = subject_of(layout)
-        plan, stages = planned(mw.capture(subject.model, subject.loss_fn, subject.batches[0]), layout, share)
-        found, trainer = oracle.in_parallel(subject, plan, *settings)
+        subject, key = subject_of(layout), ("zero by parameter", layout.ep)
+        graph = oracle.captured(key, subject).graph
+        text, stages = from_rank_0(lambda: planned(graph, layout, share))
+        plan = decode(text, mw.Plan, where="plan of rank 0")
+        found, trainer = oracle.in_parallel(subject, plan, *settings, oracle.sharing_capture(key))
         if trainer.rank != 0:
             return stages, None
         serial = subject_of(layout)

@@ -84,8 +84,15 @@ def every_layout(world_size: int, size: int = 4) -> dict[str, tuple[float, int]]
     return found
 
 
-@pytest.mark.parametrize("part_of_memory", [None, 0.8, 0.55])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "part_of_memory"),
+    [
+        (1, None),
+        (1, 0.8),
+        (1, 0.55),
+        *(pytest.param(2, part, marks=pytest.mark.product) for part in (None, 0.8, 0.55)),
+    ],
+)
 def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | None) -> None:
     size = 8 if world_size == 1 else 4  # of one rank, few layouts need less memory than others
     graph, every = gpt(size), every_layout(world_size, size)
@@ -99,7 +106,7 @@ def test_nothing_that_fits_is_faster(world_size: int, part_of_memory: float | No
     assert one_step.played.step_s <= (1 + ALIKE) * fastest
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.product), 2])
 def test_ranks_share_by_zero_where_memory_demands_it(microbatches: int) -> None:
     """The fastest of all stages and recomputations that fit, of one division of the batch."""
     layout = mw.Layout(dp=2, microbatches=microbatches)
@@ -216,21 +223,23 @@ def test_a_plan_tells_why_the_others_lost() -> None:
         assert re.search(r"less simple|\d% slower: .* ms more of (computing|communication|waiting)", one.why), one.why
 
 
-def test_what_does_not_fit_says_what_would() -> None:
-    graph = gpt()
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.product)])
+def test_what_does_not_fit_says_what_would(world_size: int) -> None:
+    size = 8 if world_size == 1 else 4
+    graph = gpt(size)
     with pytest.raises(LayoutError) as caught:
-        mw.plan(graph, CLUSTER, devices=2, memory_bytes=1e5)
+        mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=1e5)
     assert caught.value.where == "memory"
     found = re.fullmatch(
         r"no layout fits in [\d.e-]+ GiB for the tensors of a rank; the smallest, (.*), needs ([\d.e-]+) GiB a rank",
         caught.value.problem,
     )
     assert found is not None, caught.value.problem
-    needed = min(peak for _, peak in every_layout(2).values())
+    needed = min(peak for _, peak in every_layout(world_size, size).values())
     assert float(found[2]) * 2**30 == pytest.approx(needed, rel=0.01)
     assert f"give every rank {found[2]} GiB for tensors" in caught.value.remedy
     limit = float(found[2]) * 2**30 * 1.01
-    plan = mw.plan(graph, CLUSTER, devices=2, memory_bytes=limit)
+    plan = mw.plan(graph, CLUSTER, devices=world_size, memory_bytes=limit)
     assert plan.prediction is not None
     assert plan.prediction.peak_memory_bytes <= limit, "the remedy works"
 
@@ -329,17 +338,28 @@ def test_one_long_sequence_is_cut_along_itself() -> None:
     assert plan.layout.cp == 4
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
-def test_no_layout_by_hand_is_faster(tied: bool) -> None:
+V100 = mw.Cluster.load("v100-16gb-p3-eth25", 4)
+
+
+@pytest.mark.parametrize(
+    ("tied", "cluster"),
+    [
+        (True, FOUR),
+        (False, V100),
+        pytest.param(True, V100, marks=pytest.mark.product),
+        pytest.param(False, FOUR, marks=pytest.mark.product),
+    ],
+    ids=lambda value: value.name if isinstance(value, mw.Cluster) else "tied" if value else "own head",
+)
+def test_no_layout_by_hand_is_faster(tied: bool, cluster: mw.Cluster) -> None:
     """Megatron-LM's columns and rows, with and without sequence parallelism; `make bench-models` has larger places."""
     config = GPTConfig(layers=2, width=256, heads=4, vocabulary=4096, sequence_length=64, tied_head=tied)
     with torch.device("meta"):
         model = GPT(config)
         tokens = torch.zeros(8, config.sequence_length, dtype=torch.int64)
     graph = mw.capture(model, language_model_loss, {"tokens": tokens, "targets": tokens})
-    for cluster in (FOUR, mw.Cluster.load("v100-16gb-p3-eth25", 4)):
-        found = quality.compared("GPT", graph, cluster, 4)
-        assert found.notes["slower"] <= ALIKE, found.measured
+    found = quality.compared("GPT", graph, cluster, 4)
+    assert found.notes["slower"] <= ALIKE, found.measured
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from meshwright.ir.operator_algorithm import CONVOLUTIONS, NATIVE
 from meshwright.lower.counts import Counter
 from meshwright.ops.base import Call
 from meshwright.ops.convolution_algorithms import INPUT, WEIGHT
+from tests.tries import tries
 
 aten, ours = torch.ops.aten, torch.ops.meshwright
 TOLERANCE = 1e-11
@@ -85,7 +86,7 @@ def shapes(draw: st.DrawFn) -> ConvolutionSizes:
     return sizes_of(direction, samples, channels, filters, image, kernel, stride, padding, dilation, groups)
 
 
-@settings(max_examples=300)
+@tries(60)
 @given(shapes(), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_algorithm_computes_the_same_numbers_whole_and_in_pieces(
     sizes: ConvolutionSizes, piece: int, random: Any

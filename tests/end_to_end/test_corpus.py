@@ -5,11 +5,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import DataError
 from meshwright.runtime.corpus import by_hash, language_topics, library_sources, split_documents, standard_library_text
+from tests.tries import tries
 
 
 def test_the_standard_library_gives_enough_text_of_both_kinds() -> None:
@@ -49,7 +50,7 @@ documents = st.dictionaries(st.text(min_size=1), st.binary(min_size=1, max_size=
 
 
 @given(documents=documents, train_bytes=st.integers(0, 400), held_out_bytes=st.integers(0, 60))
-@settings(max_examples=100, deadline=None)
+@tries(25)
 def test_the_two_sides_hold_whole_documents_within_their_sizes(
     documents: dict[str, bytes], train_bytes: int, held_out_bytes: int
 ) -> None:

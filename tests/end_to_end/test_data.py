@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data.loaders import Loader, TensorLoader, TextLoader
 from meshwright.errors import DataError
+from tests.tries import tries
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**63)
-few_examples = settings(max_examples=60, deadline=None)
+few_examples = tries(15)
 
 
 def rows(count: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from meshwright.errors import (
 from meshwright.ir import files
 from meshwright.ir.run import Run
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
+from meshwright.runtime import launch
 from meshwright.runtime.loop import Silent
 from meshwright.runtime.ranks import run_ranks
 from tests.distributed.pool import Ranks
@@ -252,15 +255,17 @@ def test_an_occupied_port(busy_port: int, tmp_path: Path) -> None:
     )
 
 
+def start_on(port: int) -> str:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(LaunchError) as caught:
+        launch.start()
+    return str(caught.value)
+
+
 def test_an_occupied_port_under_another_launcher(busy_port: int) -> None:
-    program = "import meshwright.runtime.launch as launch; launch.start()"
-    environment = os.environ | {
-        "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert f"MASTER_PORT: port {busy_port} cannot be used: another program uses it\n" in done.stderr
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as rank:
+        said = rank.submit(start_on, busy_port).result(120)
+    assert said.startswith(f"MASTER_PORT: port {busy_port} cannot be used: another program uses it\n")
 
 
 @pytest.mark.parametrize(
@@ -312,23 +317,17 @@ def test_a_rank_has_the_environment_of_its_launch_draws_its_own_numbers_and_ends
     assert {path.name for path in tmp_path.glob("* ended")} == {"0 ended", "1 ended"}
 
 
-def test_what_ranks_find_imported_can_be_forked() -> None:
+def test_the_first_use_may_be_under_another_device_and_what_ranks_find_imported_can_be_forked() -> None:
+    """In one process, because its imports take long."""
     program = (
-        "import importlib, threading, torch\n"
+        "import importlib, threading, torch, meshwright as mw\n"
+        "with torch.device('meta'): mw.capture\n"
+        "from meshwright.compress import elias\n"
+        "assert elias._PLACES.device.type == 'cpu'\n"
         "from meshwright.runtime.ranks import PRELOADED\n"
         "for name in PRELOADED: importlib.import_module(name)\n"
         "assert threading.active_count() == 1\n"
         "assert not torch.cuda.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_the_first_use_may_be_under_another_device() -> None:
-    program = (
-        "import torch, meshwright as mw\n"
-        "with torch.device('meta'): mw.capture\n"
-        "from meshwright.compress import elias\n"
-        "assert elias._PLACES.device.type == 'cpu'\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

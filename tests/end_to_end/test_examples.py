@@ -101,8 +101,12 @@ def test_lenet_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert float(re.findall(r"held-out digits right: (\d+\.\d)%", output)[0]) >= 80.0
 
 
-def test_lenet_splits_convolutions_by_batch_and_dense_layers_by_features_on_the_same_ranks() -> None:
-    output = run_under_torchrun(2, "lenet_digits.py", "--steps", "50", "--goal", "0.8")
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.product)])
+def test_lenet_splits_convolutions_by_batch_and_dense_layers_by_features_on_the_same_ranks(
+    ranks: Ranks, by_torchrun: bool
+) -> None:
+    arguments = 2, "lenet_digits.py", "--steps", "50", "--goal", "0.8"
+    output = run_under_torchrun(*arguments) if by_torchrun else run_on(ranks, *arguments)
     assert "dp=1 x tp=2, 2 ranks" in output
     assert split_of(output, "convolutions.*") == "batch@tp"
     assert split_of(output, "dense.0") == "f1@tp"  # by columns: the features that it makes (f are those that it reads)

@@ -4,7 +4,7 @@ import operator
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -14,6 +14,7 @@ from meshwright.lower.fuse import fuse, reuse_memory, write_into_buckets
 from meshwright.lower.prefetch import join_returned
 from meshwright.lower.propagate import propagate
 from meshwright.ops import collectives
+from tests.tries import tries
 
 aten = torch.ops.aten
 SHAPE = (4, 4)
@@ -25,7 +26,7 @@ def _targets(graph: fx.Graph) -> list[Any]:
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
-@settings(max_examples=60, deadline=None)
+@tries(15)
 @given(st.data())
 def test_random_graphs_give_the_same_values(data: st.DataObject) -> None:
     graph = fx.Graph()
@@ -284,7 +285,7 @@ def test_sums_that_are_only_returned_are_made_together() -> None:
         torch.testing.assert_close(got, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@tries(15)
 @given(st.data())
 def test_the_largest_is_found_where_argmax_finds_it(data: st.DataObject) -> None:
     """Also of several that are largest, and of what is not a number."""

@@ -78,8 +78,13 @@ def cuts(found: Assigned) -> list[object]:
 
 @pytest.mark.parametrize(
     ("cluster", "dp", "tp"),
-    [(BOX, 1, 8), (BOX, 4, 2), (BOXES, 8, 8), (SLOW, 2, 8), (SLOW, 8, 2)],
-    ids=["one box", "one box, dp4 x tp2", "8 boxes", "slow links", "slow links, dp8 x tp2"],
+    [
+        pytest.param(BOX, 1, 8, id="one box"),
+        pytest.param(BOX, 4, 2, id="one box, dp4 x tp2", marks=pytest.mark.product),
+        pytest.param(BOXES, 8, 8, id="8 boxes"),
+        pytest.param(SLOW, 2, 8, id="slow links", marks=pytest.mark.product),
+        pytest.param(SLOW, 8, 2, id="slow links, dp8 x tp2"),
+    ],
 )
 def test_no_layout_by_hand_is_faster(cluster: mw.Cluster, dp: int, tp: int) -> None:
     graph, layout = gpt(), mw.Layout(dp=dp, tp=tp)
@@ -92,7 +97,7 @@ def test_no_layout_by_hand_is_faster(cluster: mw.Cluster, dp: int, tp: int) -> N
         assert ours[1] <= by_hand[1] * 1.02, name  # buckets are not known before
 
 
-@pytest.mark.parametrize("cluster", [BOX, SLOW], ids=["one box", "slow links"])
+@pytest.mark.parametrize("cluster", [pytest.param(BOX, marks=pytest.mark.product), SLOW], ids=["one box", "slow links"])
 def test_auto_is_never_worse_than_data_parallel_or_the_best_by_hand(cluster: mw.Cluster) -> None:
     graph, ranks = gpt(layers=1), 8
     plan = mw.plan(graph, cluster.resized(ranks), devices=ranks, memory_bytes=1e15)

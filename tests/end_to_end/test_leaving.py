@@ -64,8 +64,11 @@ def time_of(what: str, said: str) -> float:
 @pytest.mark.parametrize(
     ("communication", "how"),
     [
-        ("shared memory", "1"), ("shared memory", "0"), ("gloo", "1"), ("gloo", "_exit"), ("gloo", "raise"),
-        ("messages", "1"), ("messages", "_exit"), ("messages by gloo", "0"),
+        ("shared memory", "1"), ("gloo", "raise"), ("messages", "_exit"), ("messages by gloo", "0"),
+        *(
+            pytest.param(*case, marks=pytest.mark.product)
+            for case in [("shared memory", "0"), ("gloo", "1"), ("gloo", "_exit"), ("messages", "1")]
+        ),
     ],
 )  # fmt: skip
 def test_others_end_soon_and_name_the_rank_that_is_gone(ends: Ends, communication: str, how: str) -> None:
@@ -84,6 +87,7 @@ def test_a_rank_may_end_otherwise_when_all_is_done(ends: Ends) -> None:
     assert [code for code, _ in each] == [0, 3, 0], each
 
 
+@pytest.mark.product
 def test_torchrun_ends_soon_when_a_rank_leaves() -> None:
     done = subprocess.run(
         [

@@ -79,7 +79,7 @@ def test_each_stage_exchanges_its_parameters() -> None:
     assert step.state_bytes == 2 * step.num_bytes
 
 
-@pytest.mark.parametrize("gbit", [0.01, 1.0])
+@pytest.mark.parametrize("gbit", [pytest.param(0.01, marks=pytest.mark.product), 1.0])
 def test_the_planner_takes_the_fastest_of_all_allowed_rules_and_numbers(gbit: float) -> None:
     """Beside an exhaustive comparison."""
     allow = ["local(16)", "gossip(complete)", "server(async)"]

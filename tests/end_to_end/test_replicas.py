@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from meshwright.models import MLP, classification_loss
 from meshwright.runtime import joining, launch
 from meshwright.runtime.launch_replicas import run_replicas
 from meshwright.runtime.replica import digest
+from tests.end_to_end.launchers import LAUNCHERS, Launcher
 
 STEPS = 5
 
@@ -65,7 +64,14 @@ def check(layout: mw.Layout, each: int, tmp_path: Path, optimizer: Any = sgd) ->
 
 
 @pytest.mark.parametrize(
-    "rule", ["server(sync)", "server(ssp=0, servers=2)", "gossip(complete)", "local(1)", "diloco(1, lr=1, momentum=0)"]
+    "rule",
+    [
+        "server(ssp=0, servers=2)",
+        "gossip(complete)",
+        pytest.param("server(sync)", marks=pytest.mark.product),  # inside are these two, too
+        pytest.param("local(1)", marks=pytest.mark.product),
+        pytest.param("diloco(1, lr=1, momentum=0)", marks=pytest.mark.product),
+    ],
 )
 def test_limits_of_rules_are_synchronous_training(rule: str, tmp_path: Path) -> None:
     check(mw.Layout(replicas=2, consistency=rule), 1, tmp_path)
@@ -76,15 +82,27 @@ def test_any_optimizer_makes_its_own_steps(rule: str, tmp_path: Path) -> None:
     check(mw.Layout(replicas=2, consistency=rule), 1, tmp_path, adam)
 
 
+INSIDE = [mw.Layout(dp=2), mw.Layout(tp=2), mw.Layout(dp=2, zero=1), mw.Layout(pp=2)]
+
+
 @pytest.mark.parametrize(
-    "layout", [mw.Layout(dp=2), mw.Layout(tp=2), mw.Layout(dp=2, zero=1), mw.Layout(pp=2)], ids=str
+    ("layout", "rule"),
+    [
+        *zip(INSIDE, 2 * ["local(1)", "server(sync)"], strict=True),
+        *(
+            pytest.param(layout, rule, marks=pytest.mark.product)
+            for layout, rule in zip(INSIDE, 2 * ["server(sync)", "local(1)"], strict=True)
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("rule", ["local(1)", "server(sync)"])
 def test_any_layout_inside_a_replica(layout: mw.Layout, rule: str, tmp_path: Path) -> None:
     check(msgspec.structs.replace(layout, replicas=2, consistency=rule), 2, tmp_path)
 
 
-@pytest.mark.parametrize("rule", ["gossip(complete)", "diloco(1, lr=1, momentum=0)"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param("gossip(complete)", marks=pytest.mark.product), "diloco(1, lr=1, momentum=0)"]
+)
 def test_zero_inside_replicas_that_mix(rule: str, tmp_path: Path) -> None:
     check(mw.Layout(dp=2, zero=3, replicas=2, consistency=rule), 2, tmp_path)
 
@@ -195,10 +213,14 @@ def test_only_members_of_an_ensemble_predict_together() -> None:
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 RULES_THAT_GO_ON = [
-    "server(async, copies=2)", "server(ssp=2, copies=2)", "partial(majority)", "gossip(ring)",
-    "gossip(one-peer, push=on, staleness=any)", "easgd(0.2, every=2)", "easgd(0.2, mode=async)", "local(3)",
-    "diloco(4)", "diloco(4, fragments=2, delay=1, codec=qsgd(8))",
+    "server(async, copies=2)", "partial(majority)", "gossip(one-peer, push=on, staleness=any)",
+    "easgd(0.2, mode=async)", "diloco(4, fragments=2, delay=1, codec=qsgd(8))",
+    *(
+        pytest.param(rule, marks=pytest.mark.product)
+        for rule in ("server(ssp=2, copies=2)", "gossip(ring)", "easgd(0.2, every=2)", "local(3)", "diloco(4)")
+    ),
 ]  # fmt: skip
+"""One rule of each kind, and others of these kinds; ``test_peer_rules.py`` has deaths under all of them."""
 
 
 def killed_once(rule: str, victim: int, at: int) -> int:
@@ -263,38 +285,30 @@ def test_verify_refuses_replicas() -> None:
 
 # --- other launchers -------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import os
-from pathlib import Path
-from tests.end_to_end.test_replicas import trained
-import meshwright as mw
-weights, shard = trained(mw.Layout({layout}))
-total = float(sum(value.double().sum() for value in weights.values()))
-Path("{place}", "rank" + os.environ["RANK"]).write_text(f"shard {{shard}} {{total}}")
-"""
+
+def write(layout: mw.Layout, directory: Path) -> None:
+    """Train, and write down the part of the data and the sum of all parameters."""
+    weights, shard = trained(layout)
+    total = float(sum(value.double().sum() for value in weights.values()))
+    (directory / f"rank{os.environ['RANK']}").write_text(f"shard {shard} {total}")
 
 
-def by_torchrun(layout: str, num_ranks: int, tmp_path: Path) -> list[str]:
-    """What the ranks of a script say, in order."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(layout=layout, place=tmp_path))
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", f"{num_ranks}", str(script)],
-        capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [file.read_text() for file in sorted(tmp_path.glob("rank*"))]
+def lines_of(launch: Launcher, layout: mw.Layout, directory: Path) -> list[str]:
+    """What the ranks write, in order."""
+    launch(4, directory, write, layout, directory)
+    return [file.read_text() for file in sorted(directory.glob("rank*"))]
 
 
-def test_torchrun_starts_all_replicas_together(tmp_path: Path) -> None:
-    lines = by_torchrun("replicas=2, consistency='local(1)', tp=2", 4, tmp_path)
+@LAUNCHERS
+def test_another_launcher_starts_all_replicas_together(launch: Launcher, tmp_path: Path) -> None:
+    lines = lines_of(launch, mw.Layout(replicas=2, consistency="local(1)", tp=2), tmp_path)
     assert [line.split(")")[0] for line in lines] == ["shard (0, 2", "shard (0, 2", "shard (1, 2", "shard (1, 2"]
     assert len({line.split(")")[1] for line in lines}) == 1
 
 
-def test_servers_on_ranks_of_their_own(tmp_path: Path) -> None:
-    lines = by_torchrun("replicas=2, consistency='server(sync, servers=2, place=own)'", 4, tmp_path)
+@LAUNCHERS
+def test_servers_on_ranks_of_their_own(launch: Launcher, tmp_path: Path) -> None:
+    lines = lines_of(launch, mw.Layout(replicas=2, consistency="server(sync, servers=2, place=own)"), tmp_path)
     serial = float(sum(value.double().sum() for value in trained(mw.Layout())[0].values()))
     assert [line.split(")")[0] for line in lines] == ["shard (0, 2", "shard (1, 2"], "servers say nothing"
     assert all(float(line.split()[-1]) == pytest.approx(serial, rel=1e-9) for line in lines)

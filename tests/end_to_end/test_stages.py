@@ -8,7 +8,7 @@ from functools import cache
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.stages import Cut, cut, forward_operators
 from meshwright.models import UNet, segmentation_loss
 from tests.distributed import oracle
+from tests.tries import tries
 
 
 @cache
@@ -50,7 +51,7 @@ CUTS = st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=7)
 
 
 @pytest.mark.parametrize("model", SUBJECTS)
-@settings(max_examples=40)
+@tries(12)
 @given(places=CUTS)
 def test_every_operator_finds_its_inputs_in_its_stage(model: str, places: list[float]) -> None:
     """Made there, received from one of the two neighbours, or of the whole step (parameters, batch, prologue)."""
@@ -74,7 +75,7 @@ def test_every_operator_finds_its_inputs_in_its_stage(model: str, places: list[f
 
 
 @pytest.mark.parametrize("model", SUBJECTS)
-@settings(max_examples=40)
+@tries(12)
 @given(places=CUTS)
 def test_values_go_up_and_gradients_down(model: str, places: list[float]) -> None:
     """What a stage sends it has made or received from the other side, once; forward values go down only for a
@@ -103,7 +104,7 @@ def test_values_go_up_and_gradients_down(model: str, places: list[float]) -> Non
 
 
 @pytest.mark.parametrize("model", SUBJECTS)
-@settings(max_examples=40)
+@tries(12)
 @given(places=CUTS)
 def test_each_parameter_has_its_gradient_in_terms_of_its_owners(model: str, places: list[float]) -> None:
     """Adding up the terms of all stages is all that the operators without a stage did."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 
 import msgspec
@@ -104,9 +105,18 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", STAGES, ids=str)
-@pytest.mark.parametrize("cluster", [CPU, ALIKE, SLOW_BOX], ids=["cpu", "alike", "slow box"])
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def priced() -> Iterator[object]:
+    """Stages, clusters and heads. All pairs of them meet."""
+    clusters = {"cpu": CPU, "alike": ALIKE, "slow box": SLOW_BOX}
+    for number, sizes in enumerate(STAGES):
+        for index, (name, cluster) in enumerate(clusters.items()):
+            for tied in (False, True):
+                marks = () if (number + index) % 2 == tied else (pytest.mark.product,)
+                head = "tied" if tied else "own head"
+                yield pytest.param(sizes, cluster, tied, marks=marks, id=f"{head}, {name}, {sizes}")
+
+
+@pytest.mark.parametrize(("sizes", "cluster", "tied"), list(priced()))
 def test_assembled_unequal_stages_cost_what_the_program_of_the_model_costs(
     sizes: tuple[dict[str, int], ...], cluster: Cluster, tied: bool
 ) -> None:
@@ -245,7 +255,7 @@ def at_half_speed() -> mw.Plan:
     return mw.plan(large(), boxes(slow, slow, box=PAIR), devices=4)
 
 
-@pytest.mark.parametrize("slow_first", [False, True])
+@pytest.mark.parametrize("slow_first", [False, pytest.param(True, marks=pytest.mark.product)])
 def test_the_search_gives_the_faster_box_more_layers(slow_first: bool) -> None:
     graph = large()
     devices = [FAST, scaled(FAST, 0.5)]

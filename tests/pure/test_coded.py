@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cli import run as cli
@@ -22,6 +22,7 @@ from meshwright.schedules.collectives.coded_bytes import SAMPLES, chunk_of, in_b
 from meshwright.schedules.collectives.coded_forms import closed_form
 from meshwright.schedules.collectives.operations import ALGORITHMS, FOR_SELECTIONS, build
 from meshwright.schedules.collectives.steps import Move, RequiredSum, made
+from tests.tries import tries
 
 SIZES = {"num_ranks": st.integers(1, 8), "length": st.integers(0, 2000), "chunk": st.sampled_from([16, 512, 2**18])}
 LOSSY, EXACT = ("fp16", "qsgd(4)", "onebit", "topk(10%)+qsgd(8)"), ("lossless", "topk(1%)", "threshold(0.1)")
@@ -35,7 +36,7 @@ SAFE = [(operation, name) for operation in OPERATIONS for name in ALGORITHMS[ope
 
 @pytest.mark.parametrize(("operation", "name"), SAFE)
 @given(num_ranks=st.integers(1, 9), length=st.integers(0, 40), codec=st.sampled_from((*LOSSY, *EXACT)))
-@settings(max_examples=25)
+@tries(8)
 def test_each_contribution_and_each_coded_message_counts_once(
     operation: str, name: str, num_ranks: int, length: int, codec: str
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_butterfly_between_more_than_two_boxes_is_refused() -> None:
 
 @pytest.mark.parametrize(("operation", "name"), sorted(coded_forms._FORMS))
 @given(**SIZES, codec=st.sampled_from((*LOSSY, *EXACT)), item_bytes=st.sampled_from([2, 4, 8]))
-@settings(max_examples=60)
+@tries(15)
 def test_counted_bytes_are_the_closed_forms(
     operation: str, name: str, num_ranks: int, length: int, chunk: int, codec: str, item_bytes: int
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.catalog import load_cluster
@@ -47,6 +47,7 @@ from meshwright.schedules.collectives.operations import (
 )
 from meshwright.schedules.collectives.picture import rounds
 from meshwright.schedules.collectives.steps import Move, Steps, count, programs
+from tests.tries import tries
 
 ALL = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
 DIFFER = ("naive", "one-by-one", "contention-free")
@@ -59,7 +60,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 @given(num_ranks=st.integers(1, 11), length=st.integers(0, 40))
-@settings(max_examples=25)
+@tries(8)
 def test_each_contribution_arrives_exactly_once(operation: str, name: str, num_ranks: int, length: int) -> None:
     check(build(operation, name, num_ranks, length))
 
@@ -107,7 +108,7 @@ def _boxes() -> st.SearchStrategy[Boxes]:
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("inside", INSIDE)
 @given(boxes=_boxes(), length=st.integers(0, 50), pieces=st.integers(1, 4))
-@settings(max_examples=25)
+@tries(8)
 def test_levels_compose(inside: str, across: str, boxes: Boxes, length: int, pieces: int) -> None:
     name = written(inside, across, named_boxes(boxes), pieces)
     assert check(all_reduce(name, len(leaves(boxes)), length))
@@ -132,7 +133,7 @@ def test_boxes_are_written_shortly() -> None:
 @given(
     fans=st.lists(st.integers(1, 3), min_size=2, max_size=3), data=st.data(), order=st.randoms(use_true_random=False)
 )
-@settings(max_examples=25)
+@tries(8)
 def test_halves_compose(inside: str, across: str, fans: list[int], data: st.DataObject, order: random.Random) -> None:
     """Equal boxes, of any ranks."""
     ranks = list(range(math.prod(fans)))
@@ -158,7 +159,7 @@ def test_a_piece_goes_across_while_the_next_is_added_up(pieces: int) -> None:
 
 
 @given(num_ranks=st.integers(3, 9), length=st.integers(1, 20))
-@settings(max_examples=15)
+@tries(5)
 def test_which_all_reduces_end_with_the_same_bits(num_ranks: int, length: int) -> None:
     for name in ALGORITHMS["all_reduce"]:
         assert check(all_reduce(name, num_ranks, length)) == (name not in DIFFER)

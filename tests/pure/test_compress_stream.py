@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.compress.select import chosen, largest, random_indices, share_of
 from meshwright.compress.stream import Stream, merge, read_coded, recode, select_with_feedback
 from meshwright.ir.codec import HEADER_BYTES, Codec, codec_of
+from tests.tries import tries
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CHAINS = ("topk(10%)", "topk(10%)+qsgd(4)", "topk(10%)+bf16", "topk(10%)+onebit", "threshold(1)",
@@ -128,7 +129,7 @@ def test_the_share_falls_exponentially_in_the_warm_up() -> None:
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@tries(15)
 @given(st.integers(1, 400), st.floats(0.001, 1), st.floats(0.001, 1), st.sampled_from(DTYPES))
 def test_sums_of_streams_are_sums_of_vectors(length: int, one: float, two: float, dtype: torch.dtype) -> None:
     codec = codec_of("topk(1%)")
@@ -160,7 +161,7 @@ def test_a_sum_is_dense_exactly_when_the_dense_form_has_fewer_bytes() -> None:
         assert (merge(first, second).indices is not None) == is_sparse
 
 
-@settings(max_examples=60)
+@tries(15)
 @given(st.integers(0, 300), st.sampled_from(DTYPES), st.sampled_from(("topk(3%)", "threshold(0.5)", "threshold(0)")),
        st.lists(st.floats(0, 1), max_size=4))  # fmt: skip
 def test_streams_are_cut_written_and_read(length: int, dtype: torch.dtype, text: str, places: list[float]) -> None:
@@ -219,7 +220,7 @@ def test_streams_of_zeros_and_of_values_that_are_not_finite(text: str) -> None:
 # --- feedback --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@tries(12)
 @given(st.sampled_from(("topk(10%)", "topk(10%)+qsgd(4)", "threshold(1)", "threshold(0.5)+onebit", "randk(20%)")),
        st.integers(1, 300), st.sampled_from((torch.float32, torch.float64)))  # fmt: skip
 def test_sent_and_new_residual_are_value_and_old_residual(text: str, length: int, dtype: torch.dtype) -> None:

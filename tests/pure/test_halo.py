@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.ir.halo import fetched, most_rows, outside, overlap, owned, window_ranges
 from meshwright.ir.halo import given as given_rows
 from meshwright.ir.placement import bounds
+from tests.tries import tries
 
 WINDOWS = st.fixed_dictionaries(
     {"stride": st.integers(1, 4), "window": st.integers(1, 9), "padding": st.integers(-2, 9)}
@@ -40,7 +41,7 @@ def test_parts_that_are_not_equal_read_as_far() -> None:
     assert (fetched(ranges, (0, 4, 7), 0), fetched(ranges, (0, 4, 7), 1)) == ([(1, (4, 6))], [])
 
 
-@settings(max_examples=60)
+@tries(15)
 @given(WINDOWS, st.integers(1, 13), st.integers(1, 5), st.integers(1, 30))
 def test_what_one_gets_another_gives(windows: dict[str, int], count: int, parts: int, length: int) -> None:
     ranges, rows = window_ranges(bounds(count, [parts]), **windows), bounds(length, [parts])

@@ -6,10 +6,11 @@ import itertools
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.planner.inter_op.layers import TOLERANCE, group_layers
+from tests.tries import tries
 
 
 def sizes_of(work: list[float], firsts: tuple[int, ...]) -> list[float]:
@@ -35,7 +36,7 @@ OPERATORS = st.lists(
 
 
 @given(OPERATORS, st.integers(1, 5))
-@settings(max_examples=300)
+@tries(60)
 def test_equal_to_brute_force(operators: list[tuple[float, float]], count: int) -> None:
     work, crossing = [first for first, _ in operators], [second for _, second in operators]
     possible = sum(bytes_ < inf for bytes_ in crossing[1:])

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.memory import in_flight
@@ -28,10 +28,11 @@ from meshwright.simulate.faults import Faults
 from meshwright.simulate.played import Played
 from tests.pure.test_cost import setup
 from tests.pure.test_simulate import FREE, cluster, work
+from tests.tries import tries
 
 F, B = ActionKind.F, ActionKind.B
 RANKS, MICROBATCHES = st.integers(1, 6), st.integers(1, 12)
-TRIED = settings(max_examples=60, deadline=None)
+TRIED = tries(15)
 
 
 def limited(num_ranks: int, num_microbatches: int, limit: int) -> Schedule:
@@ -82,7 +83,7 @@ def test_a_rank_that_has_run_all_has_nothing_to_do() -> None:
     assert next_action(progress) is None
 
 
-@settings(max_examples=200, deadline=None)
+@tries(50)
 @given(RANKS, MICROBATCHES, st.integers(1, 9), st.randoms(use_true_random=False))
 def test_any_times_and_delays_end_in_a_schedule_that_obeys(p: int, m: int, limit: int, draws: random.Random) -> None:
     times: dict[Action, float] = {}

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,10 +17,11 @@ from meshwright.consistency.round_state import RoundState
 from meshwright.errors import LostRankError
 from meshwright.ir.consistency import Partial
 from tests.pure.test_servers import OPTIMIZERS, SEEDS, quadratic, units
+from tests.tries import tries
 from tests.virtual_mailbox import VirtualNetwork
 from tests.virtual_servers import Chaos, Training
 
-FEW, MANY = settings(max_examples=15, deadline=None), settings(max_examples=60, deadline=None)
+FEW, MANY = tries(5), tries(15)
 
 
 def push(replica: int, number: int, value: float) -> Operation:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from meshwright.consistency.push_sum import PushSumExchange
 from meshwright.consistency.rules import exchange_of
 from meshwright.errors import MeshwrightError
 from meshwright.ir.consistency import DiLoCo, consistency_of
+from tests.tries import tries
 from tests.virtual_mailbox import VirtualNetwork
 
 LENGTHS = (5, 2)
@@ -292,7 +293,7 @@ def test_quantized_outer_gradients_leave_replicas_equal() -> None:
 # --- push-sum --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@tries(12)
 @given(st.sampled_from(["ring", "torus", "one-peer", "random", "edges=0-1 1-2", "exponential"]),
        st.sampled_from([0, 1, 3, "any"]), st.randoms(use_true_random=False))  # fmt: skip
 def test_push_sum_weights_sum_up_to_the_number_of_replicas(
@@ -450,12 +451,13 @@ def test_an_asynchronous_center_gains_what_replicas_lose(seed: int) -> None:
     assert same(books[0].center, books[1].center)
 
 
+@pytest.mark.parametrize("every", [16, pytest.param(2, marks=pytest.mark.product)])
 @pytest.mark.parametrize("victim", range(4))
-def test_a_center_survives_its_keepers(victim: int) -> None:
+def test_a_center_survives_its_keepers(victim: int, every: int) -> None:
     """Whoever dies when, the center has gained what replicas have lost, but for the last change of the one that died:
     every change counts once."""
     _, _, _, network = run_center(0, {})
-    for turn in range(1, network.turn, 2):
+    for turn in range(1 + victim, network.turn, every):
         books, living, changes, _ = run_center(turn, {turn: replica_name(victim)})
         center = next(books[replica].center for replica in sorted(living))
         lost = torch.stack([book.lost for book in books.values()]).sum(0)
@@ -476,11 +478,12 @@ TEXTS = [
 EQUAL = ("local(2)", "diloco(2, lr=0.5, momentum=0.5)")
 
 
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.product)])
 @pytest.mark.parametrize("text", TEXTS)
-def test_nobody_waits_for_the_dead(text: str) -> None:
-    """A death at every turn: all others end, and end equal where the rule says so."""
+def test_nobody_waits_for_the_dead(text: str, every: int) -> None:
+    """A death at every turn, or at some: all others end, and end equal where the rule says so."""
     _, network = train(text, 3, 4, 1)
-    for turn in range(1, network.turn + 1, 1 if text in EQUAL else 4):
+    for turn in range(1, network.turn + 1, every):
         victim = turn % 3
         done, _ = train(text, 3, 4, turn, {turn: replica_name(victim)})
         assert done.keys() >= {0, 1, 2} - {victim}
@@ -492,7 +495,7 @@ def test_nobody_waits_for_the_dead(text: str) -> None:
             assert all(same(first.exchange.old, other.exchange.old) for other in others)  # type: ignore[attr-defined]
 
 
-@settings(max_examples=150, deadline=None)
+@tries(40)
 @given(st.sampled_from(TEXTS), st.integers(2, 5), st.randoms(use_true_random=False),
        st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), max_size=4))  # fmt: skip
 def test_orders_and_deaths(text: str, count: int, choices: random.Random, deaths: list[tuple[int, int]]) -> None:
@@ -567,10 +570,11 @@ def shape_in(name: str) -> list[int]:
     return [int(size) for size in name.partition("/")[2].split("x") if size]
 
 
+@pytest.mark.parametrize("seeds", [range(0, 30, 5), pytest.param(range(30), marks=pytest.mark.product)])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_replica_that_died_joins_again(text: str) -> None:
+def test_a_replica_that_died_joins_again(text: str, seeds: range) -> None:
     """It dies at one turn and joins at a later one: nobody waits for ever, and all end equal where the rule says so."""
-    for seed in range(30):
+    for seed in seeds:
         network = VirtualNetwork(random.Random(seed).randrange, {10 + 3 * seed: "replica 1"})
         bodies = {replica_name(replica): lives(text, replica, 3, 8) for replica in range(3)}
         done = network.run(bodies, {20 + 5 * seed: ("replica 1", lives(text, 1, 3, 8, joined=True))})
@@ -581,10 +585,11 @@ def test_a_replica_that_died_joins_again(text: str) -> None:
                 assert same(runs[0].parameters, again.parameters), seed
 
 
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 100), marks=pytest.mark.product)])
 @pytest.mark.parametrize("text", TEXTS)
-def test_replicas_die_and_join_at_any_time(text: str) -> None:
+def test_replicas_die_and_join_at_any_time(text: str, seeds: range) -> None:
     """Up to 3 deaths, some followed by a join: nobody waits for ever, and what the rule keeps equal is equal."""
-    for seed in range(40):
+    for seed in seeds:
         draw = random.Random(f"{text} {seed}")
         count, steps, horizon = draw.randint(2, 5), 2 * draw.randint(1, 4), draw.choice([60, 200, 600])
         kills, starts = dict[int, str](), dict[int, tuple[str, Any]]()

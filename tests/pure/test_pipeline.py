@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
@@ -19,6 +19,7 @@ from meshwright.schedules.check import ScheduleReport, check
 from meshwright.schedules.passes import add_communication, add_reduction
 from meshwright.schedules.pipeline import NAMES, build, forwards, least_microbatches
 from meshwright.schedules.timing import Costs, run
+from tests.tries import tries
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -26,7 +27,7 @@ RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 16)
 CHUNKS = st.integers(1, 4)
 RECEIVES = {ActionKind.RECV_F: (-1, ActionKind.SEND_F), ActionKind.RECV_B: (1, ActionKind.SEND_B)}
-TRIED = settings(max_examples=60, deadline=None)
+TRIED = tries(15)
 
 
 @st.composite

@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
@@ -26,6 +26,7 @@ from meshwright.schedules.products.grid import (
 )
 from meshwright.schedules.products.memory import fewest_panels, least_words, peak_words
 from meshwright.schedules.products.rounds import backward, count_words, forward
+from tests.tries import tries
 
 SIZES = st.integers(1, 40)
 
@@ -34,7 +35,7 @@ SIZES = st.integers(1, 40)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 16), st.data())
-@settings(max_examples=100)
+@tries(25)
 def test_every_element_is_stored_once(m: int, k: int, n: int, num_ranks: int, data: st.DataObject) -> None:
     plan = drawn_plan(m, k, n, num_ranks, data)
     for operand, (rows, columns) in DIMS.items():
@@ -100,7 +101,7 @@ def test_published_volumes(sizes: tuple[int, int, int], num_ranks: int, words: i
 
 
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 200), st.integers(1, 16))
-@settings(max_examples=200)
+@tries(50)
 def test_no_grid_receives_less_than_the_bound(m: int, k: int, n: int, num_ranks: int) -> None:
     for grid in grids(m, k, n, num_ranks):
         divides = m % grid.m == 0 and k % grid.k == 0 and n % grid.n == 0
@@ -139,7 +140,7 @@ def by_brute_force(
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.integers(1, 12), st.booleans(), st.floats(0, 1.5))
-@settings(max_examples=150)
+@tries(40)
 def test_chosen_grid_equals_brute_force(
     m: int,
     k: int,
@@ -183,7 +184,7 @@ def test_named_grids() -> None:
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 12), st.booleans(), st.data())
-@settings(max_examples=200)
+@tries(50)
 def test_fewest_panels_are_those_of_a_search(
     m: int,
     k: int,

@@ -5,12 +5,13 @@ from math import ceil, inf, log2, prod
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.ir.mesh import members
 from meshwright.ir.placement import REPLICATE, Flat, Partial, Placement, Placements, Replicate, Shard
 from meshwright.ir.resharding import Kind, Link, Mover, ReshardingMove
+from tests.tries import tries
 
 SIZES = {"dp": 2, "tp": 2}
 SHAPE = (48, 48)
@@ -250,7 +251,7 @@ SOLID = st.dictionaries(
 ).filter(legal)
 
 
-@settings(max_examples=200)
+@tries(50)
 @given(SOLID, SOLID.filter(lambda one: not any(isinstance(each, Partial) for each in one.values())), LINKS)
 # to gather both axes as one takes less than to gather the one that changes
 @example(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,11 +20,12 @@ from meshwright.consistency.server import ServerExchange
 from meshwright.consistency.server_state import ServerState, hyperparameters, set_hyperparameters
 from meshwright.errors import CheckpointError, LostRankError, MeshwrightError, OptimizerError
 from meshwright.ir.consistency import ASYNC, Server, consistency_of
+from tests.tries import tries
 from tests.virtual_mailbox import VirtualNetwork
 from tests.virtual_servers import Chaos, Training, plain_sgd
 
 SEEDS = st.integers(0, 2**32 - 1)
-FEW, MANY = settings(max_examples=15, deadline=None), settings(max_examples=60, deadline=None)
+FEW, MANY = tries(5), tries(15)
 
 
 def of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Any], torch.optim.Optimizer]:

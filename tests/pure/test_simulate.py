@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.cost.collective import Group, Network
@@ -18,6 +18,7 @@ from meshwright.schedules.pipeline import build
 from meshwright.schedules.timing import Costs, run
 from meshwright.simulate.engine import play
 from meshwright.simulate.faults import Faults
+from tests.tries import tries
 
 DEVICE = Device(
     name="x", kind="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"float32": 1e9}
@@ -253,7 +254,7 @@ def test_at_the_end_only_what_is_held_is_left(pipeline: tuple[str, int, int, int
 # --- ranks that behave alike -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@tries(15)
 @given(
     PIPELINES,
     st.permutations(["pp", "dp", "tp"]),

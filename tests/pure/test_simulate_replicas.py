@@ -5,7 +5,7 @@ from itertools import islice
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
@@ -18,6 +18,7 @@ from meshwright.simulate.letters import ReplicaStep
 from meshwright.simulate.played import COMPUTE
 from meshwright.simulate.replicas import ReplicaTimes, simulate_replicas
 from meshwright.worked.servers import full_at, throughputs
+from tests.tries import tries
 
 DEVICE = Device(
     name="x", kind="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"float32": 1e9}
@@ -87,7 +88,7 @@ def test_synchronous_rules_take_the_slowest_of_each_step(rule: str) -> None:
                           Gossip("ring", 1), Gossip("torus", 2), Local(3)]),
     num_replicas=st.integers(2, 5),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@tries(15)
 def test_steps_begin_when_a_recurrence_says(seed: int, rule: Consistency, num_replicas: int) -> None:
     """Without letters, a step begins when the replica's last step has ended and the awaited replicas have ended enough
     of theirs: E_i(c + 1) = max(E_i(c), max_j E_j(least clock)) + the time of the step. This needs no events. Under
@@ -111,7 +112,7 @@ def test_steps_begin_when_a_recurrence_says(seed: int, rule: Consistency, num_re
 
 
 @given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
+@tries(8)
 def test_stale_synchronous_parallel_with_a_large_bound_is_asynchronous(seed: int) -> None:
     bound, free = (play(rule, step=STEP, faults=random_faults(seed)) for rule in ("server(ssp=99)", "server(async)"))
     assert msgspec.structs.replace(bound, rule="", trace=free.trace) == msgspec.structs.replace(free, rule="")
@@ -121,7 +122,7 @@ def test_stale_synchronous_parallel_with_a_large_bound_is_asynchronous(seed: int
     seed=SEEDS, bound=st.integers(0, 4), servers=st.integers(1, 2), num_bytes=st.sampled_from([0.0, 1e7, 1e9]),
     death_s=st.sampled_from([0.5, 3.7, 100.0]), join_s=st.sampled_from([0.0, 2.0, 5.5, 100.0]),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@tries(20)
 def test_no_step_begins_more_than_the_bound_ahead_of_the_slowest(
     seed: int, bound: int, servers: int, num_bytes: float, death_s: float, join_s: float
 ) -> None:
@@ -264,7 +265,7 @@ def test_ranks_of_equal_index_exchange_their_parts_side_by_side() -> None:
 
 @given(seed=SEEDS, rule=st.sampled_from(RULES), death_s=st.floats(0.0, 15.0), join_s=st.floats(0.0, 15.0))
 @example(seed=1, rule="diloco(6, fragments=3, delay=1)", death_s=0.0, join_s=2.0)
-@settings(max_examples=150, deadline=None)
+@tries(40)
 def test_the_others_go_on_when_a_replica_dies_or_joins(seed: int, rule: str, death_s: float, join_s: float) -> None:
     each = Faults(jitter=0.3, seed=seed, deaths_s={3: death_s})
     times = play(rule, step=STEP, faults=ReplicaFaults(each=each, joins_s={1: join_s}))

@@ -8,11 +8,12 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.planner.inter_op.stage_prices import StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
+from tests.tries import tries
 
 ANY = 99
 """More stages than there are."""
@@ -82,7 +83,7 @@ def instances(draw: st.DrawFn) -> tuple[StagePrices, tuple[int, ...], int, float
 
 
 @given(instances())
-@settings(max_examples=200)
+@tries(50)
 def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int, float]) -> None:
     prices, pools, microbatches, fill = instance
     expected = brute_force(prices, pools, microbatches, fill)
@@ -110,7 +111,7 @@ def test_equal_to_brute_force(instance: tuple[StagePrices, tuple[int, ...], int,
 
 
 @given(instances(), st.sampled_from([1, 2, 3, 4]), st.booleans())
-@settings(max_examples=200)
+@tries(50)
 def test_stages_in_the_order_of_ranks_equal_brute_force(
     instance: tuple[StagePrices, tuple[int, ...], int, float], box: int, in_order: bool
 ) -> None:

@@ -1,13 +1,16 @@
 """Worked numbers: every example is computed, verdicts are those that were checked by hand, steps are all-reduces."""
 
 import json
+from functools import cache
 
 import pytest
 
+from meshwright import worked
 from meshwright.cli import run as cli
 from meshwright.errors import LayoutError
-from meshwright.worked import recompute, worked_names
 from meshwright.worked.line import compared, predicted
+
+recompute = cache(worked.recompute)
 
 WRONG = {
     "years-412": ["30 s a token, in the same lecture"],
@@ -30,7 +33,7 @@ MISSED = {
 """Measurements that are not predicted within the points that were asked for."""
 
 
-@pytest.mark.parametrize("name", worked_names())
+@pytest.mark.parametrize("name", worked.worked_names())
 def test_verdicts(name: str) -> None:
     found = recompute(name)
     assert (found.id, bool(found.about)) == (name, True)
