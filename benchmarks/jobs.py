@@ -46,6 +46,8 @@ LIMIT = 0.05
 KILLS, KILL_SIZE, KILL_S = 100, 10, (0.3, 1.0)
 """Kills; the vertices of a graph whose processes are killed; and the seconds that they sleep."""
 PATIENCE_S = 120.0
+WORKERS = ("ray::IDLE", "ray::execute")
+"""The names of Ray's workers; without its other processes, a local cluster is gone as a whole."""
 SETTINGS = "sleeping vertices"
 
 
@@ -141,7 +143,12 @@ def kill_findings(options: argparse.Namespace) -> list[Finding]:
 def _killed(folder: Path, draw: random.Random, most: int) -> Killing:
     """Run the graph in a folder, and kill at random moments, at most ``most`` times, until it is complete."""
     directory, kills, problems = folder / "runs" / "g", Counter[str](), list[str]()
-    process = subprocess.Popen(_command("g.toml"), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def started() -> subprocess.Popen[bytes]:
+        with (folder / "told").open("wb") as file:
+            return subprocess.Popen(_command("g.toml"), cwd=folder, stdout=subprocess.DEVNULL, stderr=file)
+
+    process = started()
     begun = time.monotonic()
     while process.poll() is None:
         if time.monotonic() - begun > PATIENCE_S:
@@ -157,8 +164,7 @@ def _killed(folder: Path, draw: random.Random, most: int) -> Killing:
             process.kill()
             process.wait()
             kills[kind] += 1
-            process = subprocess.Popen(_command("g.toml"), cwd=folder, stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.DEVNULL)  # fmt: skip
+            process = started()
             begun = time.monotonic()
         elif kind == "a vertex":
             vertex = draw.choice(sorted(running))
@@ -168,7 +174,7 @@ def _killed(folder: Path, draw: random.Random, most: int) -> Killing:
                 os.kill(draw.choice(workers), signal.SIGKILL)
                 kills[kind] += 1
     if process.returncode:
-        problems.append(f"exit code {process.returncode}")
+        problems.append(f"exit code {process.returncode}: {(folder / 'told').read_text()[-500:]}")
     again, wrong = started_again(directory)
     lost = sum(isinstance(event, Failed) for event in events_in(directory))
     if lost > kills["a vertex"] + kills["a worker"]:
@@ -190,7 +196,7 @@ def ray_workers(scheduler: int) -> list[int]:
             pid = parents[pid]
         return pid == scheduler
 
-    return sorted(pid for pid, name in names.items() if name.startswith("ray::") and below(pid))
+    return sorted(pid for pid, name in names.items() if name.startswith(WORKERS) and below(pid))
 
 
 def started_again(directory: Path) -> tuple[int, list[str]]:

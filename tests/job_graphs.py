@@ -14,7 +14,7 @@ import msgspec
 
 import meshwright as mw
 from meshwright.ir.job_graph import FunctionVertex, JobGraph, JobNode
-from meshwright.jobs.journal import Event, Failed, Finished, Started, read_events
+from meshwright.jobs.journal import Event, Failed, Finished, Opened, Started, read_events
 from meshwright.jobs.order import topological
 from meshwright.jobs.values import encode
 
@@ -80,10 +80,12 @@ def starts_in(directory: Path) -> dict[str, int]:
 
 
 def running_in(directory: Path) -> dict[str, int]:
-    """The attempt of each vertex that has started and not ended."""
+    """The attempt of each vertex that has started and not ended, under the last scheduler."""
     running: dict[str, int] = {}
     for event in events_in(directory):
-        if isinstance(event, Started):
+        if isinstance(event, Opened):
+            running = {}
+        elif isinstance(event, Started):
             running[event.unit] = event.attempt
         elif isinstance(event, Finished):
             running.pop(event.vertex, None)
@@ -100,12 +102,21 @@ def kill_vertex(directory: Path, vertex: str, attempt: int, patience_s: float = 
         if time.monotonic() > end_s or running_in(directory).get(vertex) != attempt:
             return False
         time.sleep(0.005)
-    if running_in(directory).get(vertex) != attempt:
+    pid = int(path.read_text())
+    if running_in(directory).get(vertex) != attempt or not lives(pid):
         return False
     with suppress(ProcessLookupError):
-        os.kill(int(path.read_text()), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         return True
     return False
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def save(graph: JobGraph, path: Path) -> None:

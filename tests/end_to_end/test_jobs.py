@@ -131,6 +131,17 @@ def test_equal_inputs_cut_off_what_comes_after(folder: Path) -> None:
     assert [row.state for row in record.rows] == ["finished", "reused"]
 
 
+def test_what_a_stream_carries_is_a_part_of_its_readers_key(folder: Path) -> None:
+    jobs = builder(folder)
+    jobs.command("read", "sh", "-c", "cat {lines} > {out}", inputs={"lines": "write.lines"}, outputs={"out": "o.txt"})
+    jobs.command("write", "sh", "-c", "cat {text} > {lines}", inputs={"text": "./t.txt"}, outputs={"lines": "stream"})
+    for text, states in (("a", ["finished"] * 2), ("b", ["finished"] * 2), ("a", ["reused"] * 2)):
+        (folder / "t.txt").write_text(text)
+        assert [row.state for row in jobs.run("runs", on="here").rows] == states
+    found = hashes_of(Path("runs"), "read", first=True)
+    assert Path("runs/objects", found["out"][:2], found["out"]).read_text() == "a"
+
+
 def test_damaged_outputs_are_made_again(folder: Path) -> None:
     jobs = builder(folder)
     first = jobs.command("first", "sh", "-c", "echo 1 > {a}", outputs={"a": "a.txt"})

@@ -3,8 +3,10 @@
 import math
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,13 +28,13 @@ class OnRay:
     process.
 
     A local cluster has the cores and GPUs of ``nodes`` together. All nodes of a cluster must share the file system of
-    the run's directory.
+    the run's directory. ``num_vertices``: the most vertices that could run at once.
 
     Raises:
         JobError: Ray is not installed, or no cluster answers.
     """
 
-    def __init__(self, nodes: Mapping[str, JobNode], address: str = "") -> None:
+    def __init__(self, nodes: Mapping[str, JobNode], address: str = "", num_vertices: int = 1) -> None:
         if address:
             _check_address(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -64,7 +66,7 @@ class OnRay:
         self._execute = ray.remote(execute)
         self._running: dict[Any, tuple[Assignment, float]] = {}
         if self._local:
-            self._warm(round(sum(node.cpus for node in nodes.values())))
+            self._warm(min(num_vertices, int(sum(node.cpus for node in nodes.values()))))
 
     def nodes(self) -> Mapping[str, JobNode]:
         """The nodes of the cluster at the address that are alive; of a local cluster, the given ones."""
@@ -100,6 +102,9 @@ class OnRay:
             assignment, start_s = self._running.pop(reference)
             try:
                 outcomes.append(msgspec.json.decode(self._ray.get(reference), type=Outcome))
+            except self._ray.exceptions.LocalRayletDiedError as error:
+                self._nodes = {}
+                outcomes.append(lost(assignment, start_s, f"the local Ray cluster died ({str(error).splitlines()[0]})"))
             except self._ray.exceptions.RayError as error:
                 kind, text = type(error).__name__, str(error).strip().splitlines()
                 outcomes.append(lost(assignment, start_s, f"its worker was lost ({kind}: {text[0] if text else ''})"))
@@ -112,9 +117,19 @@ class OnRay:
         self._ray.shutdown()
 
     def _warm(self, num_workers: int) -> None:
-        """Let every worker of a local cluster import what it needs: the first vertices would wait for it."""
-        ready = self._ray.remote(_ready)
-        self._ray.get([ready.options(num_cpus=1).remote(WARM_S) for _ in range(num_workers)])
+        """Let every worker of a local cluster import what it needs: the first vertices would wait for it. Each waits
+        until all are there, so that none runs two of these tasks."""
+        ready = self._ray.remote(_meet)
+        with tempfile.TemporaryDirectory(prefix="meshwright-jobs-") as directory:
+            self._ray.get([ready.options(num_cpus=1).remote(directory, num_workers) for _ in range(num_workers)])
+
+
+def _meet(directory: str, num_workers: int) -> None:
+    """Wait until so many workers are here, but not for ever."""
+    Path(directory, f"{os.getpid()}").touch()
+    end_s = time.monotonic() + WARM_S
+    while len(os.listdir(directory)) < num_workers and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 def _name_of(node: Mapping[str, Any]) -> str:
@@ -136,9 +151,5 @@ def _check_address(address: str) -> None:
 
 CONNECT_S = 10.0
 """Seconds in which a cluster must answer."""
-WARM_S = 0.05
-"""Seconds that a worker stays busy at the start, so that the next task needs another worker."""
-
-
-def _ready(busy_s: float) -> None:
-    time.sleep(busy_s)
+WARM_S = 60.0
+"""Seconds in which the workers of a local cluster must have started; then the graph starts without the late ones."""

@@ -72,7 +72,7 @@ def run_jobs(
     if machines:
         check(graph, folder, machines, where)
     directory = directory.absolute()
-    with _locked(directory), _carrier(on, machines, address) as carrier:
+    with _locked(directory), _carrier(on, machines, address, len(graph.vertices)) as carrier:
         there = dict(carrier.nodes())
         check(graph, folder, there, where)
         files.save(graph, directory / "graph.json")
@@ -129,8 +129,8 @@ def this_machine() -> JobNode:
 
 
 @contextmanager
-def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str) -> Iterator[Carrier]:
-    carrier: Carrier = OnRay(nodes, address) if on == "ray" else Processes(nodes)
+def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str, num_vertices: int) -> Iterator[Carrier]:
+    carrier: Carrier = OnRay(nodes, address, num_vertices) if on == "ray" else Processes(nodes)
     try:
         yield carrier
     finally:

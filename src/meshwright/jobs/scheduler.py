@@ -15,7 +15,7 @@ from meshwright.jobs.assignment import Assignment, Given, Outcome, Pipe, Task
 from meshwright.jobs.carrier import Carrier
 from meshwright.jobs.code import vertex_digest
 from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Started
-from meshwright.jobs.order import Unit, before_units, remaining_s, units
+from meshwright.jobs.order import Unit, before_units, remaining_s, topological, units
 from meshwright.jobs.placement import Free, Slot, could_run, next_starts
 from meshwright.jobs.store import Store, outside
 from meshwright.jobs.training import Training, run_of
@@ -116,14 +116,16 @@ class Scheduler:
 
     def _keys(self, unit: Unit) -> dict[str, str]:
         """The key of each vertex of a unit whose inputs are there: a digest of definition, code and inputs."""
-        keys = {}
-        for name in unit.members:
+        keys: dict[str, str] = {}
+        before = self._graph.before()
+        inside = {name: [other for other in before[name] if other in unit.members] for name in unit.members}
+        for name in topological(inside):
             inputs = {}
             for given, source in self._graph.vertices[name].sources().items():
                 if source.path:
                     inputs[given] = outside(self._folder / source.path)
                 elif source.vertex in unit.members:
-                    inputs[given] = self._digests[source.vertex]
+                    inputs[given] = keys[source.vertex]
                 else:
                     inputs[given] = self.finished[source.vertex].outputs[source.output].sha256
             parts = msgspec.json.encode([self._digests[name], sorted(inputs.items())])
