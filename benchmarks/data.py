@@ -52,9 +52,9 @@ from meshwright.simulate.feed import FeedRates
 
 COMMAND = "python -m benchmarks.data"
 ROUNDS, CASES = 7, 1000
-SAMPLES, SAMPLE_BYTES, BATCH, EPOCHS = 512, 2**16, 16, 6
+SAMPLES, SAMPLE_BYTES, BATCH, EPOCHS = 256, 2**16, 8, 6
 MEMORY_BYTES = SAMPLES * SAMPLE_BYTES // 4
-RATE = 24e6
+RATE = 12e6
 """Bytes per second of the throttled disk."""
 STEP_S = 14e-3
 """A third of the time in which the disk gives a batch."""

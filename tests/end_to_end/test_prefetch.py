@@ -245,6 +245,21 @@ def test_a_rank_that_is_gone_costs_reads_and_not_the_run(caplog: pytest.LogCaptu
     assert "rank 1 gives no samples any more" in caplog.text
 
 
+def test_ranks_with_the_same_samples_read_them_once() -> None:
+    """As the ranks of a pipeline, or of tensor parallelism."""
+    store = Counted(24)
+    loaders = [PrefetchLoader(store, 4, 400, epochs=2, threads=2) for _ in range(3)]
+    introductions = [loader.introduce() for loader in loaders]
+    for loader in loaders:
+        loader.meet(introductions)
+    store.reads = [0] * 24
+    expected = lists(StoreLoader(Counted(24), 4, epochs=2))
+    assert [lists(loader) for loader in loaders] == [expected] * 3
+    assert store.reads == [1] * 24
+    for loader in loaders:
+        loader.close()
+
+
 def test_a_stranger_gets_no_samples() -> None:
     from meshwright.data.peers import Address, Peer, SampleServer
 
