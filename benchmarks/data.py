@@ -266,9 +266,10 @@ def _misses(case: Case, mine: Sequence[Played]) -> Check:
 
 
 def _kept(case: Case) -> int:
-    """The samples that all ranks together keep in memory, beside staging."""
-    staging = max(2 * BATCH // case.num_ranks * SAMPLE_BYTES, MEMORY_BYTES // 8)
-    return min(SAMPLES, case.num_ranks * ((MEMORY_BYTES - staging) // SAMPLE_BYTES))
+    """The samples that all ranks together keep in memory, beside staging and a batch that waits."""
+    batch = BATCH // case.num_ranks * SAMPLE_BYTES
+    staging = max(2 * batch, MEMORY_BYTES // 8)
+    return min(SAMPLES, case.num_ranks * ((MEMORY_BYTES - staging - batch) // SAMPLE_BYTES))
 
 
 def _ample(files: Store, folder: Path, rounds: int) -> Check:

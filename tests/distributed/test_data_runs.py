@@ -109,7 +109,7 @@ def test_waits_for_data_are_a_part_of_a_step() -> None:
 
 def test_a_disk_slower_than_the_step_is_foretold_with_its_rates() -> None:
     store = Counted(40, size=1000)
-    with PrefetchLoader(store, 4, 12_000, epochs=5) as loader:
+    with PrefetchLoader(store, 4, 16_000, epochs=5) as loader:
         slow = foretold(loader, 1.0, 50, FeedRates(file_bytes_per_s=2000.0))
         fast = foretold(loader, 1.0, 50, FeedRates(file_bytes_per_s=5000.0))
     kept = loader.room.memory_bytes // 1000
@@ -125,7 +125,7 @@ def test_a_disk_slower_than_the_step_is_foretold_with_its_rates() -> None:
 
 
 def test_a_disk_slower_than_the_step_is_told_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    with PrefetchLoader(SlowStore(Counted(32, size=100), TokenBucket(1e5)), 4, 1000) as loader:
+    with PrefetchLoader(SlowStore(Counted(32, size=100), TokenBucket(1e5)), 4, 1200) as loader:
         found = foretell_feed(loader, 1e-3, 8)
     assert found is not None
     assert found.waits[-1] > 1e-3

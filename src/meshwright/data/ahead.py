@@ -76,14 +76,15 @@ class PrefetchLoader(StoreLoader):
     Args:
         store: the samples.
         batch_size, seed, shuffle, shard, drop_last, epochs, sampler, skip_bad: as in ``StoreLoader``.
-        memory_bytes: upper limit on the memory for samples that are kept and staged, on this rank.
+        memory_bytes: upper limit on the memory for samples that are kept and staged, and for the batch that waits, on
+            this rank.
         cache_directory: a folder on the local disk for samples that do not fit in memory; None: none are kept there.
         cache_bytes: upper limit on the bytes in that folder; None: what is free there.
         threads: the number of threads that fetch.
         pin: whether batches are copied to pinned memory, from which a GPU reads without waiting.
 
     Raises:
-        DataError: as ``StoreLoader``; or the memory does not hold two batches, or the folder cannot be written or is
+        DataError: as ``StoreLoader``; or the memory does not hold three batches, or the folder cannot be written or is
             full.
     """
 
@@ -111,13 +112,13 @@ class PrefetchLoader(StoreLoader):
         self._directory = Path(cache_directory) if cache_directory is not None else None
         self.threads, self._pin = threads, pin
         self.slot_bytes = self._largest_sample()
-        two_batches = 2 * -(-batch_size // shard[1]) * self.slot_bytes
-        if memory_bytes < two_batches:
-            problem = f"memory_bytes is {memory_bytes:,}, but two batches on a rank take {two_batches:,}"
+        batch_bytes = -(-batch_size // shard[1]) * self.slot_bytes
+        if memory_bytes < 3 * batch_bytes:
+            problem = f"memory_bytes is {memory_bytes:,}, but three batches on a rank take {3 * batch_bytes:,}"
             raise self._error(problem, "give more memory, a smaller batch_size, or more ranks")
-        self.staging_bytes = max(two_batches, memory_bytes // STAGING_SHARE)
+        self.staging_bytes = max(2 * batch_bytes, memory_bytes // STAGING_SHARE)
         disk_bytes = self._disk_bytes(cache_bytes, shard[1])
-        self.room = Room(memory_bytes - self.staging_bytes, disk_bytes)
+        self.room = Room(memory_bytes - self.staging_bytes - batch_bytes, disk_bytes)
         self.shards, self.rooms, self.number = [shard[0]], [self.room], 0
         """The shard and the room of each rank that keeps samples, and the number of this rank among them."""
         self._peers: dict[int, Peer] = {}
@@ -136,7 +137,7 @@ class PrefetchLoader(StoreLoader):
     def introduce(self, host: str = "127.0.0.1") -> Introduction:
         """Start to answer other ranks at ``host``, an address of this machine, and return what they need to know."""
         if self._server is None:
-            self._server = SampleServer(host, self._for_peer)
+            self._server = SampleServer(host, self._for_peer, self.threads)
         return Introduction(self.shard[0], *self.room, self._server.address)
 
     def meet(self, everybody: Sequence[Introduction]) -> None:
