@@ -52,9 +52,9 @@ from meshwright.simulate.feed import FeedRates
 
 COMMAND = "python -m benchmarks.data"
 ROUNDS, CASES = 7, 1000
-SAMPLES, SAMPLE_BYTES, BATCH, EPOCHS = 512, 2**16, 16, 6
+SAMPLES, SAMPLE_BYTES, BATCH, EPOCHS = 256, 2**16, 8, 6
 MEMORY_BYTES = SAMPLES * SAMPLE_BYTES // 4
-RATE = 24e6
+RATE = 12e6
 """Bytes per second of the throttled disk."""
 STEP_S = 14e-3
 """A third of the time in which the disk gives a batch."""
@@ -266,9 +266,10 @@ def _misses(case: Case, mine: Sequence[Played]) -> Check:
 
 
 def _kept(case: Case) -> int:
-    """The samples that all ranks together keep in memory, beside staging."""
-    staging = max(2 * BATCH // case.num_ranks * SAMPLE_BYTES, MEMORY_BYTES // 8)
-    return min(SAMPLES, case.num_ranks * ((MEMORY_BYTES - staging) // SAMPLE_BYTES))
+    """The samples that all ranks together keep in memory, beside staging and a batch that waits."""
+    batch = BATCH // case.num_ranks * SAMPLE_BYTES
+    staging = max(2 * batch, MEMORY_BYTES // 8)
+    return min(SAMPLES, case.num_ranks * ((MEMORY_BYTES - staging - batch) // SAMPLE_BYTES))
 
 
 def _ample(files: Store, folder: Path, rounds: int) -> Check:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import meshwright as mw
 from meshwright import config
 from meshwright.api import train
-from meshwright.api.data import FeedRates, foretold, store_of, with_waits
+from meshwright.api.data import FeedRates, foretell_feed, foretold, store_of, with_waits
 from meshwright.data.ahead import PrefetchLoader
 from meshwright.emulation.disk import SlowStore, TokenBucket
 from meshwright.errors import DataError
@@ -101,7 +101,7 @@ def with_train(run: Any, **changes: Any) -> Any:
 
 def test_waits_for_data_are_a_part_of_a_step() -> None:
     step = Trace(source="simulated", spans=(Span(0, "compute", "F", 1.0, 3.0), Span(1, "compute", "F", 1.0, 3.0)))
-    found = summarize(with_waits(step, [0.5, 0.0], [0, 1]))
+    found = summarize(with_waits(step, [0.5, 0.0]))
     assert [(times.step_s, times.compute_s, times.data_s, times.bubble_s) for times in found] == [
         (2.5, 2.0, 0.5, 0.0), (2.5, 2.0, 0.0, 0.5),
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_waits_for_data_are_a_part_of_a_step() -> None:
 
 def test_a_disk_slower_than_the_step_is_foretold_with_its_rates() -> None:
     store = Counted(40, size=1000)
-    with PrefetchLoader(store, 4, 12_000, epochs=5) as loader:
+    with PrefetchLoader(store, 4, 16_000, epochs=5) as loader:
         slow = foretold(loader, 1.0, 50, FeedRates(file_bytes_per_s=2000.0))
         fast = foretold(loader, 1.0, 50, FeedRates(file_bytes_per_s=5000.0))
     kept = loader.room.memory_bytes // 1000
@@ -122,6 +122,15 @@ def test_a_disk_slower_than_the_step_is_foretold_with_its_rates() -> None:
         needed_bytes_per_s=4e9,
     )  # fmt: skip
     assert "need 3.73 GiB/s from the file system, which gives 1.86 GiB/s: more memory_bytes" in use.explanation
+
+
+def test_a_disk_slower_than_the_step_is_told_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    with PrefetchLoader(SlowStore(Counted(32, size=100), TokenBucket(1e5)), 4, 1200) as loader:
+        found = foretell_feed(loader, 1e-3, 8)
+    assert found is not None
+    assert found.waits[-1] > 1e-3
+    assert "the data are slower than the steps: a step of 1 ms will wait for" in caplog.text
+    assert "more memory_bytes, a cache_directory or more ranks read less of it" in caplog.text
 
 
 def test_a_throttled_store_gives_the_same_samples() -> None:

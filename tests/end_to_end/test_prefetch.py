@@ -195,7 +195,7 @@ def test_leaving_a_loop_rewinding_and_resizing_keep_the_order() -> None:
 def test_what_somebody_keeps_is_read_once_and_the_rest_once_an_epoch(tmp_path: Path, count: int) -> None:
     samples, size, epochs, sample_bytes = 48, 8, 3, 8
     store = Counted(samples)
-    staging = 2 * size // count * sample_bytes
+    staging = 3 * size // count * sample_bytes
     room = 5 * sample_bytes
 
     def make(shard: tuple[int, int]) -> PrefetchLoader:
@@ -245,10 +245,25 @@ def test_a_rank_that_is_gone_costs_reads_and_not_the_run(caplog: pytest.LogCaptu
     assert "rank 1 gives no samples any more" in caplog.text
 
 
+def test_ranks_with_the_same_samples_read_them_once() -> None:
+    """As the ranks of a pipeline, or of tensor parallelism."""
+    store = Counted(24)
+    loaders = [PrefetchLoader(store, 4, 400, epochs=2, threads=2) for _ in range(3)]
+    introductions = [loader.introduce() for loader in loaders]
+    for loader in loaders:
+        loader.meet(introductions)
+    store.reads = [0] * 24
+    expected = lists(StoreLoader(Counted(24), 4, epochs=2))
+    assert [lists(loader) for loader in loaders] == [expected] * 3
+    assert store.reads == [1] * 24
+    for loader in loaders:
+        loader.close()
+
+
 def test_a_stranger_gets_no_samples() -> None:
     from meshwright.data.peers import Address, Peer, SampleServer
 
-    server = SampleServer("127.0.0.1", lambda sample: (bytearray(b"secret"), 0))
+    server = SampleServer("127.0.0.1", lambda sample: (bytearray(b"secret"), 0), 2)
     address = server.address
     honest, stranger = Peer(1, address), Peer(1, Address(address.host, address.port, "wrong"))
     assert honest.get(5) == (bytearray(b"secret"), 0)
@@ -291,8 +306,8 @@ def test_staging_is_bounded_and_in_order(threads: int) -> None:
     assert prefetcher.most_held <= 100
 
 
-def test_memory_that_does_not_hold_two_batches_is_refused() -> None:
-    with pytest.raises(DataError, match="memory_bytes is 100, but two batches on a rank take 128") as error:
+def test_memory_that_does_not_hold_three_batches_is_refused() -> None:
+    with pytest.raises(DataError, match="memory_bytes is 100, but three batches on a rank take 192") as error:
         PrefetchLoader(Counted(32), 8, 100)
     assert "smaller batch_size" in error.value.remedy
 
@@ -385,7 +400,7 @@ def test_a_full_disk_is_refused_at_once_and_noticed_later(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(keeper.os, "pwrite", full)
-    with PrefetchLoader(Counted(16), 2, 32, cache_directory=tmp_path, epochs=2) as loader:
+    with PrefetchLoader(Counted(16), 2, 48, cache_directory=tmp_path, epochs=2) as loader:
         assert lists(loader) == lists(StoreLoader(Counted(16), 2, epochs=2))
         assert loader.counts().kept == (0, 0)
     assert caplog.text.count("the cache on disk takes no more than 0 bytes (No space left on device)") == 1

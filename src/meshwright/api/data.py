@@ -105,7 +105,7 @@ def store_of(data: Any, decode: Decode | None = None, sequence_length: int = 0, 
 
 def meet(loader: PrefetchLoader) -> None:
     """Let the loaders of all ranks share samples. Every rank must call it."""
-    if loader.shard[1] > 1 and dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         loader.meet(from_every_rank(loader.introduce(launch.own_address())))
 
 
@@ -125,15 +125,15 @@ class FeedForetold(msgspec.Struct, frozen=True, kw_only=True):
 def foretell_feed(loader: PrefetchLoader, step_s: float, num_steps: int) -> FeedForetold | None:
     """Measure how fast the file system is, and simulate the waits of the next steps, each of which takes ``step_s``
     without them. Every rank must call it; None on other ranks than 0, or if there are no steps."""
-    rates = from_every_rank((loader.probe(), loader.prepare.each_s, loader.shard[0]))
+    rates = from_every_rank((loader.probe(), loader.prepare.each_s))
     num_steps = min(num_steps, MOST_REPLAYED // loader.batch_size)
     if (dist.is_initialized() and dist.get_rank() != 0) or num_steps < 1:
         return None
     found = foretold(
         loader, step_s, num_steps,
         FeedRates(
-            file_bytes_per_s=sum(rate for rate, _, _ in rates),
-            prepare_s=statistics.fmean(prepare_s for _, prepare_s, _ in rates),
+            file_bytes_per_s=sum(rate for rate, _ in rates),
+            prepare_s=statistics.fmean(prepare_s for _, prepare_s in rates),
         ),
     )  # fmt: skip
     if step_s and (share := statistics.fmean(found.waits) / step_s) >= SLOW:
@@ -148,7 +148,6 @@ def foretell_feed(loader: PrefetchLoader, step_s: float, num_steps: int) -> Feed
 
 def foretold(loader: PrefetchLoader, step_s: float, num_steps: int, rates: FeedRates) -> FeedForetold:
     """The waits and misses of the next steps of a loader, at these rates."""
-    count = loader.shard[1]
     accesses, batches = loader.accesses(num_steps), loader.batch_sizes(num_steps)
     classes = sources(accesses, loader.plan())
     sizes = loader.store.sizes
@@ -168,19 +167,19 @@ def foretold(loader: PrefetchLoader, step_s: float, num_steps: int, rates: FeedR
         last_waits=[statistics.fmean(waits[-LAST:]) for waits in times.waits],
         misses=sum(int((kinds == FILES).sum()) for kinds in classes),
         belady_misses=belady_misses(together.tolist(), sum(capacity)),
-        lru_misses=sum(lru_misses(accesses[rank].tolist(), capacity[rank]) for rank in range(count)),
+        lru_misses=sum(lru_misses(each.tolist(), room) for each, room in zip(accesses, capacity, strict=True)),
         file_bytes_per_s=rates.file_bytes_per_s,
         needed_bytes_per_s=read_bytes / (num_steps * step_s) if step_s else 0.0,
     )
 
 
-def with_waits(trace: Trace, last_waits: Sequence[float], shards: Sequence[int]) -> Trace:
-    """A predicted step, before which each rank waits for data; ``shards`` has the shard of each rank."""
+def with_waits(trace: Trace, last_waits: Sequence[float]) -> Trace:
+    """A predicted step, before which each rank waits for data."""
     begin = min((span.start_s for span in trace.spans), default=0.0)
     waits = tuple(
-        Span(rank, DATA, "waiting for data", begin - last_waits[shard], begin)
-        for rank, shard in enumerate(shards)
-        if last_waits[shard] > 0
+        Span(rank, DATA, "waiting for data", begin - wait_s, begin)
+        for rank, wait_s in enumerate(last_waits)
+        if wait_s > 0
     )
     return msgspec.structs.replace(trace, spans=(*waits, *trace.spans))
 
@@ -189,15 +188,14 @@ def data_use(loader: PrefetchLoader, waits: Sequence[float], predicted: FeedFore
     """What the loaders of all ranks did in a run, beside what was predicted. ``waits``: the seconds that each step
     waited on this rank. Every rank must call it, after its last step."""
     loader.stop()
-    counts = from_every_rank((loader.shard[0], loader.counts(), list(waits), loader.num_bad, loader.bad))
-    own = {shard: count for shard, count, *_ in reversed(counts)}
-    steps = [max(each) for each in zip(*(waits for _, _, waits, *_ in counts), strict=True)]
+    counts = from_every_rank((loader.counts(), list(waits), loader.num_bad, loader.bad))
+    steps = [max(each) for each in zip(*(waits for _, waits, *_ in counts), strict=True)]
     compared = len(predicted.waits) if predicted is not None else 0
-    fetches = np.sum([each.by_class for each in own.values()], axis=0).tolist()
+    fetches = np.sum([each.by_class for each, *_ in counts], axis=0).tolist()
     whole = predicted is not None and compared == len(steps)
     return DataUse(
         data=loader.fingerprint, num_ranks=len(counts), num_steps=len(steps),
-        fetches=dict(zip(CLASSES, fetches, strict=True)), misses=sum(each.reads for _, each, *_ in counts),
+        fetches=dict(zip(CLASSES, fetches, strict=True)), misses=sum(each.reads for each, *_ in counts),
         predicted_misses=predicted.misses if predicted is not None and whole else None,
         belady_misses=predicted.belady_misses if predicted is not None and whole else None,
         lru_misses=predicted.lru_misses if predicted is not None and whole else None,
@@ -205,9 +203,9 @@ def data_use(loader: PrefetchLoader, waits: Sequence[float], predicted: FeedFore
         predicted_waited_s=statistics.fmean(predicted.waits) if predicted is not None else None,
         file_bytes_per_s=predicted.file_bytes_per_s if predicted is not None else 0.0,
         needed_bytes_per_s=predicted.needed_bytes_per_s if predicted is not None else 0.0,
-        staging_bytes=loader.staging_bytes, staged_bytes=max(each.staged_bytes for _, each, *_ in counts),
+        staging_bytes=loader.staging_bytes, staged_bytes=max(each.staged_bytes for each, *_ in counts),
         kept_bytes=dict(
-            zip(("memory", "disk"), np.sum([each.kept for _, each, *_ in counts], axis=0).tolist(), strict=True)
+            zip(("memory", "disk"), np.sum([each.kept for each, *_ in counts], axis=0).tolist(), strict=True)
         ),
         num_bad=sum(bad for *_, bad, _ in counts),
         bad=tuple(dict.fromkeys(name for *_, names in counts for name in names))[:5],

@@ -247,7 +247,6 @@ def _ledger(
     taken = dict(enumerate(from_every_rank(taken_bytes(trainer.device))))
     plan, device = trainer.plan, trainer.device
     measured = [on_rank_0(trace, device).above(held) for trace in loop.traces if trace.plan == plan.digest]
-    shards = from_every_rank(loop.loader.shard[0])
     use = data_use(loop.loader, loop.data_waits, feed) if isinstance(loop.loader, PrefetchLoader) else None
     if trainer.rank != 0 or foretold is None or not measured:
         return None
@@ -255,7 +254,7 @@ def _ledger(
     peers = num_peers(plan.mesh.sizes, box_of(cluster))
     predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # before the run amended it
     if feed is not None:
-        predicted = with_waits(predicted, feed.last_waits, shards)
+        predicted = with_waits(predicted, feed.last_waits)
     codecs = _codecs(trainer, cluster)
     ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers, codecs)
     exchange = _replicas(run, trainer, measured, foretold.played.step_s)

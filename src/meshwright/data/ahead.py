@@ -47,7 +47,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     shard: int
     memory_bytes: int
     disk_bytes: int
-    address: Address | None
+    address: Address
 
 
 class FetchCounts(NamedTuple):
@@ -70,19 +70,21 @@ class PrefetchLoader(StoreLoader):
     from the file system only if nobody keeps it. Batches and order equal those of ``StoreLoader`` bit for bit.
 
     Ranks share samples once they have met: give all their ``introduce()`` to each one's ``meet`` before the first batch
-    (``meshwright.load`` does so). All ranks must begin at the same position.
+    (``meshwright.load`` does so). Ranks with the same shard, such as those of a pipeline, share samples too. All ranks
+    must begin at the same position.
 
     Args:
         store: the samples.
         batch_size, seed, shuffle, shard, drop_last, epochs, sampler, skip_bad: as in ``StoreLoader``.
-        memory_bytes: upper limit on the memory for samples that are kept and staged, on this rank.
+        memory_bytes: upper limit on the memory for samples that are kept and staged, and for the batch that waits, on
+            this rank.
         cache_directory: a folder on the local disk for samples that do not fit in memory; None: none are kept there.
         cache_bytes: upper limit on the bytes in that folder; None: what is free there.
         threads: the number of threads that fetch.
         pin: whether batches are copied to pinned memory, from which a GPU reads without waiting.
 
     Raises:
-        DataError: as ``StoreLoader``; or the memory does not hold two batches, or the folder cannot be written or is
+        DataError: as ``StoreLoader``; or the memory does not hold three batches, or the folder cannot be written or is
             full.
     """
 
@@ -110,14 +112,15 @@ class PrefetchLoader(StoreLoader):
         self._directory = Path(cache_directory) if cache_directory is not None else None
         self.threads, self._pin = threads, pin
         self.slot_bytes = self._largest_sample()
-        two_batches = 2 * -(-batch_size // shard[1]) * self.slot_bytes
-        if memory_bytes < two_batches:
-            problem = f"memory_bytes is {memory_bytes:,}, but two batches on a rank take {two_batches:,}"
+        batch_bytes = -(-batch_size // shard[1]) * self.slot_bytes
+        if memory_bytes < 3 * batch_bytes:
+            problem = f"memory_bytes is {memory_bytes:,}, but three batches on a rank take {3 * batch_bytes:,}"
             raise self._error(problem, "give more memory, a smaller batch_size, or more ranks")
-        self.staging_bytes = max(two_batches, memory_bytes // STAGING_SHARE)
+        self.staging_bytes = max(2 * batch_bytes, memory_bytes // STAGING_SHARE)
         disk_bytes = self._disk_bytes(cache_bytes, shard[1])
-        self.room = Room(memory_bytes - self.staging_bytes, disk_bytes)
-        self.rooms = [self.room if index == shard[0] else Room(0, 0) for index in range(shard[1])]
+        self.room = Room(memory_bytes - self.staging_bytes - batch_bytes, disk_bytes)
+        self.shards, self.rooms, self.number = [shard[0]], [self.room], 0
+        """The shard and the room of each rank that keeps samples, and the number of this rank among them."""
         self._peers: dict[int, Peer] = {}
         self._server: SampleServer | None = None
         self._keeper: Keeper | None = None
@@ -133,17 +136,16 @@ class PrefetchLoader(StoreLoader):
 
     def introduce(self, host: str = "127.0.0.1") -> Introduction:
         """Start to answer other ranks at ``host``, an address of this machine, and return what they need to know."""
-        if self._server is None and self.shard[1] > 1:
-            self._server = SampleServer(host, self._for_peer)
-        address = self._server.address if self._server is not None else None
-        return Introduction(self.shard[0], *self.room, address)
+        if self._server is None:
+            self._server = SampleServer(host, self._for_peer, self.threads)
+        return Introduction(self.shard[0], *self.room, self._server.address)
 
     def meet(self, everybody: Sequence[Introduction]) -> None:
-        """Learn who else keeps samples. Of ranks with the same shard, the first is asked."""
-        for other in everybody:
-            if other.shard != self.shard[0] and other.shard not in self._peers and other.address is not None:
-                self.rooms[other.shard] = Room(other.memory_bytes, other.disk_bytes)
-                self._peers[other.shard] = Peer(other.shard, other.address)
+        """Learn who else keeps samples, in the same order on all ranks. Several ranks may have the same shard."""
+        self.number = list(everybody).index(self.introduce())
+        self.shards = [other.shard for other in everybody]
+        self.rooms = [Room(other.memory_bytes, other.disk_bytes) for other in everybody]
+        self._peers = {rank: Peer(rank, other.address) for rank, other in enumerate(everybody) if rank != self.number}
 
     def _for_peer(self, sample: int) -> tuple[Raw, int]:
         keeper = self._ready()
@@ -154,7 +156,7 @@ class PrefetchLoader(StoreLoader):
     # --- what is ahead -----------------------------------------------------------------------------------------------
 
     def accesses(self, num_steps: int) -> list[Indices]:
-        """The next samples of every rank, in the order of use, for this number of steps."""
+        """The next samples of every rank that keeps samples, in the order of use, for this number of steps."""
         found: list[list[Indices]] = [[] for _ in range(self.shard[1])]
         epoch, position, steps = self._epoch, self._position, 0
         while steps < num_steps:
@@ -168,7 +170,7 @@ class PrefetchLoader(StoreLoader):
             whole, rest = divmod(len(order), self.batch_size)
             steps += whole + (rest > 0 and not self._drop_last)
             epoch, position = epoch + 1, 0
-        return [np.concatenate(pieces) for pieces in found]
+        return [np.concatenate(found[shard]) for shard in self.shards]
 
     def batch_sizes(self, num_steps: int) -> list[int]:
         """The samples of a rank in each of the next batches."""
@@ -201,7 +203,7 @@ class PrefetchLoader(StoreLoader):
             )
             for order in orders
         )
-        uses = count_uses(pieces, len(self.store), self.shard[1])
+        uses = count_uses(pieces, len(self.store), self.shard[1])[self.shards]
         first = np.full(len(self.store), len(orders[0]))
         first[orders[0][::-1]] = np.arange(len(orders[0]))[::-1]
         return place(uses, self.store.sizes, self.rooms, first)
@@ -210,7 +212,7 @@ class PrefetchLoader(StoreLoader):
         with self._lock:
             if self._keeper is None:
                 self.placement = self.plan()
-                self._keeper = Keeper(self.store, self.placement, self.shard[0], self.room, self._directory, self.files)
+                self._keeper = Keeper(self.store, self.placement, self.number, self.room, self._directory, self.files)
             return self._keeper
 
     # --- fetching ----------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class PrefetchLoader(StoreLoader):
         keeper = self._ready()
         assert self.placement is not None
         owner = int(self.placement.owner[sample])
-        if owner == self.shard[0]:
+        if owner == self.number:
             return keeper.get(sample)
         if owner != NOBODY and (found := self._peers[owner].get(sample)) is not None:
             return found[0], FILES if found[1] == FILES else PEER
@@ -313,7 +315,7 @@ class PrefetchLoader(StoreLoader):
                     raise
 
         with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(read, self.accesses(1)[self.shard[0]][:PROBED].tolist()))
+            list(pool.map(read, self.accesses(1)[self.number][:PROBED].tolist()))
         return rate.per_s
 
     def counts(self) -> FetchCounts:

@@ -49,10 +49,11 @@ class SampleServer:
     Args:
         host: the address of this machine for the other ranks.
         get: returns a sample's bytes and their class, or raises a DataError.
+        most: upper limit on the samples that are read and sent at once.
     """
 
-    def __init__(self, host: str, get: Callable[[int], tuple[Raw, int]]) -> None:
-        self._get = get
+    def __init__(self, host: str, get: Callable[[int], tuple[Raw, int]], most: int) -> None:
+        self._get, self._turns = get, threading.BoundedSemaphore(most)
         self._socket = socket.create_server((host, 0), backlog=64)
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
         self._connections: set[socket.socket] = set()
@@ -82,6 +83,9 @@ class SampleServer:
             except OSError:
                 break
             with self._lock:
+                if self._closed:
+                    connection.close()
+                    break
                 self._connections.add(connection)
             thread = threading.Thread(target=self._answer, args=(connection,), name="sample server", daemon=True)
             thread.start()
@@ -97,20 +101,24 @@ class SampleServer:
                 return
             while True:
                 sample = msgspec.msgpack.decode(_receive_request(connection), type=int)
-                try:
-                    raw, kind = self._get(sample)
-                    sign = len(raw)
-                except (DataError, IndexError) as error:
-                    raw, kind = bytearray(msgspec.msgpack.encode(_texts(error))), 0
-                    sign = -1 - len(raw)
-                connection.sendall(_ANSWER.pack(sign, kind))
-                connection.sendall(raw)
+                with self._turns:
+                    self._send(connection, sample)
         except (OSError, EOFError, msgspec.MsgspecError):
             return  # the other rank has left, or is not one of ours
         finally:
             connection.close()
             with self._lock:
                 self._connections.discard(connection)
+
+    def _send(self, connection: socket.socket, sample: int) -> None:
+        try:
+            raw, kind = self._get(sample)
+            sign = len(raw)
+        except (DataError, IndexError) as error:
+            raw, kind = bytearray(msgspec.msgpack.encode(_texts(error))), 0
+            sign = -1 - len(raw)
+        connection.sendall(_ANSWER.pack(sign, kind))
+        connection.sendall(raw)
 
 
 class Peer:
@@ -121,7 +129,7 @@ class Peer:
 
     def __init__(self, rank: int, address: Address) -> None:
         self._rank, self._address = rank, address
-        self._idle: list[socket.socket] = []
+        self._idle: list[socket.socket] | None = []
         self._lock = threading.Lock()
         self.gone = False
 
@@ -151,17 +159,20 @@ class Peer:
             self.close()
             return None
         with self._lock:
-            self._idle.append(connection)
+            if self._idle is not None:
+                self._idle.append(connection)
+            else:
+                connection.close()
         if sign < 0:
             problem, where, remedy = msgspec.msgpack.decode(raw, type=tuple[str, str, str])
             raise DataError(problem, where=where, remedy=remedy)
         return raw, kind
 
     def close(self) -> None:
-        """Close the connections that nobody uses now."""
+        """Close the connections: now those that nobody uses, the others after their answer."""
         with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
+            idle, self._idle = self._idle, None
+        for connection in idle or ():
             connection.close()
 
     def _connection(self) -> socket.socket:
@@ -169,8 +180,12 @@ class Peer:
             if self._idle:
                 return self._idle.pop()
         connection = socket.create_connection((self._address.host, self._address.port), timeout=WAIT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _send(connection, msgspec.msgpack.encode(Hello(self._address.secret)))
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _send(connection, msgspec.msgpack.encode(Hello(self._address.secret)))
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
 
