@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         auto_parallelize,
         calibrate,
         capture,
+        dry_run,
         grid_product,
         joint,
         matmul,
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix", "Trainer",
-    "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "matmul", "parallelize", "plan", "simulate",
-    "verify",
+    "auto_parallelize", "calibrate", "capture", "dry_run", "grid_product", "joint", "matmul", "parallelize",
+    "plan", "simulate", "verify",
 ]  # fmt: skip
 
 _TORCH_SIDE = {
     "auto_parallelize": "meshwright.api",
     "calibrate": "meshwright.api",
     "capture": "meshwright.api",
+    "dry_run": "meshwright.api",
     "grid_product": "meshwright.api",
     "joint": "meshwright.api",
     "matmul": "meshwright.api",

@@ -17,6 +17,7 @@ from meshwright.comm.groups import sum_over
 from meshwright.errors import LaunchError, LossScaleError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
+from meshwright.runtime.device import lacks
 from meshwright.torch_private import unscale_and_check
 
 log = logging.getLogger("meshwright")
@@ -39,13 +40,8 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
     if precision not in _NEEDS:
         return
     if device.type == "cuda":
-        lacks = precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        if lacks or torch.cuda.get_device_capability(device) < (5, 3):
-            name = torch.cuda.get_device_name(device)
-            raise LaunchError(
-                f"{name} does not compute in {precision}", where="precision",
-                remedy="use 'float16' or 'float32'" if lacks else "use 'float32'",
-            )  # fmt: skip
+        if name := lacks(device, precision):
+            raise LaunchError(f"{name} does not compute in {precision}", where="precision", remedy="use 'float32'")
     elif device.type == "cpu":
         missing = missing_instructions(precision)
         if tells and missing:

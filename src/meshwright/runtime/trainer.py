@@ -30,11 +30,11 @@ from meshwright.ops.base import OperatorRule, Target
 from meshwright.ops.library import mix
 from meshwright.runtime.clip import clip
 from meshwright.runtime.codec_memory import CodecMemory, check_momentum
+from meshwright.runtime.device import DeviceKind, device_kind, to_device
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
-from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
@@ -79,6 +79,7 @@ class Trainer(Resumable):
         replan: Replan,
         rules: Mapping[Target, OperatorRule] | None = None,
         compile: bool = False,
+        kind: DeviceKind | None = None,
     ) -> None:
         self.plan = self._ran = plan
         self.step_number = 0
@@ -88,21 +89,24 @@ class Trainer(Resumable):
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.saver = Saver()
-        self.losses = LossCheck(device)
+        self._kind = kind = kind or device_kind(device)
+        self.losses = LossCheck(kind)
         self.replica: Replica | None = None
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
-        self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
+        self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank, device) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
         axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
-        self.recorder: SpanRecorder | None = SpanRecorder(axes, memory_reader(device))
+        self.recorder: SpanRecorder | None = SpanRecorder(axes, kind.memory_now)
         # lowering may fail, so it comes before any change of the caller's model
         self._compiler = Compiler(device) if compile else None
         self._codecs = CodecMemory(device)
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
-        self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
+        fused = compile or kind.is_late  # on accelerators: no temporaries of all parameters, and updates can be skipped
+        self._optimizer = make_optimizer(optimizer, self.parameters, fused=fused) if optimizer is not None else None
+        self.losses.skip_updates_of(self._optimizer)
         check_momentum(plan, self._optimizer, max_grad_norm)
-        self._offloader = Offloader(device) if plan.offload == "optimizer" else None
+        self._offloader = Offloader(kind) if plan.offload == "optimizer" else None
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
         precision = captured.graph.precision
@@ -117,8 +121,7 @@ class Trainer(Resumable):
         self._last = lowered
         self.graph = captured.graph
         for place, change in captured.moved.items() if self.rank == 0 else ():
-            log.warning("%s: the model changes it itself (%s); training runs no Python of the model, and leaves it as "
-                        "it is", place, change)  # fmt: skip
+            log.warning("%s: the model changes it itself (%s); training leaves it as it is", place, change)
 
     # --- what a user calls ---------------------------------------------------------------------------------------
 
@@ -175,10 +178,9 @@ class Trainer(Resumable):
             The loss of the global batch, a scalar tensor; the host does not wait for its value.
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as they were
-                before the step. Otherwise the host does not wait for the CUDA device, and the next step, evaluation or
-                save checks the loss. By then the step has changed the parameters, and the error says so. In float16,
-                the step is skipped instead.
+            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as before the
+                step. On CUDA, the next step, evaluation or save raises it (``LossCheck``), and says what the parameters
+                are. In float16, the step is skipped instead.
             LossScaleError: in float16, the loss scale fell below its smallest value; in bfloat16, gradients were not
                 finite in ``MOST_SKIPPED`` steps in a row. The parameters are as they were before the skipped steps.
             DataError: the batch does not have the structure or the dtypes of the captured batch.
@@ -242,7 +244,6 @@ class Trainer(Resumable):
         the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
         stream ``wait`` holds the times during which computing waits for communication. Memory is sampled between spans.
         On CUDA, times are measured on the host. ``ir.summary.summarize`` adds up the spans.
-
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.
         """
@@ -296,7 +297,7 @@ class Trainer(Resumable):
             if local and not self.plan.uneven:
                 rest = {axis: placement for axis, placement in placements.items() if axis not in DATA_AXES}
                 placements = {} if self._split.is_cut(name, value) else rest
-            inputs[name] = local_part(value.detach(), placements, self.groups).to(self.device, non_blocking=True)
+            inputs[name] = to_device(local_part(value.detach(), placements, self.groups), self._kind)
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
@@ -396,4 +397,4 @@ class Trainer(Resumable):
         for name, value in result.buffers.items():
             buffer = self.parameters.named_buffers[name]
             if value is not buffer:
-                buffer.copy_(value)
+                buffer.copy_(self.losses.kept(buffer, value))
