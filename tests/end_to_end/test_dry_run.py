@@ -86,6 +86,17 @@ def test_skips_between_stages_of_a_u_net_end() -> None:
     assert report.findings == ()
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_in_low_precision_the_host_waits_neither_for_the_scale_nor_for_the_check(precision: Any) -> None:
+    assert dry_mlp(mw.Layout(dp=2), precision=precision).findings == ()
+
+
+def test_an_optimizer_that_cannot_skip_an_update_waits_for_the_check() -> None:
+    report = dry_mlp(mw.Layout(dp=2), lambda p: torch.optim.RMSprop(p, lr=0.1), precision="float16")
+    assert {finding.kind for finding in report.findings} == {"wait"}
+    assert all("meshwright/runtime/precision.py" in finding.where for finding in report.findings)
+
+
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 

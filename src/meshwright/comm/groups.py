@@ -266,7 +266,10 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
 
 def alone() -> bool:
     """Whether this rank has nobody to ask: it is the only rank, or the others only exist in a dry run."""
-    return not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == REHEARSED
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    world = dist.group.WORLD
+    return world is not None and dist.get_backend(world) == REHEARSED
 
 
 @naming("all ranks of the group")

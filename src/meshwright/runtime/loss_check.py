@@ -26,19 +26,21 @@ class LossCheck:
     Attributes:
         late: whether the loss is checked one step late.
         refused: 1 on the device since a loss was not finite, else 0; None if updates are not skipped there.
+        skips: 1 on the device if it skips the update of this step, else 0.
     """
 
     def __init__(self, kind: DeviceKind | None = None) -> None:
         self._kind = kind or CpuKind()
         self.late = self._kind.is_late
         self.refused: Tensor | None = None
+        self.skips = torch.zeros((), device=self._kind.device)
         self._pending: tuple[Tensor, int, Event | None] | None = None
 
     def skip_updates_of(self, optimizer: Optimizer | None) -> None:
         """Let the device skip the updates of an optimizer, if the loss is checked late and the optimizer can."""
         if self.late and optimizer is not None and skips_on_device(optimizer):
             self.refused = torch.zeros((), device=self._kind.device)
-            optimizer.found_inf = self.refused  # type: ignore[attr-defined]
+            optimizer.found_inf = self.skips  # type: ignore[attr-defined]
 
     def check(self, loss: Tensor, step: int) -> None:
         """Check the loss of step number ``step`` before the step changes parameters. If ``late``, check the previous
@@ -53,9 +55,14 @@ class LossCheck:
         host.copy_(loss, non_blocking=True)
         self._pending = host, step, self._kind.event()
 
+    def decide(self, skipped: Tensor | None) -> None:
+        """Let the device skip the update of this step if a loss was refused, or ``skipped`` is 1."""
+        if self.refused is not None:
+            self.skips.copy_(self.refused if skipped is None else torch.maximum(self.refused, skipped))
+
     def kept(self, before: Tensor, after: Tensor) -> Tensor:
         """The value of a buffer after a step: as before, if the device skips the step's update."""
-        return after if self.refused is None else torch.where(self.refused > 0, before, after)
+        return after if self.refused is None else torch.where(self.skips > 0, before, after)
 
     def settle(self) -> None:
         """Check the loss that is still pending, if any. A loss that is not finite raises an error only once."""

@@ -59,8 +59,7 @@ class Trainer(Resumable):
         plan: the plan that runs, with its amendments.
         step_number: number of steps done.
         metrics: maps names to scalar tensors of the last step or evaluation: ``loss``, the loss function's metrics,
-            ``grad_norm`` (if gradients are clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in
-            float16).
+            ``grad_norm`` (if clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in float16).
         replica: this replica's part in the exchange with other replicas; None if there are none.
         recorder: records the spans of the last step or evaluation; if it is None, nothing is recorded.
     """
@@ -110,7 +109,8 @@ class Trainer(Resumable):
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
         precision = captured.graph.precision
-        self.loss_scale = LossScale(precision, device) if precision in LOW else None
+        adapts = self.losses.refused is not None and not self._codecs.has_state
+        self.loss_scale = LossScale(precision, device, kind if adapts else None) if precision in LOW else None
         self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
         self._split = BatchSplit(self._leaves, lowered.input_placements, self.groups)
@@ -181,12 +181,9 @@ class Trainer(Resumable):
             NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as before the
                 step. On CUDA, the next step, evaluation or save raises it (``LossCheck``), and says what the parameters
                 are. In float16, the step is skipped instead.
-            LossScaleError: in float16, the loss scale fell below its smallest value; in bfloat16, gradients were not
-                finite in ``MOST_SKIPPED`` steps in a row. The parameters are as they were before the skipped steps.
-            DataError: the batch does not have the structure or the dtypes of the captured batch.
-            LayoutError: the batch has fewer samples than dp has ranks, or does not divide into micro-batches.
-            RankError: the batches of two ranks have different shapes, or two ranks that need the same batch were given
-                different values.
+            LossScaleError: no loss scale helps (``LossScale.note``). Skipped steps have not changed the parameters.
+            DataError, LayoutError: the batch is not like the captured one, or does not divide.
+            RankError: two ranks were given batches of different shapes, or of different values for equal parts.
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
@@ -240,9 +237,9 @@ class Trainer(Resumable):
     def trace(self, *, all_ranks: bool = False) -> Trace:
         """Return the spans of this rank's last step or evaluation, with their times (``time.perf_counter``).
 
-        Every span belongs to a stream. The stream ``compute`` holds the preparation of data, the phases or actions of
-        the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
-        stream ``wait`` holds the times during which computing waits for communication. Memory is sampled between spans.
+        Every span belongs to a stream: ``compute`` (data, the phases or actions of the schedule, clipping, the
+        optimizer), ``communication`` (collectives and sends), or ``wait`` (while computing waits for communication).
+        Memory is sampled between spans.
         On CUDA, times are measured on the host. ``ir.summary.summarize`` adds up the spans.
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.
@@ -254,10 +251,7 @@ class Trainer(Resumable):
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
         """Return the key of a captured step: its trained parameters, and its batch's structure, shapes, dtypes and
-        constants.
-
-        Tensors that are split over the ranks (``local``) count with their global shape.
-        """
+        constants. Tensors that are split over the ranks (``local``) count with their global shape."""
         size, parts = leaves.size, self.own_shard[1] if local else 1
         shapes = tuple(
             (self._split.whole_shape(name, value, parts) if local and value.dim() and len(value) == size
@@ -374,6 +368,9 @@ class Trainer(Resumable):
             return True
         begun, loss, step = time.perf_counter(), result.scalars["loss"], self.step_number + 1
         gradients = [value for value in result.gradients.values() if value is not None]
+        if self.loss_scale.on_device:  # it skips the update itself
+            result.scalars |= self.loss_scale.adapt(gradients, self.groups, loss, step, tells=self.rank == 0)
+            return True
         if not self.loss_scale.dynamic:
             refuse_unless_finite(loss, step, UNCHANGED)
         finite, before = self.loss_scale.unscale(gradients, self.groups, loss), self.loss_scale.value
@@ -390,7 +387,9 @@ class Trainer(Resumable):
         return finite
 
     def _finish(self, result: StepResult) -> None:
-        self.losses.check(result.scalars["loss"], self.step_number + 1)
+        if self.loss_scale is None or not self.loss_scale.dynamic:
+            self.losses.check(result.scalars["loss"], self.step_number + 1)
+        self.losses.decide(result.scalars.get("skipped"))
         if self.loss_scale is None:
             self._codecs.accept()
         self.metrics = result.scalars
