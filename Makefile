@@ -13,7 +13,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 # The tables of what is timed, at one commit. Predictions (`make bench-prediction`, 40 minutes) and parity (`make matrix`) do not fit in two hours.
 MODELS := models --only quality speed compiled chosen memory
 TIMED  := foundation pipelines zero models planning convolution collectives codecs large_batch
-PARITY := "models --only parity" "convolution --only convolution-parity"
+PARITY := dry_runs "models --only parity" "convolution --only convolution-parity"
 
 bench: $(STAMP) ## run what is timed beside peers at this commit, write its tables, and lint them (two hours on two quiet cores)
 	@rc=0; for part in foundation pipelines zero "$(MODELS)" planning "convolution --only convolution" collectives codecs large_batch; \
@@ -105,6 +105,9 @@ bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eigh
 
 bench-message-driven: $(STAMP) ## message-driven pipelines under jitter beside 1F1B and others, on emulated devices
 	@$(BIN)/python -m benchmarks.message_driven
+
+bench-dry-runs: $(STAMP) ## run the steps of all layouts and pipelines on fake GPUs; peak memory beside the predicted
+	@$(BIN)/python -m benchmarks.dry_runs
 
 matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
 	@rc=0; $(PYTEST) -m "product or hypothesis" --hypothesis-profile=matrix --timeout=3600 || rc=1; \

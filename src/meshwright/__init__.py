@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         auto_parallelize,
         calibrate,
         capture,
+        dry_run,
         grid_product,
         joint,
         load,
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "JobBuilder", "JobGraph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix",
-    "Trainer", "auto_parallelize", "calibrate", "capture", "grid_product", "joint", "load", "matmul", "parallelize",
+    "Trainer", "auto_parallelize", "calibrate", "capture", "dry_run", "grid_product", "joint", "load", "matmul",
+    "parallelize",
     "plan", "simulate", "verify",
 ]  # fmt: skip
 
@@ -41,6 +43,7 @@ _TORCH_SIDE = {
     "auto_parallelize": "meshwright.api",
     "calibrate": "meshwright.api",
     "capture": "meshwright.api",
+    "dry_run": "meshwright.api",
     "grid_product": "meshwright.api",
     "joint": "meshwright.api",
     "load": "meshwright.api",

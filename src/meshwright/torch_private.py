@@ -17,13 +17,17 @@ try:
     from torch._C import _DisableTorchDispatch as DisableTorchDispatch
     from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
     from torch._C import _dispatch_keys as dispatch_keys
+    from torch._C import _EnableTorchFunction as EnableTorchFunction
     from torch._C import _set_throw_on_mutable_data_ptr as throw_on_data_pointer
     from torch._C import _set_warn_deprecated_on_mutable_data_ptr as warn_on_data_pointer
+    from torch._C._distributed_c10d import Work as Work
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
     from torch.autograd import _get_sequence_nr as sequence_number
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils import _pytree as pytree
     from torch.utils import checkpoint as _checkpoint
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -42,7 +46,8 @@ CHECKPOINT_GENERATORS = tuple(
 2.15."""
 __all__ = [
     "CHECKPOINT_GENERATORS",
-    "DisableTorchDispatch", "DisableTorchFunction", "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode",
+    "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
+    "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
     "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "pytree", "resolve_process_group",
     "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.runtime import offload
+from meshwright.runtime.device import CpuKind
 from meshwright.runtime.offload import Offloader
 from tests.distributed import oracle
 from tests.distributed.pool import Ranks
@@ -95,7 +96,7 @@ def test_it_is_whatever_an_optimizer_keeps() -> None:
 def test_two_chunks_are_on_the_device_at_most() -> None:
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(6)]
     optimizer = torch.optim.Adam(parameters)
-    offloader, live = Offloader(torch.device("cpu")), []
+    offloader, live = Offloader(CpuKind()), []
     step = optimizer.step
 
     def counted() -> None:
@@ -117,7 +118,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     parameters[1].grad = torch.ones(4)
-    Offloader(torch.device("cpu")).step(optimizer, parameters)
+    Offloader(CpuKind()).step(optimizer, parameters)
     assert [float(one.detach().sum()) for one in parameters] == [4.0, 0.0]
 
 

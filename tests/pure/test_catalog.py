@@ -169,32 +169,32 @@ def test_the_noun_loads_names_too() -> None:
 
 GIB = 2**30
 REPORTED = {
-    "A100-SXM4-40GB": (39.4, "a100-40gb", "nvlink"),
-    "A100-SXM4-80GB": (79.2, "a100-80gb", "nvlink"),
-    "NVIDIA A100-SXM4-40GB": (39.4, "a100-40gb", "nvlink"),
-    "NVIDIA A100-SXM4-80GB": (79.2, "a100-80gb", "nvlink"),
-    "NVIDIA A100-PCIE-40GB": (39.4, "a100-40gb", "pcie"),
-    "NVIDIA A100 80GB PCIe": (79.2, "a100-80gb", "pcie"),
-    "NVIDIA A800-SXM4-80GB": (79.2, "a800", "nvlink"),
-    "NVIDIA A800 80GB PCIe": (79.2, "a800", "pcie"),
-    "NVIDIA H100 80GB HBM3": (79.1, "h100", "nvlink"),
-    "NVIDIA H100": (95.0, "h100-96gb", "nvlink"),
-    "NVIDIA H200": (139.7, "h200", "nvlink"),
-    "NVIDIA H800": (79.1, "h800", "nvlink"),
-    "NVIDIA GH200 480GB": (95.0, "gh200", "nvlink"),
-    "NVIDIA GH200 120GB": (94.5, "gh200", "nvlink"),
-    "NVIDIA B200": (178.4, "b200", "nvlink"),
-    "NVIDIA GB200": (184.0, "gb200", "nvlink"),
-    "Tesla V100-SXM2-16GB": (15.8, "v100-16gb", "mesh"),
-    "Tesla V100-SXM2-32GB": (31.7, "v100", "mesh"),
-    "Tesla V100-SXM3-32GB": (31.7, "v100", "mesh"),
-    "Tesla V100-PCIE-16GB": (15.8, "v100-16gb", "pcie"),
-    "Tesla V100-PCIE-32GB": (31.7, "v100", "pcie"),
-    "Tesla V100-DGXS-32GB": (31.7, "v100", "mesh"),
-    "Tesla P100-SXM2-16GB": (15.9, "p100", "nvlink"),
-    "Tesla P100-PCIE-16GB": (15.9, "p100", "pcie"),
-    "AMD Instinct MI250X": (64.0, "mi250x", "nvlink"),
-    "AMD Instinct MI300X": (191.5, "mi300x", "nvlink"),
+    "A100-SXM4-40GB": (39.4, 108, "a100-40gb", "nvlink"),
+    "A100-SXM4-80GB": (79.2, 108, "a100-80gb", "nvlink"),
+    "NVIDIA A100-SXM4-40GB": (39.4, 108, "a100-40gb", "nvlink"),
+    "NVIDIA A100-SXM4-80GB": (79.2, 108, "a100-80gb", "nvlink"),
+    "NVIDIA A100-PCIE-40GB": (39.4, 108, "a100-40gb", "pcie"),
+    "NVIDIA A100 80GB PCIe": (79.2, 108, "a100-80gb", "pcie"),
+    "NVIDIA A800-SXM4-80GB": (79.2, 108, "a800", "nvlink"),
+    "NVIDIA A800 80GB PCIe": (79.2, 108, "a800", "pcie"),
+    "NVIDIA H100 80GB HBM3": (79.1, 132, "h100", "nvlink"),
+    "NVIDIA H100": (95.0, 132, "h100-96gb", "nvlink"),
+    "NVIDIA H200": (139.7, 132, "h200", "nvlink"),
+    "NVIDIA H800": (79.1, 132, "h800", "nvlink"),
+    "NVIDIA GH200 480GB": (95.0, 132, "gh200", "nvlink"),
+    "NVIDIA GH200 120GB": (94.5, 132, "gh200", "nvlink"),
+    "NVIDIA B200": (178.4, 148, "b200", "nvlink"),
+    "NVIDIA GB200": (184.0, 148, "gb200", "nvlink"),
+    "Tesla V100-SXM2-16GB": (15.8, 80, "v100-16gb", "mesh"),
+    "Tesla V100-SXM2-32GB": (31.7, 80, "v100", "mesh"),
+    "Tesla V100-SXM3-32GB": (31.7, 80, "v100", "mesh"),
+    "Tesla V100-PCIE-16GB": (15.8, 80, "v100-16gb", "pcie"),
+    "Tesla V100-PCIE-32GB": (31.7, 80, "v100", "pcie"),
+    "Tesla V100-DGXS-32GB": (31.7, 80, "v100", "mesh"),
+    "Tesla P100-SXM2-16GB": (15.9, 56, "p100", "nvlink"),
+    "Tesla P100-PCIE-16GB": (15.9, 56, "p100", "pcie"),
+    "AMD Instinct MI250X": (64.0, 110, "mi250x", "nvlink"),
+    "AMD Instinct MI300X": (191.5, 304, "mi300x", "nvlink"),
 }
 UNKNOWN = [
     "NVIDIA A100-SXM-64GB", "NVIDIA A100X", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 PCIe", "NVIDIA H100 NVL",
@@ -207,8 +207,8 @@ UNKNOWN = [
 
 @pytest.mark.parametrize("reported", REPORTED)
 def test_what_a_driver_reports_names_a_device_and_its_link(reported: str) -> None:
-    memory_gib, name, link = REPORTED[reported]
-    cluster = reported_cluster(reported, int(memory_gib * GIB), 2)
+    memory_gib, processors, name, link = REPORTED[reported]
+    cluster = reported_cluster(reported, int(memory_gib * GIB), processors, 2)
     assert (cluster.device.name, cluster.levels[0].source.split(";")[0]) == (name, link)
     assert cluster.device.memory_bytes == int(memory_gib * GIB)
     assert cluster.num_devices == (2 if link == "pcie" else 8)
@@ -217,7 +217,7 @@ def test_what_a_driver_reports_names_a_device_and_its_link(reported: str) -> Non
 @pytest.mark.parametrize("reported", UNKNOWN)
 def test_what_the_catalog_does_not_have_is_refused(reported: str) -> None:
     with pytest.raises(ClusterError, match=f"the catalog has no device {reported!r}") as caught:
-        reported_cluster(reported, 40 * GIB, 1)
+        reported_cluster(reported, 40 * GIB, 108, 1)
     assert str(caught.value).endswith(
         "\n  -> pass cluster=, the name or the file of a cluster: `meshwright clusters` lists names"
     )
@@ -225,10 +225,15 @@ def test_what_the_catalog_does_not_have_is_refused(reported: str) -> None:
 
 def test_other_kinds_of_an_unknown_device_are_told() -> None:
     with pytest.raises(ClusterError, match=r"no device 'NVIDIA H100 PCIe' \(it has other kinds: h100, h100-96gb\)"):
-        reported_cluster("NVIDIA H100 PCIe", 80 * GIB, 1)
+        reported_cluster("NVIDIA H100 PCIe", 80 * GIB, 114, 1)
 
 
 def test_a_part_of_a_device_is_not_the_device() -> None:
     problem = r"NVIDIA A100-SXM4-80GB reports 39\.6 GiB of memory, the catalog's a100-80gb has 79\.2 GiB"
     with pytest.raises(ClusterError, match=problem):
-        reported_cluster("NVIDIA A100-SXM4-80GB", int(39.6 * GIB), 1)
+        reported_cluster("NVIDIA A100-SXM4-80GB", int(39.6 * GIB), 108, 1)
+
+
+def test_a_device_with_some_of_its_processors_is_not_the_device() -> None:
+    with pytest.raises(ClusterError, match="NVIDIA H100 80GB HBM3 reports 66 processors, the catalog's h100 has 132"):
+        reported_cluster("NVIDIA H100 80GB HBM3", int(79.1 * GIB), 66, 8)

@@ -4,6 +4,7 @@ functions."""
 from meshwright.api.alpa import recompute_alpa
 from meshwright.api.convolutions import measure_convolutions
 from meshwright.api.data import load
+from meshwright.api.dry_runs import dry_run, dry_run_of
 from meshwright.api.ensembles import joint
 from meshwright.api.machine import (
     calibrate,
@@ -50,6 +51,8 @@ __all__ = [
     "cluster_names",
     "compare_rules_of_run",
     "compare_schedules_of_run",
+    "dry_run",
+    "dry_run_of",
     "grid_product",
     "is_busy",
     "joint",

@@ -24,6 +24,7 @@ from meshwright.planner.learn_ledgers import learn_ledgers
 from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch
+from meshwright.runtime.device import properties
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
@@ -200,8 +201,7 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
-    properties = torch.cuda.get_device_properties(device)
-    return _ours(reported_cluster(properties.name, properties.total_memory, torch.cuda.device_count()))
+    return _ours(reported_cluster(*properties(device)))
 
 
 def _ours(cluster: Cluster) -> Cluster:

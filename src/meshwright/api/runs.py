@@ -37,9 +37,9 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.replicas import replica_step
 from meshwright.runtime import launch, manifest, worlds
+from meshwright.runtime.device import device_kind, taken_bytes
 from meshwright.runtime.failures import Status
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
-from meshwright.runtime.memory import memory_reader, taken_bytes
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.replica import EXCHANGE
 from meshwright.runtime.trainer import Trainer
@@ -233,7 +233,7 @@ def _asked(run: Run, directory: Path) -> Layout | str:
 def _held_besides(trainer: Trainer) -> int:
     """The bytes that this rank's process holds in addition to the parameters: interpreter, libraries, data. 0 if
     unknown."""
-    read = memory_reader(trainer.device)
+    read = device_kind(trainer.device).memory_now
     return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
 
 

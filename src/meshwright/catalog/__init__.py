@@ -192,13 +192,14 @@ def _software_in(path: str) -> Software:
     return files.load(path, Software)
 
 
-def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Cluster:
-    """One box of a device whose driver reports the name ``reported``, such as ``NVIDIA A100-SXM4-80GB``, and
-    ``memory_bytes``. A box of PCIe cards has ``num_devices`` devices, any other box its usual number.
+def reported_cluster(reported: str, memory_bytes: int, processors: int, num_devices: int) -> Cluster:
+    """One box of a device whose driver reports the name ``reported``, such as ``NVIDIA A100-SXM4-80GB``,
+    ``memory_bytes`` and a number of processors. A box of PCIe cards has ``num_devices`` devices, any other box its
+    usual number.
 
     Raises:
-        ClusterError: the catalog does not have the device, or has it with another memory size (for example if only a
-            part of a device is visible).
+        ClusterError: the catalog does not have the device, or has it with another memory size or number of processors
+            (for example if only a part of a device is visible).
     """
     words = _words(reported)
     spelled = {tuple(_words(text)): name for name in device_names() for text in _device_file(name).reported}
@@ -216,6 +217,12 @@ def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Clus
             where="cluster",
             remedy=remedy,
         )
+    known = entry.device.kernels.processors if entry.device.kernels is not None else processors
+    if known != processors:
+        raise ClusterError(
+            f"{reported} reports {processors} processors, the catalog's {name} has {known}", where="cluster",
+            remedy=remedy,
+        )  # fmt: skip
     switched = "pcie" not in words and {"mesh", "nvlink"} & set(entry.links)
     cluster = load_cluster(f"{name}-{'dgx' if switched else f'pcie{num_devices}'}")
     return msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, memory_bytes=memory_bytes))

@@ -16,6 +16,7 @@ from meshwright.cli import (
     clusters,
     collectives,
     demo,
+    dryrun,
     jobs,
     models,
     plan,
@@ -42,11 +43,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (
-    demo, train, report, plan, simulate, predict, validate, recompute, verify, schedule, collectives, calibrate,
+    demo, train, report, plan, simulate, predict, validate, recompute, verify, dryrun, schedule, collectives, calibrate,
     clusters, models, jobs,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
-    _settings = EXTRA if _module in (demo, train, plan, simulate, verify) else None
+    _settings = EXTRA if _module in (demo, train, plan, simulate, verify, dryrun) else None
     app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
 app.add_typer(bench.group)
 app.add_typer(serve.group)

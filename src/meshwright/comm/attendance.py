@@ -139,7 +139,7 @@ class Attendance:
 
 def close(group: dist.ProcessGroup, *peers: int) -> None:
     """Close this rank's gloo connections to ``peers`` of a group (default: all), so that peers stop waiting for it."""
-    for peer in (peers or range(group.size())) if dist.get_backend(group) == "gloo" else ():
+    for peer in (peers or range(group.size())) if "gloo" in dist.get_backend(group) else ():
         if peer != group.rank():
             with suppress(RuntimeError):  # a receive that times out closes the connection
                 group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
+from meshwright.comm.device_channel import device_channels
 from meshwright.comm.member import MeasuredCoding, attend, member, naming
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
@@ -34,6 +35,9 @@ from meshwright.torch_private import resolve_process_group
 log = logging.getLogger("meshwright")
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
+REHEARSED = "fake"
+"""The backend of torch.distributed under which a rank of a dry run has no other ranks."""
 
 
 def axis_groups(
@@ -65,7 +69,7 @@ def axis_groups(
             carrier(group, wanted)
         state = member(group)
         state.axis = f"axis {name}"
-        if name in algorithms and state.watch is None and dist.get_backend(group) == "gloo":  # else NCCL runs all
+        if name in algorithms and state.watch is None and dist.get_backend(group) == "gloo":  # on GPUs NCCL runs all
             boxes = boxes_of(group)
             if len(boxes) > 1:  # no links within one box
                 state.watch = Watch(group, boxes, functools.partial(started, group))
@@ -219,14 +223,16 @@ def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rank for rank, place in enumerate(each) if place == box_id) for box_id in dict.fromkeys(each))
 
 
-def channels(peers: Iterable[int]) -> dict[int, Channel]:
-    """The channels to the ranks ``peers`` of the world, by rank. Each of these ranks must call this too, with this rank
-    among its ``peers``."""
-    wanted = set(peers)
+def channels(peers: Iterable[int], device: torch.device = CPU) -> dict[int, Channel]:
+    """The channels to the ranks ``peers`` of the world, by rank, for tensors on ``device``. Each of these ranks must
+    call this too, with this rank among its ``peers``. On an accelerator, all ranks of the world must call it."""
+    world, wanted = dist.group.WORLD, set(peers)
+    if world is None or world.size() == 1:
+        return {}
+    if device.type != "cpu":
+        return device_channels(world, wanted, device)
     if not wanted:
         return {}
-    world = dist.group.WORLD
-    assert world is not None
     known, progress, attendance = member(world).channels, member(world).progress, member(world).attendance
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
         known[peer] = PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress)
@@ -256,6 +262,14 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
         level = logging.WARNING if attendance.is_first("refused") else logging.DEBUG
         log.log(level, "%s; whether other ranks have ended is read in /proc instead", refused)
     return lanes
+
+
+def alone() -> bool:
+    """Whether this rank has nobody to ask: it is the only rank, or the others only exist in a dry run."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    world = dist.group.WORLD
+    return world is not None and dist.get_backend(world) == REHEARSED
 
 
 @naming("all ranks of the group")
@@ -295,8 +309,9 @@ def sum_of_all(value: Tensor) -> Tensor:
 
 
 @naming("all ranks")
-def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> None:
-    """Copy rank 0's values of ``tensors`` to every rank, in chunks; each chunk has one dtype and one device."""
+def broadcast_tensors(tensors: list[Tensor], device: torch.device = CPU, chunk_bytes: int = 64 * 2**20) -> None:
+    """Copy rank 0's values of ``tensors`` to every rank, in chunks; each chunk has one dtype and one device. Chunks
+    cross between the ranks' devices, so that a device holds one chunk at a time and not the whole model."""
     pending: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         pending.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -305,7 +320,7 @@ def broadcast_tensors(tensors: list[Tensor], chunk_bytes: int = 64 * 2**20) -> N
             chunk = [group.pop(0)]
             while group and sum(tensor.nbytes for tensor in chunk) < chunk_bytes:
                 chunk.append(group.pop(0))
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).to(device)
             dist.broadcast(flat, 0)
             for target, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
                 target.copy_(part.view_as(target))
@@ -344,7 +359,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
         MeshwrightError: ``make`` raised a MeshwrightError on rank 0; every rank raises the same error.
         RankError: ``make`` raised another error on rank 0; rank 0 raises this error, and the other ranks a RankError.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return make()
     box: list[Any] = [None, None]
     own: Exception | None = None
@@ -366,8 +381,8 @@ def from_rank_0(make: Callable[[], T]) -> T:
 @naming("all ranks")
 def from_every_rank(value: T) -> list[T]:
     """Collect the values of all ranks. Every rank gets the list, ordered by rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
+    if alone():
+        return [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every

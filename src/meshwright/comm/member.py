@@ -47,7 +47,8 @@ class GroupState:
     begun so far. ``blocks`` is memory that results of collectives reuse. ``progress`` holds this rank's streams, which
     are shared by all groups. ``coded`` has the last coded collective of every label. For the world only, ``has_links``
     tells whether any watched group spans several boxes, ``attendance`` (set by ``attend``) tells which ranks are gone,
-    and ``meshes`` has the groups of meshes that are made once.
+    ``meshes`` has the groups of meshes that are made once, and ``directions`` are the groups of the world that carry
+    messages between accelerators to higher and to lower ranks.
     """
 
     def __init__(self, progress: RankStreams) -> None:
@@ -60,6 +61,7 @@ class GroupState:
         self.channels: dict[int, Channel] = {}
         self.coded: dict[str, MeasuredCoding] = {}
         self.meshes: dict[Mesh, dict[str, AxisGroup]] = {}
+        self.directions: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._told: dict[tuple[str, object], str] = {}
 
     def algorithm(self, text: str, operation: str, num_bytes: int) -> str:

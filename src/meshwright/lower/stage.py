@@ -72,7 +72,7 @@ def lower_stage(
 
     Args:
         rules: maps an operator to the user's rule for it.
-        constants: the values of the graph's constants; without them the program can be read, but not run.
+        constants: the values of the graph's constants on ``device``; without them the program can be read, but not run.
         compiler: compiles runs of operators; ``kernels`` maps an operator to the function that replaces it.
         note: called with a phase's name where the phase begins, if the phase is part of a larger function.
 
@@ -81,8 +81,7 @@ def lower_stage(
             with other micro-batches.
     """
     emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
-    values = {name: value.to(device) for name, value in (constants or {}).items()}
-    return partition(emitted, planned.recomputation(stage), values, compiler, kernels, note)
+    return partition(emitted, planned.recomputation(stage), dict(constants or {}), compiler, kernels, note)
 
 
 def emit_stage(

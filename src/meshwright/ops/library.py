@@ -15,12 +15,14 @@ LIBRARY = Library("meshwright", "DEF")
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an operator ``NAME`` by its schema; ``kernel`` computes it, ``fake`` makes its results on fake tensors."""
+    """Define an operator ``NAME`` by its schema; ``kernel`` computes it, ``fake`` makes its results on fake tensors.
+    The operator's attribute ``kernel`` is that function: a dry run calls it on fake tensors."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, device)
     torch.library.register_fake(f"meshwright::{name}", fake, lib=LIBRARY)
+    getattr(torch.ops.meshwright, name).default.kernel = kernel
 
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -51,6 +51,11 @@ class CodecMemory:
             memory = _fresh(state, self._device, self._accepted_steps)
             self._known[key] = _Memory(state, memory, torch.empty_like(memory))
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a codec keeps anything between steps."""
+        return bool(self._known)
+
     def begin(self) -> None:
         """Begin a step. If the previous step was not accepted, the state is the state before it."""
         self._in_step.clear()

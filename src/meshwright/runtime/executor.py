@@ -273,6 +273,8 @@ class Executor:
     def _send(self, stage: RunningStage, action: Action) -> None:
         transfers = stage.program.crossing(action.kind)
         live = self._live.get((action.stage, _microbatch(action)), {})
+        # An accelerator's messages leave behind the host: their memory is free when they have come.
+        self._leaving = [work for work in self._leaving if not (isinstance(work, Arrival) and work.has_come())]
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             for peer, place in route.messages:
                 part = live[transfer.value.name][place].contiguous()

@@ -18,11 +18,15 @@ from meshwright.comm.attendance import Attendance
 from meshwright.comm.groups import meet
 from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
+from meshwright.runtime.device import has_cuda, num_cuda_devices, use
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
 BOX_PORT = 29511
 """The port of the store in an emulated box, where no other program uses ports."""
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl"}
+"""The backends of torch.distributed for ranks with accelerators: tensors of the host, such as those of objects that
+ranks tell each other, go by gloo, so that the device is not waited for."""
 TOGETHER_S = 0.3
 """If all ranks end within this many seconds, they count as ending together."""
 HEAR_S = 3.0
@@ -63,7 +67,7 @@ def start(device: torch.device | str | None = None, within: Within | None = None
     each other.
 
     Returns:
-        Returns the device of this rank.
+        The device of this rank.
 
     Raises:
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
@@ -71,14 +75,13 @@ def start(device: torch.device | str | None = None, within: Within | None = None
     _take_over_from_mpi()
     local_rank = _number("LOCAL_RANK", "0")
     if device is None:
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        device = torch.device("cuda", local_rank) if has_cuda() else torch.device("cpu")
     device = _device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
+    use(device)
+    if device.type == "cpu":
         keep_memory()
     if not dist.is_initialized() and (within.size if within is not None else _number("WORLD_SIZE", "1")) > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = BACKENDS.get(device.type, "gloo")
         if within is None:
             _join(backend)
         else:
@@ -171,7 +174,7 @@ def timeout() -> timedelta:
 
 
 def _device(device: torch.device | str) -> torch.device:
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    kinds = ("cpu", "cuda") if has_cuda() else ("cpu",)
     try:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError):
@@ -227,7 +230,7 @@ def memory_bytes() -> int:
 
 def num_devices() -> int:
     """The number of ranks that suits this machine: one for each CUDA device, or one for each core if there is none."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else num_cores()
+    return num_cuda_devices() or num_cores()
 
 
 def environment() -> dict[str, str]:

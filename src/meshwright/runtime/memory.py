@@ -1,28 +1,13 @@
-"""The memory of a rank: the bytes that it holds now, and the settings of its allocator."""
+"""The memory of this process: the bytes that are resident now, and the settings of its allocator."""
 
 import ctypes
 import os
 import sys
-from collections.abc import Callable
-
-import torch
 
 
-def memory_reader(device: torch.device) -> Callable[[], int] | None:
-    """Return a function that reads the number of bytes held now (allocated on CUDA, else resident); None if this number
-    is not available."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.memory_allocated(device)
-    return ResidentMemory() if sys.platform == "linux" else None
-
-
-def taken_bytes(device: torch.device) -> tuple[int, int]:
-    """The most bytes that the allocator took from a CUDA device, and all bytes in use on the device now, including the
-    context of every process. 0 on a CPU, whose resident memory contains both."""
-    if device.type != "cuda":
-        return 0, 0
-    free, total = torch.cuda.mem_get_info(device)
-    return torch.cuda.max_memory_reserved(device), total - free
+def has_resident_memory() -> bool:
+    """Whether ``ResidentMemory`` can be read on this platform."""
+    return sys.platform == "linux"
 
 
 class ResidentMemory:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.runtime.device import peak_allocated_bytes
+
 log = logging.getLogger("meshwright")
 
 StepMetrics = dict[str, Any]
@@ -24,7 +26,7 @@ TOLD_SHARE = 0.05
 def peak_memory_bytes(device: torch.device) -> int:
     """The peak memory of this rank: allocated on its CUDA device, or resident in its process."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return peak_allocated_bytes(device)
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

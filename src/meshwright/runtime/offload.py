@@ -10,12 +10,13 @@ CPU, host and device memory are the same, so copies save nothing there and only 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from meshwright.runtime.device import DeviceKind, within
 
 CHUNK_BYTES = 2**26
 """Approximate bytes of the parameters in a chunk, which are updated together."""
@@ -25,10 +26,10 @@ class Offloader:
     """Steps an optimizer whose state lies on the host. Ranks that share parameters hold these parameters in the same
     order."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, kind: DeviceKind) -> None:
+        self.device, self._kind = kind.device, kind
         self._host: dict[tuple[nn.Parameter, str], Tensor] = {}
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = kind.copies()
 
     def step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Update all parameters that have a gradient, and release the gradients."""
@@ -50,16 +51,13 @@ class Offloader:
             self._send(optimizer, chunk)
         self._wait()
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._copies) if self._copies is not None else nullcontext()
-
     def _wait(self) -> None:
         """Let later work on the device wait for the copies that were requested so far."""
         if self._copies is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._copies)
+            self._copies.hold_kernels()
 
     def _bring(self, optimizer: Optimizer, chunk: Sequence[nn.Parameter]) -> None:
-        with self._on_stream():
+        with within(self._copies):
             for parameter, state, key, value in _moved(optimizer, chunk):
                 host = self._host.get((parameter, key))
                 if host is not value:  # newly made, or loaded from a checkpoint
@@ -68,8 +66,8 @@ class Offloader:
 
     def _send(self, optimizer: Optimizer, chunk: Sequence[nn.Parameter]) -> None:
         if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        with self._on_stream():
+            self._copies.wait_for_kernels()
+        with within(self._copies):
             for parameter, state, key, value in _moved(optimizer, chunk):
                 state[key] = self._kept(parameter, key, value)
 
@@ -77,11 +75,10 @@ class Offloader:
         """Copy a value to the host, and return the host's copy."""
         host = self._host.get((parameter, key))
         if host is None or host.dtype != value.dtype:
-            pinned = self.device.type == "cuda"
-            host = self._host[parameter, key] = torch.empty_like(value, device="cpu", pin_memory=pinned)
+            host = self._host[parameter, key] = self._kind.pinned(value)
         host.copy_(value, non_blocking=True)
-        if self._copies is not None and value.is_cuda:
-            value.record_stream(self._copies)
+        if self._copies is not None and value.device == self.device:
+            self._copies.keep(value)
         return host
 
     def settle(self) -> None:

@@ -22,7 +22,8 @@ ELEMENT_WISE = (
 )  # fmt: skip
 """Optimizers of torch.optim that update each element independently, so that splitting a tensor changes no update."""
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers for which PyTorch has a fused kernel, also on the CPU. This kernel reads and writes a tensor only once."""
+"""Optimizers for which PyTorch has a fused kernel on the CPU; on CUDA Adagrad has none. This kernel reads and writes a
+tensor only once."""
 NEEDS_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP")
 _REMEDY = "pass a function such as lambda p: torch.optim.AdamW(p, lr=3e-4), of all the parameters that it is given"
 
@@ -67,7 +68,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
             f"{num_foreign} of its {len(held)} tensors are not of those that the function was given, and would not be "
             "trained"
         )
-    if fused and type(optimizer) in FUSED:
+    on_device = parameters.device.type != "cpu"
+    if fused and type(optimizer) in FUSED and not (on_device and isinstance(optimizer, torch.optim.Adagrad)):
         for group in optimizer.param_groups:
             if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
                 group["fused"] = all(value.is_floating_point() for value in group["params"])

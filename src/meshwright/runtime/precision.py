@@ -17,6 +17,7 @@ from meshwright.comm.groups import sum_over
 from meshwright.errors import LaunchError, LossScaleError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.precision import LOSS_SCALE, Precision, is_scaled
+from meshwright.runtime.device import DeviceKind, Event, lacks
 from meshwright.torch_private import unscale_and_check
 
 log = logging.getLogger("meshwright")
@@ -39,13 +40,8 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
     if precision not in _NEEDS:
         return
     if device.type == "cuda":
-        lacks = precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        if lacks or torch.cuda.get_device_capability(device) < (5, 3):
-            name = torch.cuda.get_device_name(device)
-            raise LaunchError(
-                f"{name} does not compute in {precision}", where="precision",
-                remedy="use 'float16' or 'float32'" if lacks else "use 'float32'",
-            )  # fmt: skip
+        if name := lacks(device, precision):
+            raise LaunchError(f"{name} does not compute in {precision}", where="precision", remedy="use 'float32'")
     elif device.type == "cpu":
         missing = missing_instructions(precision)
         if tells and missing:
@@ -64,24 +60,69 @@ def missing_instructions(precision: Precision) -> tuple[str, ...]:
 
 class LossScale:
     """Holds the scale of the loss (always 1, except for float16), and decides which steps are skipped. All ranks skip a
-    step if a gradient or the loss is not finite on any rank."""
+    step if a gradient or the loss is not finite on any rank. With ``kind``, the device does both, so that the host does
+    not wait for it."""
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
+    def __init__(self, precision: Precision, device: torch.device, kind: DeviceKind | None = None) -> None:
         self.precision, self.device = precision, device
         self.dynamic = is_scaled(precision)
         self.value = FIRST_SCALE if self.dynamic else 1.0
         self.good_steps = self.skipped = 0
+        self._kind = kind
+        self._scale = torch.full((), self.value, device=device)
+        self._grown = torch.zeros((), dtype=torch.int32, device=device)
+        self._pending: tuple[Tensor, int, Event | None] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device adapts the scale, and the host follows one step later."""
+        return self._kind is not None
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The inputs of a captured step that hold the scale; none if the scale is always 1."""
-        return {LOSS_SCALE: torch.full((), self.value, device=self.device)} if self.dynamic else {}
+        if not self.dynamic:
+            return {}
+        return {LOSS_SCALE: self._scale if self.on_device else torch.full((), self.value, device=self.device)}
+
+    def adapt(
+        self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor, step: int, *, tells: bool
+    ) -> dict[str, Tensor]:
+        """Unscale the gradients and adapt the scale on the device. Return the step's metrics: ``skipped``, which is 1
+        if the update must be skipped, and the scale of the next step. What happened in the step before is noted now,
+        as in ``note``."""
+        assert self._kind is not None
+        found = self.unscaled(gradients, groups, loss).reshape(()).clamp_(max=1.0)
+        if self.dynamic:
+            torch._amp_update_scale_(self._scale, self._grown, found, 2.0, 0.5, GROWTH_STEPS)
+            self._scale.clamp_(max=MOST_SCALE)
+        self.settle(tells=tells)
+        host = self._kind.pinned(found)
+        host.copy_(found, non_blocking=True)
+        self._pending = host, step, self._kind.event()
+        return {"skipped": found.to(torch.int64)} | ({"loss_scale": self._scale.clone()} if self.dynamic else {})
+
+    def settle(self, *, tells: bool = True) -> None:
+        """Note the step that the device has run, if it was not noted yet."""
+        if self._pending is None:
+            return
+        (found, step, copied), self._pending = self._pending, None
+        if copied is not None:
+            copied.synchronize()
+        self.note(not bool(found), step, tells=tells)
 
     def unscale(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> bool:
         """Divide the gradients by the scale, in place. Return whether they and the loss are finite on every rank. All
         ranks must call it together."""
+        return not float(self.unscaled(gradients, groups, loss))
+
+    def unscaled(self, gradients: Sequence[Tensor], groups: Mapping[str, AxisGroup], loss: Tensor) -> Tensor:
+        """Divide the gradients by the scale, in place. Return on how many ranks they or the loss are not finite."""
         found_inf = (~torch.isfinite(loss)).to(torch.float32).reshape(1)
-        inverse = torch.full((1,), 1.0 / self.value, device=self.device)
+        if self.on_device:
+            inverse = self._scale.reciprocal().reshape(1)
+        else:
+            inverse = torch.full((1,), 1.0 / self.value, device=self.device)
         alike: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             alike.setdefault(gradient.dtype, []).append(gradient)
@@ -89,7 +130,7 @@ class LossScale:
             unscale_and_check(several, found_inf, inverse)
         for axis in sorted(groups, key=lambda axis: axis == "pp"):  # last, because stages may have other axes
             found_inf = sum_over(found_inf, groups[axis])
-        return not float(found_inf)
+        return found_inf
 
     def note(self, finite: bool, step: int, *, tells: bool = True) -> None:
         """Adapt the scale after step ``step``, which is skipped if not ``finite``. Raise a LossScaleError if no scale
@@ -119,10 +160,13 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state for a checkpoint; call ``settle`` first."""
         return {"precision": self.precision, "value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore a state. If the state is None or of another precision, the current scale stays."""
         if state is not None and state["precision"] == self.precision:
             self.value, self.good_steps, self.skipped = state["value"], state["good_steps"], 0
+            self._scale.fill_(self.value)
+            self._grown.fill_(self.good_steps % GROWTH_STEPS)
+            self._pending = None

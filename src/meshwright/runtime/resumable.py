@@ -308,6 +308,8 @@ class Resumable:
 
     def _settle(self) -> None:
         self.losses.settle()
+        if self.loss_scale is not None:
+            self.loss_scale.settle()
         if self.replica is not None:
             self.replica.settle()
         if self._offloader is not None:

@@ -51,7 +51,8 @@ class LocalParameters:
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
-                broadcast_tensors([*(value for value in callers.values() if not value.is_meta), *buffers.values()])
+                every = [*(value for value in callers.values() if not value.is_meta), *buffers.values()]
+                broadcast_tensors(every, device)
         for name in graph.parameters:
             parameter = callers[name]
             if parameter.is_meta or self._take(name, parameter, parts):
@@ -197,7 +198,7 @@ def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, st
         if name in given:
             whole.copy_(given[name].detach())
         if parameters.groups:
-            broadcast_tensors([whole])
+            broadcast_tensors([whole], parameters.device)
         if parameters.holds(name):
             part = local_part(whole, parameters.placements(name), parameters.groups)
             parameters[name].detach().copy_(part)

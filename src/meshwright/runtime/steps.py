@@ -1,15 +1,16 @@
 """A training step on this rank: its lowered stages, and the schedule that runs them."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from meshwright.capture.builder import Capture
+from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.record import WAIT, current
-from meshwright.errors import ScheduleError, refuse
+from meshwright.errors import PlanError, Problem, ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
@@ -25,24 +26,45 @@ from meshwright.runtime.executor import Executor, StepResult
 from meshwright.runtime.kernels import KERNELS
 from meshwright.runtime.phase_clock import Clock
 from meshwright.runtime.route import Place, Route
+from meshwright.schedules.collectives.choice import NATIVE, names
 from meshwright.schedules.message_driven import runtime_problems
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 from meshwright.schedules.timing import PARTNER
+from meshwright.torch_private import disable_current_modes
 
 Keys = Callable[[int], int]
 """A function from the number of a micro-batch to its random key."""
 
 
-def groups_of(plan: Plan, rank: int) -> dict[str, AxisGroup]:
-    """Make the process groups of a plan's axes, and return this rank's groups by axis. Every rank must call it."""
+def groups_of(plan: Plan, rank: int, device: torch.device) -> dict[str, AxisGroup]:
+    """Make the process groups of a plan's axes, and return this rank's groups by axis. Every rank must call it.
+
+    Raises:
+        PlanError: the plan has an algorithm that does not run on this device.
+    """
+    refuse(PlanError, _algorithm_problems(plan, device))
     if not plan.uneven:
-        return axis_groups(plan.mesh, rank, plan.algorithms)
-    result = {"pp": pipeline_group(plan.mesh, rank)}
-    for index in range(plan.mesh.num_stages):
-        first = plan.mesh.stage_ranks(index).start
-        result |= axis_groups(plan.submesh(index), rank, plan.algorithms_of(index), first_rank=first)
+        result = axis_groups(plan.mesh, rank, plan.algorithms)
+    else:
+        result = {"pp": pipeline_group(plan.mesh, rank)}
+        for index in range(plan.mesh.num_stages):
+            first = plan.mesh.stage_ranks(index).start
+            result |= axis_groups(plan.submesh(index), rank, plan.algorithms_of(index), first_rank=first)
+    connect(result.values(), device)
     return result
+
+
+def _algorithm_problems(plan: Plan, device: torch.device) -> Iterator[Problem]:
+    """Meshwright's own collectives and MPI's carry tensors of the host."""
+    every = [plan.algorithms] if not plan.uneven else map(plan.algorithms_of, range(plan.mesh.num_stages))
+    for axis, algorithm in (item for algorithms in every for item in algorithms.items()):
+        if device.type != "cpu" and names(algorithm) != {NATIVE}:
+            yield (
+                f"plan: axis {axis}",
+                f"{algorithm!r} runs on CPUs, not on {device.type}",
+                "plan for a cluster of GPUs",
+            )
 
 
 class Step:
@@ -70,13 +92,15 @@ class Step:
         stage_groups = {axis: group for axis, group in groups.items() if axis != "pp"}
         self._plan, self._graph = plan, graph
         clock = Clock()
-        self.stages = {
-            stage: lower_stage(
-                planned, stage, stage_groups, device=device, rules=captured.rules,
-                constants=captured.traced.constants, compiler=compiler, kernels=KERNELS, note=clock.begin,
-            )
-            for stage in self._places.stages_of(index)
-        }  # fmt: skip
+        constants = {name: value.to(device) for name, value in captured.traced.constants.items()}
+        with disable_current_modes():  # lowering has fake tensors of its own
+            self.stages = {
+                stage: lower_stage(
+                    planned, stage, stage_groups, device=device, rules=captured.rules, constants=constants,
+                    compiler=compiler, kernels=KERNELS, note=clock.begin,
+                )
+                for stage in self._places.stages_of(index)
+            }  # fmt: skip
         self.input_placements: dict[str, Placements] = {}
         for lowered in self.stages.values():
             self.input_placements |= lowered.program.input_placements
@@ -94,7 +118,9 @@ class Step:
         }
         sharing = {owner for owners in self._shared.values() for owner in owners if owner != index}
         peers = {peer for owner in sharing for peer in self._linked(owner)}
-        self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)))
+        self._channels = {}
+        if self._pipeline is not None:
+            self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)), device)
         schedule = schedule_of(plan, backward=bool(graph.gradients))
         if schedule.in_flight:
             graphs = (stage.functions[phase].graph for stage in self.stages.values() for phase in (FORWARD, BACKWARD))

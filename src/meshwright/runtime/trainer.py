@@ -30,11 +30,11 @@ from meshwright.ops.base import OperatorRule, Target
 from meshwright.ops.library import mix
 from meshwright.runtime.clip import clip
 from meshwright.runtime.codec_memory import CodecMemory, check_momentum
+from meshwright.runtime.device import DeviceKind, device_kind, to_device
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
-from meshwright.runtime.memory import memory_reader
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
@@ -59,8 +59,7 @@ class Trainer(Resumable):
         plan: the plan that runs, with its amendments.
         step_number: number of steps done.
         metrics: maps names to scalar tensors of the last step or evaluation: ``loss``, the loss function's metrics,
-            ``grad_norm`` (if gradients are clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in
-            float16).
+            ``grad_norm`` (if clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in float16).
         replica: this replica's part in the exchange with other replicas; None without replicas.
         recorder: records the spans of the last step or evaluation; if it is None, nothing is recorded.
     """
@@ -79,6 +78,7 @@ class Trainer(Resumable):
         replan: Replan,
         rules: Mapping[Target, OperatorRule] | None = None,
         compile: bool = False,
+        kind: DeviceKind | None = None,
     ) -> None:
         self.plan = self._ran = plan
         self.step_number = 0
@@ -88,25 +88,29 @@ class Trainer(Resumable):
         self.device = device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.saver = Saver()
-        self.losses = LossCheck(device)
+        self._kind = kind = kind or device_kind(device)
+        self.losses = LossCheck(kind)
         self.replica: Replica | None = None
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
-        self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank) if plan.mesh.world_size > 1 else {}
+        self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank, device) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
         axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
-        self.recorder: SpanRecorder | None = SpanRecorder(axes, memory_reader(device))
+        self.recorder: SpanRecorder | None = SpanRecorder(axes, kind.memory_now)
         # lowering may fail, so it precedes all changes of the caller's model
         self._compiler = Compiler(device) if compile else None
         self._codecs = CodecMemory(device)
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
-        self._optimizer = make_optimizer(optimizer, self.parameters, fused=compile) if optimizer is not None else None
+        fused = compile or kind.is_late  # on accelerators: no temporaries of all parameters, and updates can be skipped
+        self._optimizer = make_optimizer(optimizer, self.parameters, fused=fused) if optimizer is not None else None
+        self.losses.skip_updates_of(self._optimizer)
         check_momentum(plan, self._optimizer, max_grad_norm)
-        self._offloader = Offloader(device) if plan.offload == "optimizer" else None
+        self._offloader = Offloader(kind) if plan.offload == "optimizer" else None
         self.parameters.take_over()
         self._names_trained = self.parameters.follow()
         precision = captured.graph.precision
-        self.loss_scale = LossScale(precision, device) if precision in LOW else None
+        adapts = self.losses.refused is not None and not self._codecs.has_state
+        self.loss_scale = LossScale(precision, device, kind if adapts else None) if precision in LOW else None
         self._callers = CallersTensors(self.parameters)
         self._leaves = captured.traced.leaves
         self._split = BatchSplit(self._leaves, lowered.input_placements, self.groups)
@@ -172,19 +176,15 @@ class Trainer(Resumable):
         """Make one training step on the global batch. With ``local``, ``batch`` is only this rank's part of it.
 
         Returns:
-            Returns the loss of the global batch, a scalar tensor. The host does not wait for its value.
+            The loss of the global batch, a scalar tensor. The host does not wait for its value.
 
         Raises:
-            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as they were
-                before the step. Otherwise the host does not wait for the CUDA device, and the next step, evaluation or
-                save checks the loss. By then the step has changed the parameters, and the error says so. In float16,
-                the step is skipped instead.
-            LossScaleError: in float16, the loss scale fell below its smallest value; in bfloat16, gradients were not
-                finite in ``MOST_SKIPPED`` steps in a row. The parameters are as they were before the skipped steps.
-            DataError: the batch does not have the structure or the dtypes of the captured batch.
-            LayoutError: the batch has fewer samples than dp has ranks, or does not divide into micro-batches.
-            RankError: the batches of two ranks have different shapes, or two ranks that need the same batch were given
-                different values.
+            NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as before the
+                step. On CUDA, the next step, evaluation or save raises it (``LossCheck``), and says what the parameters
+                are. In float16, the step is skipped instead.
+            LossScaleError: no loss scale helps (``LossScale.note``). Skipped steps have not changed the parameters.
+            DataError, LayoutError: the batch is not like the captured one, or does not divide.
+            RankError: two ranks were given batches of different shapes, or of different values for equal parts.
             OptimizerError: the trainer was made without an optimizer.
         """
         optimizer = self.optimizer
@@ -242,7 +242,6 @@ class Trainer(Resumable):
         the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
         stream ``wait`` holds the times during which computing waits for communication, ``data`` the wait for a batch.
         Memory is sampled between spans. On CUDA, times are those of the host. ``ir.summary.summarize`` adds them up.
-
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.
         """
@@ -253,10 +252,7 @@ class Trainer(Resumable):
 
     def _key(self, leaves: Leaves, local: bool, training: bool) -> Hashable:
         """Return the key of a captured step: its trained parameters, and its batch's structure, shapes, dtypes and
-        constants.
-
-        Tensors that are split over the ranks (``local``) count with their global shape.
-        """
+        constants. Tensors that are split over the ranks (``local``) count with their global shape."""
         size, parts = leaves.size, self.own_shard[1] if local else 1
         shapes = tuple(
             (self._split.whole_shape(name, value, parts) if local and value.dim() and len(value) == size
@@ -296,7 +292,7 @@ class Trainer(Resumable):
             if local and not self.plan.uneven:
                 rest = {axis: placement for axis, placement in placements.items() if axis not in DATA_AXES}
                 placements = {} if self._split.is_cut(name, value) else rest
-            inputs[name] = local_part(value.detach(), placements, self.groups).to(self.device, non_blocking=True)
+            inputs[name] = to_device(local_part(value.detach(), placements, self.groups), self._kind)
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
@@ -373,6 +369,9 @@ class Trainer(Resumable):
             return True
         begun, loss, step = time.perf_counter(), result.scalars["loss"], self.step_number + 1
         gradients = [value for value in result.gradients.values() if value is not None]
+        if self.loss_scale.on_device:  # it skips the update itself
+            result.scalars |= self.loss_scale.adapt(gradients, self.groups, loss, step, tells=self.rank == 0)
+            return True
         if not self.loss_scale.dynamic:
             refuse_unless_finite(loss, step, UNCHANGED)
         finite, before = self.loss_scale.unscale(gradients, self.groups, loss), self.loss_scale.value
@@ -389,11 +388,13 @@ class Trainer(Resumable):
         return finite
 
     def _finish(self, result: StepResult) -> None:
-        self.losses.check(result.scalars["loss"], self.step_number + 1)
+        if self.loss_scale is None or not self.loss_scale.dynamic:
+            self.losses.check(result.scalars["loss"], self.step_number + 1)
+        self.losses.decide(result.scalars.get("skipped"))
         if self.loss_scale is None:
             self._codecs.accept()
         self.metrics = result.scalars
         for name, value in result.buffers.items():
             buffer = self.parameters.named_buffers[name]
             if value is not buffer:
-                buffer.copy_(value)
+                buffer.copy_(self.losses.kept(buffer, value))

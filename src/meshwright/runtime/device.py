@@ -1,0 +1,211 @@
+"""Kinds of device: what a trainer asks of a CPU or a CUDA device besides tensors (streams, memory, detection).
+
+A dry run has a kind of its own (``runtime/rehearsal.py``), which stands in for a device that is not there.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.runtime.memory import ResidentMemory, has_resident_memory
+
+CPU = torch.device("cpu")
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has reached it."""
+
+
+class CopyStream(Protocol):
+    """A stream of the device that runs beside the stream of its kernels, for copies."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Put the work that is started in the ``with`` block on this stream."""
+
+    def wait_for_kernels(self) -> None:
+        """Let later copies wait for the kernels that were started so far."""
+
+    def hold_kernels(self) -> None:
+        """Let later kernels wait for the copies that were started so far."""
+
+    def keep(self, value: Tensor) -> None:
+        """Keep the memory of a tensor until the copies that were started so far have read it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all copies."""
+
+
+class Properties(NamedTuple):
+    """A device as its driver reports it: its name, its memory, its number of processors, and the devices of the box."""
+
+    name: str
+    memory_bytes: int
+    processors: int
+    num_devices: int
+
+
+class DeviceKind(Protocol):
+    """The operations of a kind of device.
+
+    ``is_late``: the device runs behind the host, which must not wait for it within a step. ``copies``: a stream for
+    copies between host and device; None if both have the same memory.
+    """
+
+    device: torch.device
+    is_late: bool
+
+    @property
+    def memory_now(self) -> Callable[[], int] | None:
+        """A function that reads the bytes held now; None if there is no such count."""
+
+    def copies(self) -> CopyStream | None:
+        """A new stream for copies; None if host and device have the same memory."""
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Memory of the host for a copy of a tensor, which the device can write while the host goes on."""
+
+    def event(self) -> Event | None:
+        """The current point of the device's work; None if the device does not run behind the host."""
+
+
+class CpuKind:
+    """A CPU: all work is done when its call returns."""
+
+    is_late = False
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+
+    @property
+    def memory_now(self) -> Callable[[], int] | None:
+        """Reads the resident bytes of this process."""
+        return ResidentMemory() if has_resident_memory() else None
+
+    def copies(self) -> CopyStream | None:
+        """None: nothing is copied to another memory."""
+        return None
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Ordinary memory."""
+        return torch.empty_like(like)
+
+    def event(self) -> Event | None:
+        """None: there is nothing to wait for."""
+        return None
+
+
+class CudaKind:
+    """A CUDA device, which runs its streams while the host goes on."""
+
+    is_late = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def memory_now(self) -> Callable[[], int] | None:
+        """Reads the bytes that tensors hold on the device."""
+        return lambda: torch.cuda.memory_allocated(self.device)
+
+    def copies(self) -> CopyStream | None:
+        """A stream of the device."""
+        return _CudaCopies(self.device)
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Memory of the host that is locked in place."""
+        return torch.empty_like(like, device=CPU, pin_memory=True)
+
+    def event(self) -> Event | None:
+        """An event on the stream of the kernels."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+class _CudaCopies:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def wait_for_kernels(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def hold_kernels(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, value: Tensor) -> None:
+        value.record_stream(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def device_kind(device: torch.device) -> DeviceKind:
+    """The kind of a device of this machine."""
+    return CudaKind(device) if device.type == "cuda" else CpuKind(device)
+
+
+def to_device(value: Tensor, kind: DeviceKind) -> Tensor:
+    """A tensor of a batch on the device. It goes there from pinned memory, so that the host need not wait."""
+    if kind.is_late and value.device.type == "cpu" and not value.is_pinned():
+        value = kind.pinned(value).copy_(value)
+    return value.to(kind.device, non_blocking=True)
+
+
+def within(copies: CopyStream | None) -> AbstractContextManager[object]:
+    """Put work on a stream for copies, if there is one."""
+    return copies.entered() if copies is not None else nullcontext()
+
+
+def has_cuda() -> bool:
+    """Whether this machine has a CUDA device that PyTorch can use."""
+    return torch.cuda.is_available()
+
+
+def num_cuda_devices() -> int:
+    """The number of CUDA devices of this machine; 0 if there are none."""
+    return torch.cuda.device_count() if has_cuda() else 0
+
+
+def use(device: torch.device) -> None:
+    """Make a CUDA device the current device of this process, before anything is allocated or NCCL is started."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def properties(device: torch.device) -> Properties:
+    """A CUDA device as its driver reports it."""
+    found = torch.cuda.get_device_properties(device)
+    return Properties(found.name, found.total_memory, found.multi_processor_count, num_cuda_devices())
+
+
+def lacks(device: torch.device, precision: str) -> str:
+    """The name of a CUDA device that cannot compute in a low precision; empty if it can."""
+    emulated = precision == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    is_old = torch.cuda.get_device_capability(device) < (5, 3)
+    return torch.cuda.get_device_name(device) if emulated or is_old else ""
+
+
+def taken_bytes(device: torch.device) -> tuple[int, int]:
+    """The most bytes that the allocator took from a CUDA device, and all bytes that are taken there now, with the
+    context of every process; 0 on a CPU, whose resident memory has both."""
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_reserved(device), total - free
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """The most bytes that tensors held on a CUDA device."""
+    return int(torch.cuda.max_memory_allocated(device))

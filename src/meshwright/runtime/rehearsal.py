@@ -1,0 +1,343 @@
+"""A rank of a dry run: its operators run on fake tensors of a device that is not there, and are watched.
+
+Three things stand in for the device. Fake tensors have its name, shapes and dtypes, but no values. The ``fake`` process
+group has the ranks, but sends nothing. ``RehearsedKind`` has streams and events. ``Rehearsal`` sees every operator
+below autograd, and notes
+
+- where the host waits for the device: reads of values, copies that are not asynchronous, shapes that depend on values;
+- operators with tensors of both host and device, and operators without a kernel on the device;
+- the messages and collectives that the rank starts, and its waits for them, in order;
+- the bytes of all tensors on the device.
+
+After a finding the rank goes on as if the value were zero (true, if it is a truth value), so that one run finds all.
+"""
+
+import contextlib
+import os
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.record import place
+from meshwright.ir.dry_run import Finding, FindingKind
+from meshwright.runtime import fake_operators, unguarded
+from meshwright.runtime.fake_operators import (
+    BY_VALUES,
+    DEVICE,
+    UnfollowableError,
+    fake_mode,
+    kernel_of,
+    marks,
+    results,
+    selects_by_mask,
+    tensors_in,
+    written,
+)
+from meshwright.runtime.unguarded import Unguarded
+from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
+from meshwright.torch_private import (
+    EnableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    Work,
+    pytree,
+)
+
+aten = torch.ops.aten
+
+CAPABILITY = (9, 0)
+"""The CUDA capability of the fake device, for which torch.distributed asks: that of an H100."""
+SET_UP = "set-up"
+_DEVICE_OF = torch.ops.prim.device.default
+_COPIES = (aten._to_copy.default, aten.copy_.default)
+
+
+@dataclass
+class _Found:
+    finding: Finding
+    times: int = 1
+
+
+class _Done(Work):
+    """An operation of torch.distributed that has ended, and that notes when somebody waits for it."""
+
+    def __init__(self, waited: Callable[[], None]) -> None:
+        super().__init__()
+        self._waited = waited
+
+    def wait(self, timeout: object = None) -> bool:
+        self._waited()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass
+class _Memory:
+    """The bytes of the storages on the device that live now, and the most since ``restart``."""
+
+    held: int = 0
+    peak: int = 0
+    known: dict[int, Any] = field(default_factory=dict)
+
+    def hold(self, value: Tensor) -> None:
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        num_bytes = storage.nbytes()
+
+        def free(_: object) -> None:
+            self.held -= num_bytes
+            del self.known[key]
+
+        self.known[key] = weakref.ref(storage, free)
+        self.held += num_bytes
+        self.peak = max(self.peak, self.held)
+
+
+class Rehearsal(TorchDispatchMode):
+    """Watches the operators of one rank, on top of a ``FakeTensorMode``. ``moment`` names what the rank does now."""
+
+    def __init__(self, rank: int, dtypes: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.rank, self._dtypes = rank, dtypes
+        self.moment = SET_UP
+        self.stream: dict[str, list[Started | Awaited]] = {}
+        self.memory = _Memory()
+        self._found: dict[tuple[str, ...], _Found] = {}
+        self._number = 0
+        self._batch: list[Message] | None = None
+        self._works: list[Work] = []
+        self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, each with the number of times."""
+        return [
+            Finding(
+                each.finding.kind, each.finding.what, each.finding.where, each.finding.moment, (self.rank,), each.times
+            )
+            for each in self._found.values()
+        ]
+
+    def note(self, kind: FindingKind, what: str, where: str = "") -> None:
+        """Note a finding at the code that runs now."""
+        if kind == "wait" and self.moment == SET_UP:
+            return
+        finding = Finding(kind, what, where or _where(), self.moment, (self.rank,))
+        key = (finding.kind, finding.what, finding.where, finding.moment)
+        if key in self._found:
+            self._found[key].times += 1
+        else:
+            self._found[key] = _Found(finding)
+
+    def begin(self, moment: str) -> None:
+        """Begin the next part of the run: its peak of memory is counted anew."""
+        self.moment = moment
+        self.memory.peak = self.memory.held
+        self._works.clear()
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # PyTorch asks for it several times in an operator
+        kwargs = kwargs or {}
+        if function.namespace == "c10d":
+            return self._communicate(function, args)
+        kernel = kernel_of(function)
+        if kernel is not None:
+            with self, EnableTorchFunction(), Unguarded():
+                return kernel(*args, **kwargs)
+        values = list(tensors_in((*args, *kwargs.values())))
+        devices = {value.device.type for value in values}
+        if function is aten._local_scalar_dense.default:
+            return self._read(args[0])
+        if DEVICE.type in devices and (function in BY_VALUES or selects_by_mask(function, args)):
+            self.note("wait", f"{function}: its result depends on values on the device")
+            largest = BY_VALUES.get(function)
+            if largest is None:
+                raise UnfollowableError(f"{function}: the shape of its result depends on values on the device")
+            return largest(*args, **kwargs)
+        if DEVICE.type in devices:
+            self._check_kernel(function, values)
+        if function in _COPIES:
+            self._check_copy(function, args, kwargs)
+        elif len(devices) > 1 and function.namespace in ("aten", "prims") and self._is_mixed(values):
+            self.note("mixed devices", f"{function}: {' and '.join(_told(value) for value in values)}")
+            args, kwargs = pytree.tree_map_only(Tensor, lambda value: value.to(DEVICE), (args, kwargs))
+        if DEVICE.type in devices and (names := written(function)) is not None:  # nothing is allocated
+            given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+            return given[names[0]] if len(names) == 1 else tuple(given[name] for name in names) or None
+        result = results(function, args, kwargs)
+        for value in tensors_in((result,)):
+            if value.device.type == DEVICE.type:
+                self.memory.hold(value)
+        return result
+
+    def _read(self, value: Tensor) -> Any:
+        """A number that the host reads: a known constant, or a stand-in for what only the device knows."""
+        if value.device.type == DEVICE.type:
+            self.note("wait", f"the host reads a value of {_told(value)}")
+        elif isinstance(value, FakeTensor) and value.constant is not None:
+            return value.constant.item()
+        elif not isinstance(value, FakeTensor):
+            return value.item()
+        return True if value.dtype == torch.bool else 0.0 if value.is_floating_point() else 0
+
+    def _check_kernel(self, function: Any, values: list[Tensor]) -> None:
+        name, of_cpus, only_floats = marks(function)
+        if of_cpus:
+            self.note("no kernel", f"{name} is an operator of CPUs")
+        if only_floats:
+            dtype = values[0].dtype
+            text = str(dtype).removeprefix("torch.")
+            if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1:
+                self.note("no kernel", f"{name} has no kernel for {text}")
+            elif self._dtypes and dtype.is_floating_point and text not in self._dtypes:
+                self.note("no kernel", f"{name}: the device does not compute in {text}")
+
+    def _check_copy(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Note a copy between host and device for which the host waits: one that is not asked to be asynchronous, or
+        whose memory on the host is not pinned."""
+        if function is aten.copy_.default:
+            target, source = args[0].device, args[1]
+            asynchronous = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+            host = args[0] if target.type == "cpu" else source
+        else:
+            source, host = args[0], args[0]
+            target = torch.device(kwargs.get("device") or source.device)
+            asynchronous = bool(kwargs.get("non_blocking")) and target.type != "cpu"
+        if source.device.type == target.type or DEVICE.type not in (source.device.type, target.type):
+            return
+        if function is aten.copy_.default and source.device.type == "cpu" and not source.dim():
+            return  # a number, which travels with the kernel
+        if not (asynchronous and self._is_pinned(host)):
+            way = "to the host" if target.type == "cpu" else "to the device, not asynchronously from pinned memory"
+            self.note("wait", f"a copy of {_told(source)} {way}")
+
+    def _is_pinned(self, value: Tensor) -> bool:
+        return any(value.untyped_storage()._cdata == storage._cdata for storage in self.pinned)
+
+    @staticmethod
+    def _is_mixed(values: list[Tensor]) -> bool:
+        """Whether tensors of the host that have dims meet tensors of the device."""
+        return any(value.device.type == "cpu" and value.dim() for value in values)
+
+    # --- communication -----------------------------------------------------------------------------------------------
+
+    def _communicate(self, function: Any, args: Any) -> Any:
+        """Note an operation of torch.distributed in place of running it."""
+        name = function.name().partition("::")[2].partition(".")[0].strip("_")
+        position = next(index for index, value in enumerate(args) if isinstance(value, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(args[position])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        value = pytree.tree_leaves(args[:position])[0]
+        dtype, label = str(value.dtype).removeprefix("torch."), f"{name} {_moment(self.moment)}"
+        if value.device.type != DEVICE.type and name != "barrier":
+            self.note("mixed devices", f"{name} of {_told(value)}")
+        if name in ("send", "recv"):
+            message = Message(name == "send", ranks[args[position + 1]], dtype, value.numel())
+            if self._batch is not None:
+                self._batch.append(message)
+                return Work.boxed(self._work(lambda: None))
+            pair = communicator(sorted((self.rank, message.peer)), f"of:{group.group_name}")
+            return Work.boxed(self._start(pair, label, messages=(message,)))
+        most = max(item.numel() for item in pytree.tree_leaves(args[:position]))
+        work = Work.boxed(self._start(self._name(group), label, ranks=ranks, kind=name, dtype=dtype, elements=most))
+        return work if len(function._schema.returns) == 1 else (args[0], work)
+
+    def _start(self, communicator: str, label: str, **what: Any) -> Any:
+        number, stream = self._number, self.stream.setdefault(self.moment, [])
+        self._number += 1
+        stream.append(Started(number, communicator, label, **what))
+
+        return self._work(lambda: stream.append(Awaited(number)))
+
+    @staticmethod
+    def _name(group: dist.ProcessGroup) -> str:
+        """The name of a group's communicator, equal on all its ranks. Only of the whole world there are several groups,
+        which all ranks make in the same order."""
+        ranks = dist.get_process_group_ranks(group)
+        return communicator(ranks, f"of:{group.group_name}" if len(ranks) == dist.get_world_size() else "")
+
+    def _work(self, waited: Callable[[], None]) -> Work:
+        work = _Done(waited)
+        self._works.append(work)  # torch.distributed does not keep it
+        return work
+
+    def batch(self, operations: list[Any]) -> list[Any]:
+        """Stands in for ``dist.batch_isend_irecv``: the messages are one operation."""
+        self._batch = []
+        for each in operations:
+            side = "group_dst" if each.op.__name__ == "isend" else "group_src"
+            each.op(each.tensor, group=each.group, **{side: each.group_peer})
+        messages, self._batch = tuple(self._batch), None
+        group = operations[0].group
+        return [self._start(self._name(group), f"batch {_moment(self.moment)}", messages=messages)]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs in this block, on fake tensors and without autograd: a graph on fake CUDA tensors would end
+        the process."""
+        with (
+            fake_mode(), torch.no_grad(), self, Unguarded(),
+            mock.patch.object(dist, "batch_isend_irecv", self.batch),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY),
+        ):  # fmt: skip
+            yield
+
+
+def _told(value: Tensor) -> str:
+    return (
+        f"{'x'.join(map(str, value.shape)) or 'one'} {str(value.dtype).removeprefix('torch.')} on {value.device.type}"
+    )
+
+
+def _moment(moment: str) -> str:
+    here = place()
+    return f"in {moment}" + f", {here}" * (here is not None)
+
+
+def _where() -> str:
+    """The innermost line of code outside of PyTorch and of a dry run's own, and the place in the schedule."""
+    return _line(frame for frame, _ in traceback.walk_stack(None))
+
+
+def failed_at(error: BaseException) -> str:
+    """The innermost line of code outside of PyTorch and of a dry run's own from which an error came."""
+    return _line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
+
+
+def _line(frames: Iterable[FrameType]) -> str:
+    outside = (
+        str(Path(torch.__file__).parent),
+        __file__,
+        fake_operators.__file__,
+        unguarded.__file__,
+        contextlib.__file__,
+    )
+    frame = next((frame for frame in frames if not frame.f_code.co_filename.startswith(outside)), None)
+    text = ""
+    if frame is not None:
+        name, root = frame.f_code.co_filename, str(Path(__file__).parents[2])
+        name = "lowered step" if name.startswith("<eval_with_key>") else name.removeprefix(root + os.sep)
+        text = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    here = place()
+    return text + f" ({here})" * (here is not None)

@@ -1,0 +1,243 @@
+"""Dry runs: layouts and pipelines are clean on GPUs that are not there, and planted faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.cli import run
+from meshwright.comm import device_channel
+from meshwright.errors import ClusterError, LaunchError, LayoutError
+from meshwright.ir import files
+from meshwright.ir.dry_run import DryRun
+from meshwright.models import MLP, classification_loss
+from meshwright.runtime import trainer
+from meshwright.runtime.clip import clip
+from meshwright.runtime.executor import Executor
+from meshwright.torch_private import FakeStore
+from tests.distributed import oracle, pipelines
+
+CASES = {
+    "MLP": mw.Layout(tp=2),
+    "LeNet": mw.Layout(dp=2),
+    "ResNet": mw.Layout(dp=2, tp=2),
+    "HF GPT-2, mask": mw.Layout(dp=2, zero=1, tp=2),
+    "GPT": mw.Layout(dp=2, zero=3, tp=2, pp=2, microbatches=4),
+}
+"""A layout of each kind of model; ``make matrix`` has them all."""
+PREDICTED = ("MLP", "ResNet", "HF GPT-2, mask")
+"""Cases whose peak memory is predicted within 5 %."""
+PIPELINES = {
+    "zb-v": mw.Layout(pp=2, chunks=2, schedule="zb-v", microbatches=4),
+    "interleaved": mw.Layout(pp=2, dp=2, chunks=2, schedule="interleaved", microbatches=4),
+    "gpipe": mw.Layout(pp=4, microbatches=4, schedule="gpipe", recompute="full"),
+    "zb-h1": mw.Layout(pp=4, microbatches=4, schedule="zb-h1"),
+}
+
+
+def a_batch(size: int = 8) -> dict[str, Tensor]:
+    return {"inputs": torch.zeros(size, 6), "label": torch.zeros(size, dtype=torch.int64)}
+
+
+def dry_mlp(layout: mw.Layout, optimizer: Any = oracle.OPTIMIZERS["AdamW"], **options: Any) -> DryRun:
+    return mw.dry_run(
+        MLP((6, 16, 12, 4)), classification_loss, a_batch(), layout, "h100-dgx", optimizer=optimizer, **options
+    )
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_layouts_are_clean_and_their_memory_is_predicted(model: str) -> None:
+    layout, subject = CASES[model], oracle.MODELS[model](True)
+    first_and_last = (0, layout.num_ranks - 1) if layout.num_ranks > 2 else None
+    report = mw.dry_run(
+        subject.model, subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["AdamW"],
+        max_grad_norm=oracle.MAX_GRAD_NORM, ranks=first_and_last,
+    )  # fmt: skip
+    assert report.findings == ()
+    assert all(each.collectives for each in report.ranks)
+    assert all(each.peak_bytes > each.held_bytes > 0 for each in report.ranks)
+    assert model not in PREDICTED or all(abs(each.deviation) < 0.05 for each in report.ranks), report.ranks
+    assert not any(value.is_meta for value in subject.model.parameters()), "the caller's model stays as it is"
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_end_although_sends_block(name: str) -> None:
+    layout, subject = PIPELINES[name], oracle.gpt(True, layers=4)
+    stages = [stage * layout.num_ranks // layout.pp for stage in range(layout.pp)]
+    report = mw.dry_run(
+        subject.model, subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["SGD"], ranks=stages
+    )
+    assert report.findings == ()
+    assert report.matched
+    assert all(each.messages for each in report.ranks)
+
+
+def test_skips_between_stages_of_a_u_net_end() -> None:
+    subject = pipelines.unet(False)
+    batch = {name: value[:8] for name, value in subject.batches[0].items()}
+    report = mw.dry_run(subject.model, subject.loss_fn, batch, mw.Layout(pp=4, microbatches=2))
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_in_low_precision_the_host_waits_neither_for_the_scale_nor_for_the_check(precision: Any) -> None:
+    assert dry_mlp(mw.Layout(dp=2), precision=precision).findings == ()
+
+
+def test_an_optimizer_that_cannot_skip_an_update_waits_for_the_check() -> None:
+    report = dry_mlp(mw.Layout(dp=2), lambda p: torch.optim.RMSprop(p, lr=0.1), precision="float16")
+    assert {finding.kind for finding in report.findings} == {"wait"}
+    assert all("meshwright/runtime/precision.py" in finding.where for finding in report.findings)
+
+
+# --- planted faults --------------------------------------------------------------------------------------------------
+
+
+class Reads(torch.optim.SGD):
+    """Reads a value of the device in every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        if float(self.param_groups[0]["params"][0].sum()) >= 0:
+            super().step(closure)
+
+
+class Mixes(torch.optim.SGD):
+    """Adds a tensor of the host to a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradient = self.param_groups[0]["params"][0].grad
+        gradient.add_(torch.ones(gradient.shape))
+        super().step(closure)
+
+
+class Copies(torch.optim.SGD):
+    """Keeps a copy of a gradient on the host."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.copied = self.param_groups[0]["params"][0].grad.cpu()
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "what"),
+    [
+        (Reads, "wait", "the host reads a value of one float32 on cuda"),
+        (Copies, "wait", "a copy of 16x6 float32 on cuda to the host"),
+        (Mixes, "mixed devices", "aten.add_.Tensor: 16x6 float32 on cuda and 16x6 float32 on cpu"),
+    ],
+)
+def test_a_planted_fault_of_an_optimizer_is_found(optimizer: Any, kind: str, what: str) -> None:
+    report = dry_mlp(mw.Layout(dp=2), lambda parameters: optimizer(parameters, lr=0.1))
+    for finding, moment in zip(report.findings, ("step 1", "step 2"), strict=True):
+        assert (finding.kind, finding.what, finding.moment, finding.ranks) == (kind, what, moment, (0, 1))
+        assert "test_dry_run.py" in finding.where
+        assert finding.where.endswith("in step")
+
+
+def test_a_planted_send_that_nobody_receives_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Executor._send
+
+    def sends_more(self: Executor, stage: Any, action: Any) -> None:
+        send(self, stage, action)
+        if dist.get_rank() == 0 and action.microbatch == 1:
+            self._channels[1].send(torch.empty(3, device=self.device))
+
+    monkeypatch.setattr(Executor, "_send", sends_more)
+    report = dry_mlp(mw.Layout(pp=2, microbatches=2))
+    found = report.of("unmatched")
+    assert found == report.findings
+    assert {finding.moment for finding in found} == {"step 1", "step 2"}
+    assert found[0].what.startswith("send in step 1, stage 0, micro-batch 1: rank 1 never receives")
+
+
+def test_one_communicator_for_both_directions_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneWay(device_channel.DeviceChannel):
+        def __init__(self, up: Any, down: Any, peer: int, device: torch.device) -> None:
+            super().__init__(up, up, peer, device)
+
+    monkeypatch.setattr(device_channel, "DeviceChannel", OneWay)
+    subject = oracle.one_block(False)
+    report = mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], mw.Layout(pp=2, microbatches=4))
+    assert {finding.kind for finding in report.findings} == {"unmatched"}
+    assert any("rank 1 never receives: rank 1 waits for" in finding.what for finding in report.findings)
+
+
+def test_a_rank_with_another_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd_norm(parameters: Any, max_norm: float) -> Tensor:
+        return clip(parameters, max_norm) if dist.get_rank() == 0 else torch.zeros((), device=parameters.device)
+
+    monkeypatch.setattr(trainer, "clip", odd_norm)
+    report = dry_mlp(mw.Layout(tp=2), max_grad_norm=1.0)
+    assert {finding.kind for finding in report.findings} == {"unmatched"}
+    assert "does not come" in report.findings[0].what
+
+
+class Integers(nn.Module):
+    """A product of integers, for which CUDA has no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+        self.table: Tensor
+        self.register_buffer("table", torch.ones(4, 4, dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        counts = (inputs > 0)[:, :4].to(torch.int64) @ self.table
+        result: Tensor = self.inner(inputs) + counts
+        return result
+
+
+def test_a_product_of_integers_has_no_kernel() -> None:
+    report = mw.dry_run(Integers(), classification_loss, a_batch(), mw.Layout(dp=2))
+    assert {finding.what for finding in report.of("no kernel")} == {"aten.mm.default has no kernel for int64"}
+
+
+def test_a_step_that_does_not_fit_is_told() -> None:
+    cluster = mw.Cluster.load("h100-dgx")
+    small = msgspec.structs.replace(cluster, device=msgspec.structs.replace(cluster.device, memory_bytes=2**20))
+    report = mw.dry_run(MLP((6, 16, 12, 4)), classification_loss, a_batch(), mw.Layout(dp=2), small)
+    assert {finding.kind for finding in report.findings} == {"memory"}
+
+
+# --- what is refused, and the command line ---------------------------------------------------------------------------
+
+
+def test_clusters_without_gpus_and_other_ranks_are_refused() -> None:
+    with pytest.raises(ClusterError, match="its device, generic-cpu, is no GPU"):
+        mw.dry_run(MLP((6, 16, 12, 4)), classification_loss, a_batch(), mw.Layout(dp=2), "cpu-local")
+    with pytest.raises(LayoutError, match="there is no rank 2"):
+        dry_mlp(mw.Layout(dp=2), ranks=[2])
+
+
+@pytest.fixture
+def a_world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_rank_of_a_job_makes_no_dry_run(a_world: None) -> None:
+    with pytest.raises(LaunchError, match="this process is a rank of a job"):
+        dry_mlp(mw.Layout(dp=2))
+
+
+def cli(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str]:
+    code = run(["dryrun", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = cli(capsys, ["lenet", "--cluster", "h100-dgx", "--dp", "2", "--ranks", "2"])
+    assert code == 0
+    assert text.splitlines()[0] == "LeNet on 2 x h100 (h100-dgx): dp2"
+    assert text.splitlines()[-1] == "clean: nothing breaks, waits for the device, or does not fit"
+    code, text = cli(capsys, ["lenet", "--cluster", "h100-dgx", "--dp", "2", "--ranks", "2", "--rank", "1", "--json"])
+    report = files.decode(text.encode(), DryRun, where="stdout")
+    assert (code, [each.rank for each in report.ranks], report.matched) == (0, [1], False)

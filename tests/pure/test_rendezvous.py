@@ -1,0 +1,106 @@
+"""Sends that block until they are received: all schedules end, and circles and mismatches are found."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import ScheduleError
+from meshwright.ir.pipeline import V_SHAPED
+from meshwright.schedules.pipeline import NAMES, training_schedule
+from meshwright.schedules.rendezvous import Awaited, Message, Started, Stream, Unmatched, streams_of, unmatched
+
+PIPELINES = [name for name in NAMES if name not in ("none", "message-driven")]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_schedule_ends_if_each_direction_has_a_communicator(name: str) -> None:
+    ended = 0
+    for pp, microbatches, chunks in itertools.product(range(2, 9), (1, 2, 4, 7, 8, 15, 16), (1, 2, 3)):
+        if name in V_SHAPED and chunks != 2:
+            continue
+        try:
+            schedule = training_schedule(name, pp, microbatches, chunks)
+        except ScheduleError:
+            continue  # it is not defined for these numbers
+        assert unmatched(streams_of(schedule)) == (), (pp, microbatches, chunks)
+        ended += 1
+    assert ended >= 7, "for each number of ranks at least"
+
+
+def test_with_one_communicator_for_two_ranks_1f1b_is_stuck() -> None:
+    stuck = unmatched(streams_of(training_schedule("1f1b", 2, 4), directed=False))
+    assert [(found.rank, found.what) for found in stuck] == [(0, "0SEND_F2"), (1, "1SEND_B1")]
+    assert stuck[0].why == "rank 1 never receives: rank 1 waits for 1RECV_F2"
+    assert not any(found.mismatch for found in stuck)
+
+
+def send(number: int, peer: int, elements: int = 4) -> Started:
+    return Started(number, "p2p", f"send {number}", (Message(True, peer, "float32", elements),))
+
+
+def receive(number: int, peer: int, elements: int = 4) -> Started:
+    return Started(number, "p2p", f"receive {number}", (Message(False, peer, "float32", elements),))
+
+
+def meeting(number: int, *ranks: int, elements: int = 4, kind: str = "all_reduce") -> Started:
+    return Started(number, "all", f"meeting {number}", ranks=ranks, kind=kind, dtype="float32", elements=elements)
+
+
+def test_opposite_sends_wait_for_ever_and_a_batch_does_not() -> None:
+    apart = {0: [send(0, 1), receive(1, 1)], 1: [send(0, 0), receive(1, 0)]}
+    assert [found.rank for found in unmatched(apart)] == [0, 1]
+    both = {
+        rank: [Started(0, "p2p", "", (*send(0, 1 - rank).messages, *receive(1, 1 - rank).messages))] for rank in (0, 1)
+    }
+    assert unmatched(both) == ()
+
+
+def test_a_send_that_nobody_receives_is_found_although_nobody_waits_for_it() -> None:
+    (found,) = unmatched({0: [send(0, 1)], 1: []})
+    assert found == Unmatched(0, "send 0", "rank 1 never receives: rank 1 has ended its step")
+
+
+def test_a_message_of_another_size_is_a_mismatch() -> None:
+    (found,) = unmatched({0: [send(0, 1, 4)], 1: [receive(0, 0, 8)]})
+    assert found.mismatch
+    assert found.what == "send 0: sends 4 x float32"
+    assert found.why == "rank 1 receives 8 x float32 (receive 0)"
+
+
+def test_collectives_in_another_order_or_of_another_size_are_mismatches() -> None:
+    (found,) = unmatched({0: [meeting(0, 0, 1)], 1: [meeting(0, 0, 1, elements=5)]})
+    assert (found.mismatch, found.why) == (True, "rank 1 is at meeting 0: all_reduce of 5 x float32")
+    (found,) = unmatched({0: [meeting(0, 0, 1)], 1: [meeting(0, 0, 1, kind="broadcast")]})
+    assert found.mismatch
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    found = unmatched({0: [meeting(0, 0, 1, 2)], 1: [meeting(0, 0, 1, 2)], 2: [receive(0, 0), Awaited(0)]})
+    assert [each.rank for each in found] == [0, 1, 2]
+    assert found[0].why == "rank 2 does not come: rank 2 waits for receive 0"
+
+
+def test_an_operation_behind_a_wait_does_not_begin() -> None:
+    circle: dict[int, Stream] = {
+        0: [receive(0, 1), Awaited(0), meeting(1, 0, 1)],
+        1: [meeting(0, 0, 1), Awaited(0), send(1, 0)],
+    }
+    assert {found.rank for found in unmatched(circle)} == {0, 1}
+    assert unmatched({0: circle[0], 1: [send(0, 0), meeting(1, 0, 1), Awaited(1)]}) == ()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), max_size=30))
+def test_a_common_order_of_messages_and_meetings_always_ends(steps: list[tuple[bool, int, int]]) -> None:
+    """Each rank runs its part of one global order: no circle is possible."""
+    streams: dict[int, list[Started | Awaited]] = {0: [], 1: [], 2: []}
+    for number, (meets, source, target) in enumerate(steps):
+        if meets or source == target:
+            for stream in streams.values():
+                stream += [meeting(number, 0, 1, 2), Awaited(number)]
+        else:
+            streams[source] += [send(number, target), Awaited(number)]
+            streams[target] += [receive(number, source), Awaited(number)]
+    assert unmatched(streams) == ()
