@@ -22,6 +22,9 @@ try:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.autograd import _get_sequence_nr as sequence_number
+    from torch.autograd import _profiler_enabled as is_profiling
+    from torch.autograd import _record_function_with_args_enter as record_begin
+    from torch.autograd import _record_function_with_args_exit as record_end
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
     from torch.utils import _pytree as pytree
     from torch.utils import checkpoint as _checkpoint
@@ -42,7 +45,8 @@ CHECKPOINT_GENERATORS = tuple(
 __all__ = [
     "CHECKPOINT_GENERATORS",
     "DisableTorchDispatch", "DisableTorchFunction", "FakeTensor", "FakeTensorMode", "OpOverload", "TorchDispatchMode",
-    "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "pytree", "resolve_process_group",
+    "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "is_profiling", "pytree", "record_begin",
+    "record_end", "resolve_process_group",
     "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
 ]  # fmt: skip
 
