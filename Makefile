@@ -13,7 +13,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,12 @@ bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eigh
 
 bench-message-driven: $(STAMP) ## message-driven pipelines under jitter beside 1F1B and others, on emulated devices
 	@$(BIN)/python -m benchmarks.message_driven
+
+bench-backend: $(STAMP) ## measure DDP, FSDP2, tensor parallel and calls of torch.distributed on the backend "meshwright" beside gloo; 10,000 random collectives
+	@$(BIN)/python -m benchmarks.backend
+
+conformance: $(STAMP) ## run PyTorch's own distributed tests on the backend "meshwright" beside gloo, on 2 to 4 ranks (half an hour)
+	@$(BIN)/python -m benchmarks.conformance
 
 bench-dry-runs: $(STAMP) ## run the steps of all layouts and pipelines on fake GPUs; peak memory beside the predicted
 	@$(BIN)/python -m benchmarks.dry_runs

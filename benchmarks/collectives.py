@@ -168,7 +168,7 @@ def findings(num_ranks: int, found: dict[int, dict[str, Any]]) -> list[Finding]:
             if peer not in one["seconds"]:
                 continue
             result = judged(
-                f"{num_ranks} ranks, {_size(num_bytes)}: at most {limit:g} x {peer}",
+                f"{num_ranks} ranks, {report.size(num_bytes)}: at most {limit:g} x {peer}",
                 {name: one["seconds"][name] for name in (OURS, peer)},
                 OURS,
                 limit,
@@ -187,13 +187,8 @@ def findings(num_ranks: int, found: dict[int, dict[str, Any]]) -> list[Finding]:
     return results
 
 
-def _size(num_bytes: int) -> str:
-    unit = next((unit for unit in (2**20, 2**10) if num_bytes >= unit), 1)
-    return f"{num_bytes // unit} {({2**20: 'MiB', 2**10: 'KiB'}).get(unit, 'B')}"
-
-
 def _name(num_ranks: int, num_bytes: int) -> str:
-    return f"{num_ranks} ranks, {_size(num_bytes)}"
+    return f"{num_ranks} ranks, {report.size(num_bytes)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

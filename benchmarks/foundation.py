@@ -103,14 +103,14 @@ def sides_of(comparison: SpeedTarget) -> Sides:
     """Meshwright and its peers, each with a model and an optimizer of its own."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = _model(comparison)
-    batches = _batches(model)
+    batches = text_batches(model)
     trainer = mw.parallelize(model, language_model_loss, batches[0], plan=comparison.layout, optimizer=sgd)
     sides: Sides = {OURS: over(trainer.step, batches)}
     parts = [list(oracle.shards(batch, ranks))[rank] for batch in batches]
     for name, options in comparison.peers.items():
         peer = _model(comparison)
         if comparison.layout.feature_ranks > 1:
-            sides[name] = over(peers.tensor_parallel(peer, ranks, sgd, **options), batches)
+            sides[name] = over(peers.tensor_parallel(peer, ranks, sgd, **dict[str, Any](options)), batches)
         elif comparison.layout.dp > 1:
             sides[name] = over(peers.data_parallel(peer, sgd, language_model_loss, **options), parts)
         else:
@@ -128,7 +128,8 @@ def _model(comparison: SpeedTarget) -> GPT:
     return comparison.model()
 
 
-def _batches(model: GPT) -> Batches:
+def text_batches(model: GPT) -> Batches:
+    """Random texts, the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     shape = (BATCH, model.config.sequence_length + 1)
     drawn = [torch.randint(model.config.vocabulary, shape, generator=generator) for _ in range(NUM_BATCHES)]

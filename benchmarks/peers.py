@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -44,10 +44,10 @@ def data_parallel(
     loss_fn: Loss = language_model_loss,
     *,
     fused: bool | None = None,
-    **options: bool,
+    **options: Any,
 ) -> StepOn:
     """DistributedDataParallel; the step takes this rank's part of the batch."""
-    wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+    wrapped = DistributedDataParallel(model, **options)
     return _training_step(wrapped, optimizer(wrapped.parameters(), fused=fused), loss_fn)
 
 
@@ -59,6 +59,7 @@ def fully_sharded(
     foreach: bool | None = None,
     reshard: bool = True,
     prefetch: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> StepOn:
     """FSDP2: ``fully_shard`` on every block, then on what is left; the step takes this rank's part of the batch.
 
@@ -66,7 +67,7 @@ def fully_sharded(
     ``reshard`` a block's parameters stay whole from forward to backward. With ``prefetch`` a block gathers the
     parameters of the next two blocks, and in backward those of the two before it.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     blocks = [fully_shard(block, mesh=mesh, reshard_after_forward=reshard) for block in model.blocks]
     fully_shard(model, mesh=mesh)
     for index, block in enumerate(blocks if prefetch else ()):
@@ -76,14 +77,20 @@ def fully_sharded(
 
 
 def tensor_parallel(
-    model: GPT, num_ranks: int, optimizer: Optimizer, *, vocabulary: bool = False, foreach: bool | None = None
+    model: GPT,
+    num_ranks: int,
+    optimizer: Optimizer,
+    *,
+    vocabulary: bool = False,
+    foreach: bool | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> StepOn:
     """``parallelize_module``: columns then rows in attention and feed-forward, and so one all-reduce each way.
 
     The rows of the fused query-key-value weight are put in the ranks' order, so that one product stays one product.
     ``vocabulary`` also splits embedding and head over the vocabulary, with ``loss_parallel``.
     """
-    mesh = init_device_mesh("cpu", (num_ranks,))
+    mesh = mesh or init_device_mesh("cpu", (num_ranks,))
     plan: dict[str, ParallelStyle] = {}
     for index, block in enumerate(model.blocks):
         block.attention = _LocalHeads(cast(Attention, block.attention), num_ranks)

@@ -211,6 +211,12 @@ def alone(findings: Sequence[Finding]) -> int:
     return int(any(one.verdict == "fail" for one in findings))
 
 
+def size(num_bytes: int) -> str:
+    """A number of bytes, for people."""
+    unit = next((unit for unit in (2**20, 2**10) if num_bytes >= unit), 1)
+    return f"{num_bytes // unit} {({2**20: 'MiB', 2**10: 'KiB'}).get(unit, 'B')}"
+
+
 def ms(seconds: float) -> str:
     """Milliseconds, or microseconds, for people."""
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -26,6 +26,9 @@ try:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
     from torch.autograd import _get_sequence_nr as sequence_number
+    from torch.autograd import _profiler_enabled as is_profiling
+    from torch.autograd import _record_function_with_args_enter as record_begin
+    from torch.autograd import _record_function_with_args_exit as record_end
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils import _pytree as pytree
@@ -48,7 +51,8 @@ __all__ = [
     "CHECKPOINT_GENERATORS",
     "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
     "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
-    "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "pytree", "resolve_process_group",
+    "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "is_profiling", "pytree", "record_begin",
+    "record_end", "resolve_process_group",
     "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
 ]  # fmt: skip
 

@@ -23,6 +23,7 @@ from meshwright.api import capture, plan
 from meshwright.capture import builder
 from meshwright.cli.overrides import keys
 from meshwright.comm.groups import AxisGroup
+from meshwright.comm.process_group.registration import register
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.placement import Shard
@@ -44,6 +45,8 @@ SHARING = [
 ]  # fmt: skip
 """Pages whose ranks write checkpoints together."""
 ON_TWO_RANKS = ["README.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md", *SHARING]
+
+register()  # as the entry point does once the package is installed
 
 TOKENS = torch.zeros(2, 16, dtype=torch.int64)
 

@@ -137,9 +137,11 @@ class Attendance:
                 self._store.set(key, "\n".join(note))
 
 
-def close(group: dist.ProcessGroup, *peers: int) -> None:
-    """Close this rank's gloo connections to ``peers`` of a group (default: all), so that peers stop waiting for it."""
-    for peer in (peers or range(group.size())) if "gloo" in dist.get_backend(group) else ():
+def close(group: Any, *peers: int) -> None:
+    """Close this rank's gloo connections to ``peers`` of a group (default: all), so that peers stop waiting for it.
+    ``group`` is a process group, or a bare gloo backend."""
+    is_gloo = not isinstance(group, dist.ProcessGroup) or "gloo" in dist.get_backend(group)
+    for peer in (peers or range(group.size())) if is_gloo else ():
         if peer != group.rank():
             with suppress(RuntimeError):  # a receive that times out closes the connection
                 group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))

@@ -23,6 +23,10 @@ REDUCE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": Tensor.add_,
     "max": lambda target, message: torch.maximum(target, message, out=target),
     "min": lambda target, message: torch.minimum(target, message, out=target),
+    "product": Tensor.mul_,
+    "and": Tensor.bitwise_and_,
+    "or": Tensor.bitwise_or_,
+    "xor": Tensor.bitwise_xor_,
 }
 """Functions that reduce their second tensor into the first. For short tensors, ``Tensor.add_`` is faster than
 ``torch.add``."""
@@ -30,6 +34,10 @@ REDUCE_ARRAY: Mapping[str, Callable[[Any, Any], object]] = {
     "sum": operator.iadd,
     "max": lambda target, message: np.maximum(target, message, out=target),
     "min": lambda target, message: np.minimum(target, message, out=target),
+    "product": operator.imul,
+    "and": operator.iand,
+    "or": operator.ior,
+    "xor": operator.ixor,
 }
 ARRAY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
@@ -47,6 +55,8 @@ AHEAD = 7
 ``TorchLane``."""
 ARRAYS = 64
 """Upper limit on the numpy arrays that a ``Kind`` caches."""
+UNKNOWN = -1
+"""The length of a collective of which no rank knows the sum of all parts."""
 LABELS = 4096
 """Upper limit on the descriptions that a ``Kind`` caches, one for each label."""
 LaneStep = tuple[int, Any, int, int, int]
@@ -72,9 +82,9 @@ class Named:
 class Kind(Named):
     """The state that collectives of one kind share: the steps of this rank, and their description in errors.
 
-    ``first`` holds the steps that may run before all others. ``whole``: whether every step covers the whole vector.
-    ``tensors`` holds the functions that reduce and copy tensors. For short vectors, ``arrays`` holds the same functions
-    for numpy arrays; else it is None.
+    ``first`` holds the steps that may run before all others. ``whole`` tells whether every step covers the whole
+    vector. ``tensors`` holds the functions that reduce and copy tensors. For short vectors, ``arrays`` holds the same
+    functions for numpy arrays; else it is None. If ``length`` is ``UNKNOWN``, the description has no length.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class Kind(Named):
         *,
         expects: bool,
         in_arrays: bool,
+        length: int | None = None,
     ) -> None:
         ahead = AHEAD if expects else SLOTS - 1
         program = compiled(rank, programs(steps)[rank], MESSAGE_BYTES // dtype.itemsize, ahead, expects=expects)
@@ -103,7 +114,10 @@ class Kind(Named):
         short = in_arrays and dtype in ARRAY_TYPES and 0 < steps.space * dtype.itemsize <= SHORT_BYTES
         self.arrays = _arrays(dtype, op) if short else None
         self.whole = all(step[2:5] == (0, steps.space, 0) for step in program.steps)
-        text = f"{steps.operation} of {steps.length} x {str(dtype).removeprefix('torch.')}, {op}, {steps.algorithm}"
+        elements = str(dtype).removeprefix("torch.")
+        if length != UNKNOWN:
+            elements = f"{steps.length} x {elements}"
+        text = f"{steps.operation} of {elements}, {op}, {steps.algorithm}"
         super().__init__(text + (f", root {root}" if root else ""))
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
 

@@ -117,7 +117,7 @@ class DenseRun(Run):
             elif what == EXPECT:
                 lane.expect(end - begin, memory.like if isinstance(memory, Written) else memory)
             else:
-                keep(memory[into : into + end - begin], memory[begin:end])
+                keep(self._into(into, into + end - begin), memory[begin:end])
 
     def _into(self, begin: int, end: int) -> Any:
         memory = self._memory

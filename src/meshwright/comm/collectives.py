@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import coded
-from meshwright.comm.collective_kind import Kind
+from meshwright.comm.collective_kind import UNKNOWN, Kind
 from meshwright.comm.collective_run import DenseRun, Run, Written
 from meshwright.comm.exchange import CodedRun, Exchange
 from meshwright.comm.transport.base import Lane, Work
@@ -23,6 +23,9 @@ from meshwright.schedules.collectives import operations
 HEAR_S = 1.0
 """A rank that gives up waits up to this many seconds for reports of other ranks, which learn of the failure only now.
 """
+
+KINDS = 2048
+"""Upper limit on the kinds of collectives that a ``Collectives`` caches."""
 
 _Table = tuple[tuple[int, ...], ...]
 _Key = tuple[str, str, int, torch.dtype, str, int, _Table | None]
@@ -88,12 +91,12 @@ class Collectives:
         return self._start("all_gather", algorithm, memory.numel(), memory, "sum", label, counts=(tuple(counts),))
 
     def reduce_scatter_parts(
-        self, memory: Tensor, counts: Sequence[int], algorithm: str = "star", label: str = ""
+        self, memory: Tensor, counts: Sequence[int], algorithm: str = "star", label: str = "", op: str = "sum"
     ) -> Work:
-        """Sum a flat tensor in place. Rank r gets the sums of its part, which has ``counts[r]`` elements and follows
-        the parts of the ranks before it. Its other elements are undefined afterwards. All ranks pass the same
+        """Reduce a flat tensor in place. Rank r gets the results of its part, which has ``counts[r]`` elements and
+        follows the parts of the ranks before it. Its other elements are undefined afterwards. All ranks pass the same
         counts."""
-        return self._start("reduce_scatter", algorithm, memory.numel(), memory, "sum", label, counts=(tuple(counts),))
+        return self._start("reduce_scatter", algorithm, memory.numel(), memory, op, label, counts=(tuple(counts),))
 
     def broadcast(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
         """Copy the contiguous tensor of rank ``root`` to every rank."""
@@ -120,12 +123,25 @@ class Collectives:
         """Send ``counts[rank][j]`` elements of a flat ``value`` to each rank j. Write the received elements to
         ``into``, ordered by sender. All ranks pass the same counts."""
         table = tuple(map(tuple, counts))
-        base = max(map(sum, table))
-        memory = value.new_empty(base + max(map(sum, zip(*table, strict=True))))
-        memory[: value.numel()] = value
-        came = memory[base : base + into.numel()]
-        length = sum(map(sum, table))
-        return self._start("all_to_all", algorithm, length, memory, "sum", label, lambda: into.copy_(came), table)
+        return self._all_to_all(value, into, table, sum(map(sum, table)), algorithm, label)
+
+    def exchange_parts(
+        self, value: Tensor, into: Tensor, sent: Sequence[int], received: Sequence[int], label: str = ""
+    ) -> Work:
+        """An all-to-all of which each rank knows only its own part: ``sent[j]`` elements of a flat ``value`` go to
+        rank j, and ``received[j]`` elements of ``into`` come from rank j."""
+        none = [0] * self.num_ranks
+        rows = [list(none) for _ in range(self.num_ranks)]
+        for other, count in enumerate(received):
+            rows[other][self.rank] = count
+        rows[self.rank] = list(sent)
+        return self._all_to_all(value, into, tuple(map(tuple, rows)), UNKNOWN, "partitioned", label)
+
+    def _all_to_all(self, value: Tensor, into: Tensor, table: _Table, length: int, algorithm: str, label: str) -> Work:
+        if value.untyped_storage().data_ptr() == into.untyped_storage().data_ptr():
+            value = value.clone()
+        memory = Written(value, into, max(map(sum, table)))
+        return self._start("all_to_all", algorithm, length, memory, "sum", label, counts=table)
 
     def barrier(self, algorithm: str = "dissemination", label: str = "") -> None:
         """Wait until all ranks have reached the barrier."""
@@ -238,10 +254,11 @@ class Collectives:
         kind = self._kinds.get(key)
         if kind is None:
             operation, algorithm, length, dtype, op, root, counts = key
-            steps = operations.build(operation, algorithm, self.num_ranks, length, root, counts)
-            kind = self._kinds[key] = Kind(
-                self.rank, steps, dtype, op, root, self._lanes, expects=self._expects, in_arrays=self._all_shared
-            )
+            if len(self._kinds) >= KINDS:
+                self._kinds.clear()
+            steps = operations.build(operation, algorithm, self.num_ranks, max(length, 0), root, counts)
+            how = {"expects": self._expects, "in_arrays": self._all_shared}
+            kind = self._kinds[key] = Kind(self.rank, steps, dtype, op, root, self._lanes, **how, length=length)
         return kind
 
     def _start(

@@ -18,6 +18,7 @@ from meshwright.comm.member import MeasuredCoding, attend, member, naming
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
+from meshwright.comm.transport.connection import shared_lanes
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.native import Native
 from meshwright.comm.transport.point_to_point import PointToPoint, TorchLane
@@ -245,15 +246,7 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
     rank, store, timeout_s = dist.get_rank(), group.get_group_store(), timeout_of(group).total_seconds()
     attendance = attend()
     assert attendance is not None, "there are peers"
-    lanes: dict[int, SharedMemory | None] = {}
-    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks could wait in a circle
-    for peer in ordered:
-        try:
-            lanes[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots, attendance.check)
-        except RankError as error:
-            for other in ordered:
-                SharedMemory.refuse(store, name, rank, other, error)
-            raise
+    lanes = shared_lanes(store, name, rank, peers, slots, timeout_s, attendance.check)
     for lane in lanes.values():
         if lane is not None:
             lane.blame = attendance.blame

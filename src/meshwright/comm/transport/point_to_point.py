@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,15 +78,26 @@ class TorchLane(Lane):
     reported. A rank does not report the collectives that it begins and finishes: that would take as long as a
     collective. A rank that gives up leaves a note in the group's store and closes its connections, so that other ranks
     stop waiting.
+
+    ``group`` may also be a bare gloo backend. ``name`` is then the peer's rank in the world, and ``store`` is the
+    store for notes.
     """
 
     AHEAD = 16
     """Upper limit on sent messages under way; each is a copy in memory of its own."""
     expects = True
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, progress: RankStreams) -> None:
+    def __init__(
+        self,
+        group: Any,
+        peer: int,
+        progress: RankStreams,
+        name: int | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
         self._group, self._peer, self._progress = group, peer, progress
-        self._name = dist.get_global_rank(group, peer)
+        self._name = dist.get_global_rank(group, peer) if name is None else name
+        self._store = group.get_group_store() if store is None else store
         self._leaving: deque[tuple[_Room, Work, int]] = deque()
         self._coming: deque[tuple[_Room, Work]] = deque()
         self._free: list[_Room] = []
@@ -150,9 +161,8 @@ class TorchLane(Lane):
 
     def give_up(self, number: int, words: bytes, because_of: str) -> None:
         """Leave a note in the group's store, and close the connection to the peer."""
-        store = self._group.get_group_store()
         with suppress(RuntimeError):  # the rank that has ended may have kept the store
-            store.set(self._note(self._group.rank()), f"{because_of}\n#{number} {words.decode(errors='replace')}")
+            self._store.set(self._note(self._group.rank()), f"{because_of}\n#{number} {words.decode(errors='replace')}")
         close(self._group, self._peer)
 
     def trouble(self, number: int) -> Trouble | None:
@@ -169,7 +179,7 @@ class TorchLane(Lane):
         return f"meshwright/given up/{rank}"
 
     def _read(self) -> tuple[str, str] | None:
-        store, key = self._group.get_group_store(), self._note(self._peer)
+        store, key = self._store, self._note(self._peer)
         with suppress(RuntimeError):
             if store.check([key]):
                 because_of, _, words = store.get(key).decode().partition("\n")

@@ -198,6 +198,11 @@ class SharedMemory(Lane):
         view = theirs.views.get((slot, num_bytes, dtype))
         return theirs.view(slot, num_bytes, dtype) if view is None else view
 
+    def head(self) -> tuple[int, int]:
+        """The number of bytes and the tag of the next message, which has arrived."""
+        at = 2 * (self._num_taken % self._slots)
+        return self._theirs.heads[at], self._theirs.heads[at + 1]
+
     def release(self) -> None:
         """Free the slot of the message that was taken, and wake the peer."""
         self._num_taken = number = self._num_taken + 1

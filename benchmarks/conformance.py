@@ -1,0 +1,133 @@
+"""Do PyTorch's own distributed tests pass on our backend? ``make conformance`` prints the verdicts.
+
+All tests of ``torch.testing._internal.distributed.distributed_test``, as the wheel of PyTorch has them, run on 2, 3
+and 4 ranks of a CPU, three times: on gloo; on our backend in gloo's place, so that tests only for gloo run; and on
+our backend under its own name. Not applicable is what gloo skips on CPUs, for the same reason. A test passes on ours
+if it passes in gloo's place. Tests that ask C++ for the group's name count under our own name instead. Ranks are
+forks of a process that has imported PyTorch once, and one test runs after the other. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import report
+from meshwright.comm.process_group.registration import NAME
+from meshwright.ir.result import Check, Finding, Settings
+
+COMMAND = "make conformance"
+WORLDS = (2, 3, 4)
+PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
+GLOO, IN_PLACE, OWN = "gloo", "in gloo's place", "own name"
+SIDES: Mapping[str, Mapping[str, str]] = {
+    GLOO: {"BACKEND": "gloo"}, IN_PLACE: {"BACKEND": "gloo", "MESHWRIGHT_FOR_GLOO": "1"}, OWN: {"BACKEND": NAME},
+}  # fmt: skip
+NAMED = ("test_ddp_logging_data_cpu",)
+"""Tests that compare the name that C++ knows with the name in Python: only under our own name are both ours."""
+TIMEOUT_S = 3600.0
+REASON = 160
+"""The most characters of a reason in the table."""
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+def run(side: str, world: int, tests: Sequence[str] = ()) -> Outcomes:
+    """Run tests (default: all) on one side; by name what came of each."""
+    environment = {**os.environ, **SIDES[side], "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.conformance_case", *tests]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    found = {outcome["name"]: outcome for outcome in _outcomes(process.stdout)}
+    if process.returncode or not found:
+        raise RuntimeError(f"{side} on {world} ranks ended with {process.returncode}:\n{process.stderr[-4000:]}")
+    return found
+
+
+def _outcomes(text: str) -> Iterator[dict[str, Any]]:
+    """The lines of outcomes, in front of which a profiler may have written something."""
+    for line in text.splitlines():
+        _, found, outcome = line.partition("RESULT {")
+        if found:
+            yield json.loads("{" + outcome)
+
+
+def ours(name: str, found: Mapping[str, Outcomes]) -> str:
+    """What came of a test on our backend."""
+    outcome: str = found[OWN if name in NAMED else IN_PLACE][name]["outcome"]
+    return outcome
+
+
+def judged(world: int, found: Mapping[str, Outcomes]) -> Check:
+    """Of the tests that gloo passes, how many pass on ours; the others by reason."""
+    passed = [name for name, outcome in found[GLOO].items() if outcome["outcome"] == PASSED]
+    right = [name for name in passed if ours(name, found) == PASSED]
+    skipped = Counter(_reason(each) for each in found[GLOO].values() if each["outcome"] == SKIPPED)
+    own = sum(outcome["outcome"] == PASSED for outcome in found[OWN].values())
+    failed = [name for side in (IN_PLACE, OWN) for name, each in found[side].items() if each["outcome"] == FAILED]
+    wrong = sorted(name for name in set(failed) if name not in NAMED or found[OWN][name]["outcome"] == FAILED)
+    notes: dict[str, Any] = {f"not applicable: {reason}": count for reason, count in sorted(skipped.items())}
+    notes |= {f"failed or skipped: {name}": ours(name, found) for name in passed if name not in right}
+    return Check(
+        target=f"{world} ranks: every test that gloo passes on CPUs passes on ours",
+        verdict="pass" if right == passed and not wrong else "fail",
+        measured=f"{len(right)} of {len(passed)}; {sum(skipped.values())} of {len(found[GLOO])} tests are not "
+        f"applicable; under our own name {own} tests run and pass; failed on ours: {', '.join(wrong) or 'none'}",
+        passed=len(right),
+        total=len(passed),
+        notes=notes,
+    )
+
+
+def _reason(outcome: Mapping[str, Any]) -> str:
+    """Why a test was skipped, in a line."""
+    return " ".join(str(outcome["why"]).split())[:REASON]
+
+
+def table(worlds: Mapping[int, Mapping[str, Outcomes]]) -> str:
+    """A row for each test that gloo runs, and one for each reason why it skips others."""
+    names = sorted({name for found in worlds.values() for name in found[GLOO]})
+    lines = [f"| test | {' | '.join(f'gloo, {world} ranks | ours' for world in worlds)} |"]
+    lines.append("| --- |" + " --- |" * (2 * len(worlds)))
+    reasons: Counter[str] = Counter()
+    for name in names:
+        outcomes = [(found[GLOO][name]["outcome"], ours(name, found)) for found in worlds.values()]
+        if all(theirs == SKIPPED for theirs, _ in outcomes):
+            reasons[_reason(next(iter(worlds.values()))[GLOO][name])] += 1
+        else:
+            lines.append(f"| {name} | {' | '.join(f'{theirs} | {mine}' for theirs, mine in outcomes)} |")
+    lines += ["", "| not applicable, because | tests |", "| --- | ---: |"]
+    lines += [f"| {reason.replace('|', '/')} | {count} |" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print and write."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--world", type=int, choices=WORLDS, action="append", help="only so many ranks; no file")
+    parser.add_argument("tests", nargs="*", help="only these tests; no file")
+    options = parser.parse_args(arguments)
+    worlds: dict[int, dict[str, Outcomes]] = {}
+    with Console(stderr=True).status("conformance") as status:
+        for world in options.world or WORLDS:
+            worlds[world] = {}
+            for side in SIDES:
+                status.update(f"{world} ranks, {side}")
+                worlds[world][side] = run(side, world, options.tests)
+    found: list[Finding] = [judged(world, outcomes) for world, outcomes in worlds.items()]
+    if not options.world and not options.tests:
+        settings = {f"{world} ranks": Settings(ranks=world, threads=1) for world in WORLDS}
+        text = (__doc__ or "").partition("\n\n")[2].strip() + "\n\n" + table(worlds)
+        report.write("conformance", "PyTorch's own tests", COMMAND, "Nothing.", settings, found, text)
+    return report.alone(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
