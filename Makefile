@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven matrix clean
+.PHONY: help demo check test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven clusters matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ bench-convolution-algorithms: $(STAMP) ## train AlexNet and ResNet-18 in an eigh
 
 bench-message-driven: $(STAMP) ## message-driven pipelines under jitter beside 1F1B and others, on emulated devices
 	@$(BIN)/python -m benchmarks.message_driven
+
+clusters: $(STAMP) ## start a Slurm and a Ray of two nodes on this machine, and run the tests that need them and several hosts (as root; apt-get, ray)
+	@$(BIN)/pytest -m clusters tests/clusters tests/end_to_end/test_hosts.py
 
 matrix: $(STAMP) ## check every combination of techniques, and every model under every layout, against one process
 	@rc=0; for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
