@@ -1,8 +1,9 @@
 """Every error a user can cause: it names the value, the place and the remedy."""
 
+import os
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 Problem = tuple[str, str, str]
 """Where something is wrong, what is wrong (with the value), and what to do about it."""
@@ -121,6 +122,16 @@ class FailedRankError(RankError):
 
 class LostRankError(RankError):
     """A rank that ended or no longer answers, as another rank noticed."""
+
+
+class PreemptedError(MeshwrightError):
+    """A run that was asked to end (SIGTERM, SIGUSR1) and could not save first: it goes on from its last checkpoint.
+
+    ``CODE`` is the exit code of every run that was asked to end, also of those that have saved: a program that started
+    it may start it again. sysexits.h calls it EX_TEMPFAIL.
+    """
+
+    CODE: ClassVar[int] = os.EX_TEMPFAIL
 
 
 class NonFiniteLossError(MeshwrightError):

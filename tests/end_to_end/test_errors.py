@@ -290,7 +290,7 @@ def test_an_environment_that_no_launcher_made(
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="another run is at work in this directory\n  -> wait for it, stop it, or"):
+    with pytest.raises(LaunchError, match=r"another run is at work in this directory: .*\n  -> wait for it, stop it"):
         run_ranks(run_ranks_there, str(tmp_path), num_ranks=1, directory=tmp_path)
 
 

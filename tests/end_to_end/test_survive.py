@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -47,11 +48,13 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def small_run(directory: Path, *, dp: int = -1, tp: int = 1, **train: Any) -> Run:
+def small_run(
+    directory: Path, *, dp: int = -1, tp: int = 1, pp: int = 1, microbatches: int = 1, batch: int = 8, **train: Any
+) -> Run:
     raw = {
         "model": {"name": "mlp", "sizes": [8, 16, 4]},
-        "data": {"kind": "random", "shape": [8], "classes": 4, "samples": 64, "batch_size": 8, "held_out": 0.25},
-        "layout": {"dp": dp, "tp": tp},
+        "data": {"kind": "random", "shape": [8], "classes": 4, "samples": 64, "batch_size": batch, "held_out": 0.25},
+        "layout": {"dp": dp, "tp": tp, "pp": pp, "microbatches": microbatches},
         "schedule": {"warmup_steps": 2},
         "train": {
             "directory": str(directory), "steps": STEPS, "checkpoint_every": EVERY, "log_every": 1, "dtype": "float64",
@@ -365,9 +368,14 @@ def saved(directory: Path, step: int) -> None:
     manifest.commit(path, msgspec.convert(fields, manifest.Manifest))
 
 
+def restarts(directory: Path, say: Callable[[str], object]) -> Restarts:
+    """Restarts that do not wait, between failures that are far apart."""
+    return Restarts(directory, say, clock=itertools.count(step=1000.0).__next__, wait=lambda seconds: None)
+
+
 def test_the_third_failure_at_one_place_is_the_last(tmp_path: Path) -> None:
     said: list[str] = []
-    again, kept = Restarts(tmp_path, said.append), tmp_path / "failed-1"
+    again, kept = restarts(tmp_path, said.append), tmp_path / "failed-1"
     assert again(failure("at step 7"), kept)
     assert again(failure("at step 7"), kept)
     assert again(failure("at step 5"), kept), "another place"
@@ -378,7 +386,7 @@ def test_the_third_failure_at_one_place_is_the_last(tmp_path: Path) -> None:
 
 
 def test_a_later_checkpoint_counts_as_progress(tmp_path: Path) -> None:
-    again = Restarts(tmp_path, lambda text: None)
+    again = restarts(tmp_path, lambda text: None)
     for step in range(4):
         assert again(failure("while starting"), tmp_path)
         assert again(failure("while starting", LostRankError), tmp_path)

@@ -26,8 +26,9 @@ from meshwright.api.times import times_file
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
-from meshwright.runtime.launch import launched, launched_rank, num_devices
+from meshwright.runtime.launch import launched, launched_rank, meeting, num_cores, num_devices
 from meshwright.runtime.launch_replicas import run_replicas
+from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.loop import HeldOut, Progress
 from meshwright.runtime.products import matmul
 from meshwright.runtime.ranks import run_ranks
@@ -38,6 +39,7 @@ __all__ = [
     "Cluster",
     "ComparedSchedules",
     "HeldOut",
+    "Meeting",
     "PlanSize",
     "Progress",
     "Restarts",
@@ -64,6 +66,8 @@ __all__ = [
     "matmul",
     "measure_convolutions",
     "measure_machine",
+    "meeting",
+    "num_cores",
     "num_devices",
     "num_replica_jobs",
     "parallelize",

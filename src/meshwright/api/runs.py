@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshwright.cost.coded import foretold as foretold_codings
 from meshwright.cost.occupancy import box_of, num_peers
 from meshwright.data.ahead import PrefetchLoader
 from meshwright.data.loaders import Loader
-from meshwright.errors import MeshwrightError
+from meshwright.errors import FileFormatError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec_use import CodecUse
@@ -37,10 +38,13 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.replicas import replica_step
 from meshwright.runtime import launch, manifest, worlds
+from meshwright.runtime.agree import told
 from meshwright.runtime.device import device_kind, taken_bytes
 from meshwright.runtime.failures import Status
+from meshwright.runtime.lock import TRAINER, locked
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
 from meshwright.runtime.metrics import Meter
+from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.replica import EXCHANGE
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Verification
@@ -93,7 +97,10 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of ``train``. ``text`` is the text that the model wrote, if the run has a ``[sample]``."""
+    """The results of ``train``.
+
+    ``text`` is the text that the model wrote, if the run has a ``[sample]``. ``stopped`` is the reason why the run was
+    asked to end early, such as ``SIGTERM``."""
 
     directory: str
     steps: int
@@ -102,6 +109,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     held_out: tuple[HeldOut, ...] = ()
     text: str = ""
     ledger: Ledger | None = None
+    stopped: str = ""
 
 
 def num_replica_jobs(run: Run) -> int:
@@ -122,17 +130,27 @@ def directory_of(run: Run, replica: int) -> Path:
     return directory / f"replica-{replica}" if replica > 0 else directory
 
 
-def train(run: Run, progress: Progress | None = None) -> Trained:
+def train(run: Run, progress: Progress | None = None, preemption: Preemption | None = None) -> Trained:
     """Train the run of a RUN.toml on the ranks that the launcher has started. Every rank must call it.
 
     A run that stopped in the same directory continues from its latest checkpoint. The directory holds run.toml,
     plan.json, metrics.jsonl and checkpoints. At the end it also holds trace.json, predicted.json and ledger.json, which
     compare the last steps with the prediction.
 
+    After SIGTERM or SIGUSR1 (or ``preemption.ask``) on any rank, all ranks save the step that they have reached, within
+    ``train.grace_s``, and return.
+
     Raises:
         MeshwrightError: the model, the data, the layout or the checkpoint is wrong.
+        LaunchError: another run is at work in the directory.
     """
-    progress = progress or Silent()
+    with ExitStack() as stack:
+        return _train(
+            run, progress or Silent(), stack.enter_context(preemption or Preemption(run.train.grace_s)), stack
+        )
+
+
+def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStack) -> Trained:
     replica, rank = worlds.place(layout_of(run))
     directory = directory_of(run, replica)
     if isinstance(
@@ -146,6 +164,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
     trainer = trainer_of(run, source.example(), _asked(run, directory))
+    from_rank_0(lambda: told(f"{directory}", lambda: stack.enter_context(locked(directory, TRAINER))))
     held_bytes = _held_besides(trainer)
     foretold = _foretold(run, trainer) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()
@@ -172,6 +191,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         batch_sizes=run.batch_sizes() if run.schedule.batch_sizes else None,
         bytes_are_tokens=isinstance(run.data, TextData),
         progress=progress,
+        preemption=preemption,
     )
     progress.begin("looking for a checkpoint")
     checkpoint = loop.resume()
@@ -180,9 +200,11 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     from_rank_0(lambda: _note_run(run, trainer, directory, checkpoint))
     feed = _foretold_feed(run, trainer, loader, foretold)
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
-    ledger = _ledger(run, trainer, directory, loop, foretold, feed, held_bytes)
+    ledger, text = None, ""
+    if not loop.stopped:
+        ledger = _ledger(run, trainer, directory, loop, foretold, feed, held_bytes)
+        text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
     loader.close()
-    text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
     saved = manifest.steps_in(directory / "checkpoints")
     return Trained(
         directory=str(directory),
@@ -192,6 +214,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
         held_out=tuple(loop.evaluations),
         text=text,
         ledger=ledger,
+        stopped=loop.stopped,
     )
 
 
@@ -225,9 +248,15 @@ def _asked(run: Run, directory: Path) -> Layout | str:
     part as long as the number of ranks is the same. Its results are then the same bit for bit."""
     file = directory / "plan.json"
     kept = run.layout.searched and bool(manifest.steps_in(directory / "checkpoints")) and file.exists()
-    if kept and files.load(file, Plan).mesh.world_size == launch.what_is_launched().size:
-        return str(file)
-    return run.layout.chosen()
+    if not kept:
+        return run.layout.chosen()
+    try:
+        plan = files.load(file, Plan)
+    except MeshwrightError as error:
+        remedy = "remove it: the plan is then searched again, and the run goes on from its last checkpoint"
+        raise FileFormatError(f"the plan of this run is damaged: {error.problem}", where=error.where, remedy=remedy) \
+            from error  # fmt: skip
+    return str(file) if plan.mesh.world_size == launch.what_is_launched().size else run.layout.chosen()
 
 
 def _held_besides(trainer: Trainer) -> int:

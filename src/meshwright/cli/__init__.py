@@ -18,6 +18,7 @@ from meshwright.cli import (
     demo,
     dryrun,
     jobs,
+    launch,
     models,
     plan,
     predict,
@@ -32,7 +33,7 @@ from meshwright.cli import (
 )
 from meshwright.cli.display import INTERRUPTED
 from meshwright.cli.overrides import EXTRA
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, PreemptedError
 
 app = typer.Typer(
     name="meshwright",
@@ -43,11 +44,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (
-    demo, train, report, plan, simulate, predict, validate, recompute, verify, dryrun, schedule, collectives, calibrate,
-    clusters, models, jobs,
+    demo, train, launch, report, plan, simulate, predict, validate, recompute, verify, dryrun, schedule, collectives,
+    calibrate, clusters, models, jobs,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
-    _settings = EXTRA if _module in (demo, train, plan, simulate, verify, dryrun) else None
+    _settings = EXTRA if _module in (demo, train, launch, plan, simulate, verify, dryrun) else None
     app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
 app.add_typer(bench.group)
 app.add_typer(serve.group)
@@ -68,7 +69,7 @@ def _options(
 def main() -> None:
     """Run the command line of this process: the console script ``meshwright``."""
     code = run(sys.argv[1:])
-    if code and "RANK" in os.environ:
+    if code not in (0, PreemptedError.CODE) and "RANK" in os.environ:
         # Under torchrun, other ranks may wait for this one. A normal exit would wait for those ranks in turn.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -77,12 +78,13 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code: 0, 1 (a check failed), 2 (a user's mistake), 130 (Ctrl-C)."""
+    """Run a command line and return its exit code: 0, 1 (a check failed), 2 (a user's mistake), 75 (asked to end: go on
+    later), 130 (Ctrl-C)."""
     try:
         result = app(args=list(arguments), prog_name="meshwright", standalone_mode=False)
     except MeshwrightError as error:
         _complain(str(error))
-        return 2
+        return PreemptedError.CODE if isinstance(error, PreemptedError) else 2
     except typer.TyperException as error:
         _complain(f"{error.format_message()}\n  -> `meshwright COMMAND --help` shows how it is written")
         return 2

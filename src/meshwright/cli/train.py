@@ -11,18 +11,19 @@ from meshwright.cli import display
 from meshwright.cli.calibrate import calibrate_once, print_learned
 from meshwright.cli.overrides import keys, overridden
 from meshwright.cli.plan import STRICT
-from meshwright.errors import ClusterError
+from meshwright.errors import ClusterError, PreemptedError
 from meshwright.ir.run import Run
 
 if TYPE_CHECKING:
-    from meshwright.api import Trained
+    from meshwright.api import Meeting, Trained
 
 EPILOG = display.examples(
     "meshwright train gpt.toml",
     "meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2",
     "torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml",
     note="If a rank is lost, all ranks start again from the last checkpoint. The same command, run again, also "
-    "continues from the last checkpoint.",
+    "continues from the last checkpoint. After SIGTERM or SIGUSR1, the run saves and ends with exit code 75: it can "
+    "continue later.",
 )
 RECALIBRATE: Any = typer.Option(
     False, "--recalibrate", help="Correct this machine's calibration with the times that the run measures."
@@ -54,10 +55,12 @@ def with_directory(run: Run, directory: str) -> Run:
     )
 
 
-def run_training(run: Run, *, feed_back: bool = False) -> None:
+def run_training(run: Run, *, feed_back: bool = False, meeting: "Meeting | None" = None) -> None:
     """Train on the ranks that a launcher has started, or start the ranks first. Then print the results.
 
-    ``feed_back``: correct this machine's calibration with the run's ledger.
+    ``feed_back``: correct this machine's calibration with the run's ledger. ``meeting``: where this
+    launcher meets the launchers of other hosts, which run the same; by default the place that Kubernetes has set in the
+    environment.
     """
     from meshwright import api
 
@@ -65,7 +68,10 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
         result = display.on_rank(api.train, run)
         if api.launched_rank() == 0:
             summarize(run, result, feed_back)
+        if result.stopped:
+            raise typer.Exit(PreemptedError.CODE)
         return
+    meeting = meeting or api.meeting()
     if feed_back and run.layout.cluster:
         raise ClusterError(
             "only what is known of this machine can be corrected",
@@ -77,22 +83,30 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
     if api.num_replica_jobs(run) > 1:
         summarize(run, run_replicas(run), feed_back)
         return
-    num_ranks = run.num_ranks(api.num_devices())
-    display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''} in {run.train.directory}")
+    num_ranks = (meeting and meeting.ranks_per_host) or run.num_ranks(api.num_devices())
+    beside = f", on this host and {meeting.num_hosts - 1} others," if meeting is not None else ""
+    display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''}{beside} in {run.train.directory}")
+    if num_ranks > max(api.num_cores(), api.num_devices()):
+        display.console().print(
+            f"warning: {num_ranks} ranks share {api.num_cores()} cores: they take turns, and no step gets faster"
+        )
     directory = Path(run.train.directory)
     again = api.Restarts(directory / "checkpoints", display.console().print)
     port = run.train.port
     try:
         with display.cursor_kept():
             result = api.run_ranks(
-                display.on_rank, api.train, run, num_ranks=num_ranks, directory=directory, port=port, again=again
-            )
+                display.on_rank, api.train, run, num_ranks=num_ranks, directory=directory, port=port, again=again,
+                meeting=meeting,
+            )  # fmt: skip
     except KeyboardInterrupt:
         whole = sorted((directory / "checkpoints").glob("step-*/manifest.json"))
         if whole:
             display.console().print(f"{whole[-1].parent} is saved: --train.directory {directory} goes on from there")
         raise
     summarize(run, result, feed_back)
+    if result.stopped:
+        raise typer.Exit(PreemptedError.CODE)
 
 
 def run_replicas(run: Run) -> "Trained":
@@ -114,6 +128,10 @@ def summarize(run: Run, result: "Trained", feed_back: bool) -> None:
     from meshwright import api
 
     terminal = display.console()
+    if result.stopped:
+        what = f"step {result.steps} of {run.train.steps} is saved" if result.steps else "nothing was made"
+        terminal.print(f"stopped by {result.stopped}; {what}: the same command goes on from there")
+        return
     if result.text:
         prompt = run.sample.prompt.strip() if run.sample is not None else ""
         terminal.print(f"\n--- it writes{f', after {prompt!r}' if prompt else ''}:\n{result.text}\n---\n")

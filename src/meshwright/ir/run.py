@@ -11,6 +11,7 @@ from meshwright.errors import LayoutError
 from meshwright.ir import files
 from meshwright.ir.layout import Layout
 from meshwright.ir.learning_rate import Scaling, scaled_by
+from meshwright.ir.nodes import Nodes
 from meshwright.ir.plan import Plan
 from meshwright.ir.run_data import Data
 from meshwright.ir.run_model import Count, Fraction, Model, Positive, Rate, Section
@@ -266,6 +267,8 @@ class Train(Section, frozen=True, kw_only=True):
     """The number of processes; ``auto``: one for each core, but not more than layout and batch can use."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """The network port at which ranks meet; 0: any free port."""
+    grace_s: Rate = 25.0
+    """Seconds in which the run saves after SIGTERM or SIGUSR1. After them, it ends without this save."""
 
 
 class Sample(Section, frozen=True, kw_only=True):
@@ -296,6 +299,8 @@ class Run(Section, frozen=True, kw_only=True):
     """The training loop: steps, seed, checkpoints and ranks."""
     sample: Sample | None = None
     """Text to generate after training."""
+    nodes: Nodes = Nodes()
+    """The nodes on which ``meshwright launch`` starts the run."""
 
     def num_ranks(self, num_cores: int) -> int:
         """The number of processes to start on ``num_cores`` cores (or GPUs): as many as layout and batch can use.

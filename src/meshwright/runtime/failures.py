@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from meshwright import errors
-from meshwright.errors import FailedRankError, LostRankError, MeshwrightError, RankError
+from meshwright.errors import FailedRankError, LostRankError, MeshwrightError, PreemptedError, RankError
 from meshwright.ir import files
 
 
@@ -98,14 +98,22 @@ def lost_peer(error: BaseException | None) -> bool:
 GUARD = 'often a script must have what it does under `if __name__ == "__main__":`; what the import said stands above'
 
 
-def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int) -> MeshwrightError:
-    """Return the error of the rank that failed first; ``rank`` is the rank that torch's agent saw fail first."""
+def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int, warning: str = "") -> MeshwrightError:
+    """Return the error of the rank that failed first; ``rank`` is the rank that torch's agent saw fail first.
+    ``warning``: the signal that asked all ranks to end, if there was one."""
     paths = [file_of(directory, index, "failure") for index in range(num_ranks)]
     failures = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in paths if path.exists()]
     own = [failure for failure in failures if not failure.lost_peer]
-    if own or (exit_code >= 0 and failures):
+    if own or (exit_code >= 0 and exit_code != PreemptedError.CODE and failures and not warning):
         return as_error(min(own, key=lambda failure: failure.time_ns) if own else failures[0], directory)
     doing, log = Status.read(directory, rank), file_of(directory, rank, "log")
+    if warning or exit_code == PreemptedError.CODE:
+        after = f" after {warning}" if warning else ", as another rank or host was asked to"
+        return PreemptedError(
+            f"ended{after}, {doing or 'while starting'}, without saving",
+            where=f"rank {rank}",
+            remedy="give the same command again: it goes on from the last checkpoint",
+        )
     if exit_code >= 0 and not log.exists():
         return _failed(f"rank {rank} ended before it began: its function could not be imported", GUARD, doing)
     signals = {known.value: known.name for known in signal.Signals}

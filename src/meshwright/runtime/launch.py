@@ -1,8 +1,7 @@
-"""Starts torch.distributed on a rank: under plain python, torchrun, mpirun, or Meshwright's own launcher."""
+"""Starts torch.distributed on a rank: under plain python, torchrun, mpirun, srun, or Meshwright's own launcher."""
 
 import atexit
 import contextlib
-import errno
 import os
 import re
 import socket
@@ -18,7 +17,9 @@ from meshwright.comm.attendance import Attendance
 from meshwright.comm.groups import meet
 from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
+from meshwright.runtime import launchers, meeting_point
 from meshwright.runtime.device import has_cuda, num_cuda_devices, use
+from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
@@ -31,11 +32,6 @@ TOGETHER_S = 0.3
 """If all ranks end within this many seconds, they count as ending together."""
 HEAR_S = 3.0
 """Seconds that a rank stays reachable if it ends before the others, so that they can detect and report its end."""
-_MPI = {
-    "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}  # fmt: skip
-"""Maps torchrun's environment variables to Open MPI's names for them."""
 _SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|TORCH_NCCL_ASYNC)_\w+")
 
 
@@ -72,7 +68,7 @@ def start(device: torch.device | str | None = None, within: Within | None = None
     Raises:
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
-    _take_over_from_mpi()
+    _take_over()
     local_rank = _number("LOCAL_RANK", "0")
     if device is None:
         device = torch.device("cuda", local_rank) if has_cuda() else torch.device("cpu")
@@ -96,7 +92,7 @@ def start(device: torch.device | str | None = None, within: Within | None = None
 
 def what_is_launched() -> Launched:
     """The launcher's settings for this process and the others. Without a launcher, there is one rank."""
-    _take_over_from_mpi()
+    _take_over()
     rank = launched_rank() if launched() else 0
     return Launched(rank, _number("WORLD_SIZE", "1"), launched_replica(), os.environ.get("MESHWRIGHT_MEET", ""))
 
@@ -108,22 +104,38 @@ def launched_replica() -> int:
 
 
 def keeps_store() -> bool:
-    """Whether the store of all launched ranks runs in this process. With torchrun, the store runs in the agent,
-    otherwise in rank 0."""
+    """Whether the store of all launched ranks runs in this process. With torchrun, the store runs in the agent; under
+    srun, in the first process of the first node; otherwise in rank 0."""
+    if os.environ.get(launchers.KEEPS_STORE):
+        return True
     return launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def store_of_all() -> dist.Store:
     """The store at which all launched ranks meet."""
     _check_environment()
+    if os.environ.get(launchers.KEEPS_STORE) == "1":  # which need not be rank 0
+        port = _number("MASTER_PORT", "")
+        server = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=timeout())
+        atexit.register(_kept, server)
+        os.environ[launchers.KEEPS_STORE] = "begun"
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout())))
     store.set_timeout(timeout())
     return store
 
 
+def _kept(server: dist.Store) -> None:
+    """Keep a store until the end of the program."""
+
+
 def own_address() -> str:
     """The address of this machine for other boxes, in the network through which the store is reached."""
     host = os.environ.get("MESHWRIGHT_MEET", "").rpartition(":")[0] or os.environ.get("MASTER_ADDR", HOST)
+    return address_towards(host)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine in the network through which it reaches ``host``."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # no data is sent
@@ -194,13 +206,24 @@ def finish() -> None:
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, mpirun, or Meshwright's own) has started this process as a rank."""
-    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _MPI["RANK"] in os.environ
+    """Whether this process is a rank that a launcher (torchrun, mpirun, srun, Meshwright's own) has started."""
+    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or launchers.is_rank(os.environ)
 
 
 def launched_rank() -> int:
     """This process's rank, 0 without a launcher."""
-    return _number("RANK" if "RANK" in os.environ else _MPI["RANK"], "0")
+    names = ["RANK", *launchers.RANKS] if launched() else ["RANK"]
+    return _number(next((name for name in names if name in os.environ), "RANK"), "0")
+
+
+def is_first_here() -> bool:
+    """Whether this is the first of the ranks that its launcher has started on this machine."""
+    return _number("LOCAL_RANK", "0") == 0
+
+
+def meeting() -> Meeting | None:
+    """Where the launchers of several hosts meet, as Kubernetes says (``PET_*``); None on one host."""
+    return launchers.meeting_of(os.environ, timeout().total_seconds())
 
 
 def num_cores() -> int:
@@ -238,6 +261,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def add_environment(environment: dict[str, str]) -> None:
+    """Set these environment variables, as a launcher does."""
+    os.environ.update(environment)
+
+
 def take_environment(environment: dict[str, str]) -> None:
     """Replace this rank's environment variables with the launcher's, except for variables that torch's agent has set.
     Without this, the rank has the environment of the fork server, which may be older. Variables that PyTorch reads only
@@ -271,15 +299,8 @@ def check_port(port: int) -> None:
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            raise _port_error(port, error.strerror or str(error)) from None
-
-
-def _port_error(port: int, problem: str) -> LaunchError:
-    return LaunchError(
-        f"port {port} cannot be used: {problem}",
-        where="train.port" if not launched() else "MASTER_PORT",
-        remedy="choose another port, or none: then a free one is taken",
-    )
+            where = "train.port" if not launched() else "MASTER_PORT"
+            raise meeting_point.port_taken(port, error.strerror or str(error), where) from None
 
 
 def _number(name: str, default: str) -> int:
@@ -289,14 +310,18 @@ def _number(name: str, default: str) -> int:
     return int(text)
 
 
-def _take_over_from_mpi() -> None:
-    """Under Open MPI's mpirun, set the variables that torchrun would set. Rank 0 broadcasts, through MPI, the address
-    and port at which ranks meet. Raise a LaunchError if mpi4py is not installed and MASTER_ADDR is not set."""
-    if _MPI["RANK"] not in os.environ or "RANK" in os.environ:
+def _take_over() -> None:
+    """Under mpirun and srun, set the variables that torchrun would set."""
+    if "RANK" in os.environ:
         return
-    os.environ.update({name: os.environ[theirs] for name, theirs in _MPI.items()})
-    if "MASTER_ADDR" in os.environ or _number("WORLD_SIZE", "1") == 1:
-        return
+    os.environ.update(launchers.translated(os.environ))
+    if launchers.MPI_RANK in os.environ and "MASTER_ADDR" not in os.environ and _number("WORLD_SIZE", "1") > 1:
+        _meet_by_mpi()
+
+
+def _meet_by_mpi() -> None:
+    """Let rank 0 broadcast, through MPI, the address and port at which ranks meet. Raise a LaunchError if mpi4py is not
+    installed."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -331,27 +356,31 @@ def _check_environment() -> None:
 
 def _use_loopback() -> None:
     """If all ranks are on this machine, gloo uses its loopback interface. Otherwise gloo looks up the address of this
-    machine's host name, which fails on some machines."""
+    machine's host name; where that is a loopback address, it uses the interface towards the store."""
     if os.environ.get("MASTER_ADDR", HOST) in (HOST, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and (name := meeting_point.interface_of(own_address())):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _join(backend: str) -> None:
     _check_environment()
     _use_loopback()
     rank, world_size, port = _number("RANK", ""), _number("WORLD_SIZE", ""), _number("MASTER_PORT", "")
-    limit = timeout()
+    limit, address = timeout(), os.environ["MASTER_ADDR"]
+    where = f"rank {rank}, {address}:{port}"
     try:
-        dist.init_process_group(backend, timeout=limit)
+        store = dist.PrefixStore("default_pg", store_of_all())
+        meeting_point.come(store, rank, own_address())
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        text = str(error)
-        if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
-            raise _port_error(port, "another program uses it") from error
-        raise LaunchError(
-            f"not all {world_size} ranks met within {limit.total_seconds():g} s ({text.splitlines()[0]})",
-            where=f"rank {rank}, {os.environ['MASTER_ADDR']}:{port}",
-            remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
-        ) from error
+        if meeting_point.is_taken(error):
+            raise meeting_point.port_taken(port, "another program uses it", "MASTER_PORT") from error
+        raise meeting_point.no_store(address, port, limit, where, error) from error
+    meeting_point.await_all(store, world_size, limit, where)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise meeting_point.not_connected(store, rank, world_size, where, error) from error
 
 
 def _finish_at_exit(attendance: Attendance | None, keeps_store: bool) -> None:

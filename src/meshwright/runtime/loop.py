@@ -13,12 +13,13 @@ import torch
 
 from meshwright.comm.groups import from_rank_0
 from meshwright.data.loaders import Loader
-from meshwright.errors import CheckpointError, LayoutError
+from meshwright.errors import CheckpointError, DiskError, LayoutError
 from meshwright.ir.run import Train
 from meshwright.ir.trace import Trace
-from meshwright.runtime import joining
+from meshwright.runtime import joining, manifest
 from meshwright.runtime.failures import Status, lost_peer
 from meshwright.runtime.metrics import Meter
+from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.trainer import Trainer
 
 log = logging.getLogger("meshwright")
@@ -77,9 +78,10 @@ class Loop:
         options: the table ``[train]`` of RUN.toml.
         batch_sizes: samples in the global batch of each step; None: always the batch size of ``loader``.
         bytes_are_tokens: whether the loss is per byte, so that bits per byte can be reported.
+        preemption: says whether the run is asked to end before its last step.
 
     ``traces`` holds the traces of this rank's last steps, at most ``TRACED``; ``data_waits`` the seconds that each step
-    waited for its batch.
+    waited for its batch. ``stopped`` is the reason why the run was asked to end early; empty if it was not.
     """
 
     def __init__(
@@ -94,11 +96,12 @@ class Loop:
         batch_sizes: Sequence[int] | None = None,
         bytes_are_tokens: bool,
         progress: Progress,
+        preemption: Preemption,
     ) -> None:
         self.trainer, self.loader, self.held_out, self.meter, self.options = trainer, loader, held_out, meter, options
         self.checkpoints = directory / "checkpoints"
         self.status = Status(directory, trainer.rank)
-        self.progress = progress
+        self.progress, self.preemption, self.stopped = progress, preemption, ""
         self.bytes_are_tokens = bytes_are_tokens
         self.evaluations: list[HeldOut] = []
         self.traces: list[Trace] = []
@@ -124,9 +127,12 @@ class Loop:
         return path
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Train until the last step. Even after an error, metrics.jsonl holds the metrics of all finished steps. Raise
-        a CheckpointError if the last step could not be saved. In earlier saves a disk error is only a warning."""
+        """Train until the last step, or until the run is asked to end; then the step that was reached is saved.
+
+        Even after an error, metrics.jsonl holds the metrics of all finished steps. Raise a CheckpointError if the last
+        step could not be saved. In earlier saves a disk error is only a warning."""
         trainer, steps, first = self.trainer, self.options.steps, self.trainer.step_number + 1
+        self.preemption.connect(trainer.step_number)
         if self.held_out is not None and not self.evaluations:
             self.evaluate()
         batches = iter(self.loader)
@@ -134,6 +140,9 @@ class Loop:
         self.meter.start()
         try:
             while trainer.step_number < steps:
+                self.stopped = self.preemption.due(trainer.step_number)
+                if self.stopped:
+                    break
                 self.status.set(f"at step {trainer.step_number + 1}")
                 if self.batch_sizes is not None:
                     self._resize(self.batch_sizes[trainer.step_number])
@@ -159,11 +168,27 @@ class Loop:
         finally:
             self.progress.end()
             self._tell()
+        if self.stopped:
+            self._save_early(made_steps=trainer.step_number >= first)
+            return
         if self.held_out is not None and (not self.evaluations or self.evaluations[-1].step != trainer.step_number):
             self.evaluate()
         self.meter.finish()
         self.status.set("while saving the last step")
         trainer.wait_for_save()
+        if trainer.replica is not None:
+            trainer.replica.leave()
+
+    def _save_early(self, *, made_steps: bool) -> None:
+        """Save the step that was reached, unless it is saved."""
+        trainer = self.trainer
+        self.meter.finish()
+        self.status.set(f"while saving step {trainer.step_number} after {self.stopped}")
+        with suppress(DiskError):  # of an earlier step, and logged
+            trainer.wait_for_save()
+        saved = from_rank_0(lambda: manifest.latest_step(self.checkpoints))
+        if made_steps and saved != trainer.step_number:
+            trainer.save_in(self.checkpoints, keep=self.options.keep, loader=self.loader)
         if trainer.replica is not None:
             trainer.replica.leave()
 

@@ -4,7 +4,6 @@ Torch's elastic agent starts the ranks as processes. ``runtime/failures.py`` des
 """
 
 import atexit
-import fcntl
 import itertools
 import logging
 import multiprocessing
@@ -16,17 +15,21 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
-from meshwright.runtime import launch
+from meshwright.runtime import launch, meeting_point
 from meshwright.runtime.failures import Failure, Status, as_error, file_of, first_failure, record
+from meshwright.runtime.launchers import Meeting
+from meshwright.runtime.lock import LAUNCHER, locked
+from meshwright.runtime.preemption import TOGETHER_S, WARNINGS
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
@@ -52,11 +55,13 @@ def run_ranks(
     port: int = 0,
     again: Again | None = None,
     environment: dict[str, str] | None = None,
+    meeting: Meeting | None = None,
 ) -> T:
     """Run ``function(*args)`` on ``num_ranks`` ranks of this machine, and return rank 0's result.
 
     The function must be a top-level function of an importable module; arguments and results must be picklable. A single
     rank runs in this process. If one of several ranks fails, the others end within seconds. Ctrl-C stops all ranks.
+    The first SIGTERM or SIGUSR1 is passed on to the ranks, which may end in their own time; a second one stops them.
 
     Args:
         directory: directory for the files that ranks leave behind; no other ``run_ranks`` may use it at the same time.
@@ -64,6 +69,8 @@ def run_ranks(
         port: port of this machine through which the ranks find each other; 0: any free port.
         environment: additional environment variables for the ranks. With them, even a single rank runs in a separate
             process.
+        meeting: where the launchers of several hosts meet, each of which starts ``num_ranks`` ranks. Each returns the
+            result of its first rank.
         again: called if one of several ranks was killed, lost the others, or raised an error that is not a
             MeshwrightError. If it returns True, all ranks are started again.
 
@@ -72,7 +79,8 @@ def run_ranks(
         FailedRankError: a rank raised an error that is not a MeshwrightError, was killed, or exited.
         LaunchError: more ranks than ``MOST_RANKS``; the port is taken; another run uses the directory; or the calling
             script is not guarded by ``if __name__ == "__main__"``: every rank imports the script and would start ranks
-            again.
+            again; or the hosts of ``meeting`` did not meet.
+        PreemptedError: SIGTERM or SIGUSR1, and not all ranks have returned.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing makes this test too
@@ -92,22 +100,27 @@ def run_ranks(
     if directory is None:
         with _scratch() as scratch:
             return run_ranks(
-                function, *args, num_ranks=num_ranks, directory=scratch, port=port, again=again, environment=environment
-            )
-    with _locked(directory):
-        shutil.rmtree(directory / "ranks", ignore_errors=True)
-        if num_ranks == 1 and environment is None:
+                function, *args, num_ranks=num_ranks, directory=scratch, port=port, again=again,
+                environment=environment, meeting=meeting,
+            )  # fmt: skip
+    first = meeting is None or meeting.is_host
+    with locked(directory, LAUNCHER) if first else nullcontext():
+        if first:
+            shutil.rmtree(directory / "ranks", ignore_errors=True)
+        if num_ranks == 1 and environment is None and meeting is None:
             return _alone(function, args, directory)
         for attempt in itertools.count(1):
             kept = directory / "ranks" / f"failed-{attempt}"
+            met = meeting or Meeting(1, True, launch.HOST, port, uuid.uuid4().hex)
             try:
-                return _together(function, args, num_ranks, directory, port, environment or {})
+                return _together(function, args, num_ranks, directory, met.again(attempt), environment or {})
             except (FailedRankError, LostRankError) as error:
                 if again is None or not again(error, kept):
                     raise
-            kept.mkdir(parents=True)
-            for file in (directory / "ranks").glob("*.*"):
-                file.rename(kept / file.name)
+            if first:
+                kept.mkdir(parents=True)
+                for file in (directory / "ranks").glob("*.*"):
+                    file.rename(kept / file.name)
     raise AssertionError("count has no end")
 
 
@@ -123,24 +136,29 @@ def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -
 
 
 def _together(
-    function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, port: int,
+    function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, meeting: Meeting,
     environment: dict[str, str],
 ) -> T:  # fmt: skip
     # Imported here because it takes half a second that one rank does not need.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _Signals() as signals, _quiet():
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=meeting.num_hosts,
+            max_nodes=meeting.num_hosts,
             nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
+            run_id=meeting.name,
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{launch.HOST}:{port}",
-            rdzv_configs={"timeout": 60},
-            local_addr=launch.HOST,
+            rdzv_endpoint=f"{meeting.address}:{meeting.port}",
+            rdzv_configs={
+                "timeout": meeting.timeout_s,
+                "read_timeout": round(meeting.timeout_s),
+                "is_host": meeting.is_host,
+            },
+            local_addr=launch.HOST if meeting.num_hosts == 1 else launch.address_towards(meeting.address),
             max_restarts=0,
             monitor_interval=0.1,
             start_method="forkserver",
@@ -155,12 +173,16 @@ def _together(
         except ChildFailedError as error:
             signals.raise_received()
             rank, first = error.get_first_failure()
-            raise first_failure(directory, num_ranks, rank, first.exitcode) from None
+            num_all = num_ranks * meeting.num_hosts
+            raise first_failure(directory, num_all, rank, first.exitcode, signals.warning) from None
+        except (RendezvousError, dist.DistError) as error:
+            signals.raise_received()
+            raise meeting_point.not_met(meeting, error) from error
         except Exception:
             signals.raise_received()
             raise
         signals.raise_received()
-        return results[0]
+        return results[min(results)]
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
@@ -174,7 +196,7 @@ def _rank(
     threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *WARNINGS})
     launch.take_environment(environment)
     np.random.seed()  # every fork has a copy of the server's generator; Python reseeds its own
     rank = launch.launched_rank()
@@ -187,7 +209,7 @@ def _rank(
         status.set("while ending")
         launch.finish()
         atexit._run_exitfuncs()  # before Python 3.13, a fork does not run these functions
-        return result if rank == 0 else None
+        return result if launch.is_first_here() else None
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must be told
         _fail(record(error, directory, rank))
 
@@ -251,34 +273,21 @@ def _scratch() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock a directory, because two runs in it would overwrite each other's checkpoints."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise LaunchError(
-                "another run is at work in this directory",
-                where=str(directory),
-                remedy="wait for it, stop it, or choose another directory (--train.directory)",
-            ) from None
-        yield
-
-
 class _Signals:
-    """Handles SIGINT, SIGTERM and SIGHUP while ranks run: it kills the ranks, and the launcher then finds them ended.
+    """Handles signals while ranks run. The first SIGTERM or SIGUSR1 is passed on to the ranks: they may save and
+    end. A second one, SIGINT and SIGHUP kill the ranks, and the launcher then finds them ended.
 
     The handler itself raises no exception, because torch's agent could swallow it. Ranks start with SIGINT blocked:
     Ctrl-C reaches all processes of a terminal, and must not stop a rank in the middle of its imports. In the launcher,
     the main thread blocks SIGINT too, and another thread receives it.
     """
 
-    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    HANDLED = (signal.SIGINT, signal.SIGHUP, *WARNINGS)
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self.warning = ""
+        """The name of the signal that was passed on; empty if there was none."""
+        self._warned_s, self._stop = 0.0, 0
         self._done = threading.Event()
         self._others = set(multiprocessing.active_children())
         self._mine = threading.current_thread() is threading.main_thread()
@@ -301,27 +310,40 @@ class _Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def raise_received(self) -> None:
-        """Raise KeyboardInterrupt if SIGINT was received, SystemExit if SIGTERM or SIGHUP was; else do nothing."""
-        if self._received == signal.SIGINT:
+        """Raise KeyboardInterrupt if SIGINT was received, SystemExit if another signal has killed the ranks; else do
+        nothing."""
+        if self._stop == signal.SIGINT:
             raise KeyboardInterrupt from None
-        if self._received is not None:
-            raise SystemExit(128 + self._received) from None
+        if self._stop:
+            raise SystemExit(128 + self._stop) from None
 
     def _note(self, number: int, frame: object) -> None:
-        self._received = self._received or number
+        if number in WARNINGS and not self.warning:
+            self.warning, self._warned_s = signal.Signals(number).name, time.monotonic()
+        elif number not in WARNINGS or time.monotonic() - self._warned_s > TOGETHER_S:
+            self._stop = self._stop or number
 
     def _watch(self) -> None:
+        warned = set(self._others)
         while not self._done.wait(0.1):
-            if self._received is not None:
+            if self._stop:
                 for process in set(multiprocessing.active_children()) - self._others:
                     process.kill()
+            elif self.warning:
+                for process in set(multiprocessing.active_children()) - warned:
+                    warned.add(process)
+                    if process.pid is not None:
+                        with suppress(ProcessLookupError):
+                            os.kill(process.pid, signal.Signals[self.warning])
 
 
 def _start_server() -> None:
-    """Start multiprocessing's fork server, which forks the ranks, unless this process has already started it."""
+    """Start multiprocessing's fork server, which forks the ranks, unless this process has already started it. A warning
+    that is sent to all processes of a group must not end it."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     try:
-        forkserver.ensure_running()
+        with _blocked(WARNINGS):
+            forkserver.ensure_running()
     except OSError as error:
         raise LaunchError(
             f"the server that forks ranks cannot be started: {error}",
@@ -336,9 +358,20 @@ def _start_resource_tracker() -> None:
     option = "ignore:resource_tracker:UserWarning"
     sys.warnoptions.append(option)
     try:
-        resource_tracker.ensure_running()
+        with _blocked(WARNINGS):
+            resource_tracker.ensure_running()
     finally:
         sys.warnoptions.remove(option)
+
+
+@contextmanager
+def _blocked(signals: Iterable[int]) -> Iterator[None]:
+    """Block signals in this thread. A process that is started meanwhile never receives them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
