@@ -53,7 +53,7 @@ def test_bad_images_are_named_and_skipped(tmp_path: Path) -> None:
     for index, problem in (
         (0, "has vanished"),
         (5, "has 40 bytes, but had"),
-        (6, "cannot be decoded: cannot identify"),
+        (6, "cannot be decoded: it is no image"),
     ):
         with pytest.raises(DataError, match=problem) as error:
             store.decode(index, store.read(index))

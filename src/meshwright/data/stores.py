@@ -243,9 +243,13 @@ def _npy(path: str | os.PathLike[str]) -> tuple[int, np.dtype[Any], int]:
 
 def decode_image(content: memoryview, side: int = 0) -> torch.Tensor:
     """An image as float32 [3, height, width] from 0 to 1; with ``side``, scaled to this height and width."""
-    from PIL import Image  # an optional dependency
+    from PIL import Image, UnidentifiedImageError  # an optional dependency
 
-    with Image.open(io.BytesIO(content)) as image:
+    try:
+        image = Image.open(io.BytesIO(content))
+    except UnidentifiedImageError:
+        raise ValueError("it is no image") from None
+    with image:
         whole = image.convert("RGB")
         pixels = np.array(whole.resize((side, side)) if side else whole)
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
