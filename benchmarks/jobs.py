@@ -149,10 +149,12 @@ def _killed(folder: Path, draw: random.Random, most: int) -> Killing:
             return subprocess.Popen(_command("g.toml"), cwd=folder, stdout=subprocess.DEVNULL, stderr=file)
 
     process = started()
-    begun = time.monotonic()
+    begun, seen = time.monotonic(), 0
     while process.poll() is None:
+        if (now := len(events_in(directory))) != seen:
+            begun, seen = time.monotonic(), now
         if time.monotonic() - begun > PATIENCE_S:
-            problems.append("a hang")
+            problems.append(f"nothing happened for {PATIENCE_S:g} s while {', '.join(running_in(directory))} ran")
             process.kill()
             break
         time.sleep(draw.uniform(0.1, 0.5))

@@ -118,10 +118,16 @@ class OnRay:
 
     def _warm(self, num_workers: int) -> None:
         """Let every worker of a local cluster import what it needs: the first vertices would wait for it. Each waits
-        until all are there, so that none runs two of these tasks."""
-        ready = self._ray.remote(_meet)
+        until all are there, so that none runs two of these tasks; nobody waits for one that died."""
+        meet = self._ray.remote(_meet).options(num_cpus=1, max_retries=0)
         with tempfile.TemporaryDirectory(prefix="meshwright-jobs-") as directory:
-            self._ray.get([ready.options(num_cpus=1).remote(directory, num_workers) for _ in range(num_workers)])
+            waiting = [meet.remote(directory, num_workers) for _ in range(num_workers)]
+            while waiting:
+                (ended,), waiting = self._ray.wait(waiting, num_returns=1)
+                try:
+                    self._ray.get(ended)
+                except self._ray.exceptions.WorkerCrashedError:
+                    Path(directory, f"died-{len(waiting)}").touch()
 
 
 def _meet(directory: str, num_workers: int) -> None:

@@ -51,7 +51,7 @@ def graph_picture(record: JobRecord) -> str:
     parts = []
     for writer, output, reader in record.edges:
         (x1, y1), (x2, y2) = places[writer], places[reader]
-        style = "axis strong" if (writer, reader) in critical else "axis"
+        style = "line s1" if (writer, reader) in critical else "axis"
         parts.append(svg.line(style, x1 + width, y1 + height / 2, x2, y2 + height / 2, f"{writer}.{output}"))
     for row in record.rows:
         x, y = places[row.name]
