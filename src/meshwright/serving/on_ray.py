@@ -17,7 +17,7 @@ from meshwright.serving.simulate import Played
 from meshwright.serving.station import Job, Station, StationLog, played
 from meshwright.serving.workflow import Tier
 
-START_S, PLACE_S = 0.5, 60.0
+START_S, PLACE_S = 0.5, 120.0
 """Seconds from the last station's readiness to the first item; and until all stations must be placed and ready."""
 TIER_LABEL = "meshwright-tier"
 """The label of a local node, with the name of its tier; and of a node of a tier without labels."""
@@ -118,9 +118,15 @@ def _cluster(ray: Any, job: Job, address: str) -> Iterator[None]:
 
     cluster = Cluster()
     try:
-        for tier in job.workflow.tiers:
-            cluster.add_node(num_cpus=len(job.stations), labels=labels_of(tier), include_dashboard=False)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            for tier in job.workflow.tiers:
+                cluster.add_node(num_cpus=len(job.stations), labels=labels_of(tier), include_dashboard=False)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # Ray raises exceptions of several kinds
+            raise LaunchError(
+                f"a local Ray cluster does not start: {next(iter(str(error).splitlines()), '')}", where="local Ray",
+                remedy="see whether other programs have all cores, or give the address of a cluster",
+            ) from error  # fmt: skip
         yield
     finally:
         ray.shutdown()
