@@ -44,9 +44,11 @@ def twins(layers: int = 2, dropout: float = 0.0) -> tuple[Subject, Subject]:
     return mine, copy.deepcopy(mine)
 
 
-def trainer_of(subject: Subject, layout: mw.Layout, **options: Any) -> mw.Trainer:
+def trainer_of(subject: Subject, layout: mw.Layout, share: str = "", **options: Any) -> mw.Trainer:
+    """A trainer; those with the same ``share`` share a capture."""
     options.setdefault("optimizer", sgd)
-    return mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=layout, **options)
+    parallelize = oracle.sharing_capture(("executor", share)) if share else mw.parallelize
+    return parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=layout, **options)
 
 
 def eager_step(subject: Subject, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,7 +79,7 @@ def executor_of(trainer: mw.Trainer) -> Executor:
 def work_of(layout: mw.Layout) -> tuple[Work, list[list[str]], list[int]]:
     """What this rank did, and what every rank should have done."""
     subject, _ = twins(layers=3)
-    trainer = trainer_of(subject, layout)
+    trainer = trainer_of(subject, layout, "three layers")
     for batch in subject.batches[:2]:
         trainer.step(batch)
     spans = [span for span in trainer.trace().spans if span.stream != "wait" and _ACTION.match(span.what)]
@@ -149,7 +151,7 @@ def test_executed_actions_and_live_values_are_the_schedules(ranks: Ranks, layout
 
 def losses_with_dropout(layout: mw.Layout) -> tuple[list[Tensor], dict[str, Tensor]]:
     subject, _ = twins(layers=3, dropout=0.3)
-    trainer = trainer_of(subject, layout, seed=5)
+    trainer = trainer_of(subject, layout, "dropout", seed=5)
     losses = [trainer.step(batch) for batch in subject.batches[:3]]
     return losses, trainer.full_state_dict()
 
@@ -173,7 +175,7 @@ def test_recomputation_in_a_pipeline_changes_no_bit(ranks: Ranks) -> None:
 def evaluate_between_steps(layout: mw.Layout) -> list[float]:
     """Batches of 8, and a ragged one of 5 samples, which no number of micro-batches divides."""
     mine, plain = twins(layers=3)
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
+    trainer, optimizer = trainer_of(mine, layout, "three layers"), sgd(plain.model.parameters())
     errors = []
     for batch in mine.batches[:2]:
         loss, _ = eager_step(plain, optimizer, batch)
