@@ -30,14 +30,20 @@ def a_batch(scale: float = 1.0) -> dict[str, Tensor]:
     return {"inputs": scale * torch.randn(8, 6), "label": torch.randint(4, (8,))}
 
 
-def a_trainer(kind: CpuKind, precision: Precision | None = None, **options: Any) -> Trainer:
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def a_trainer(kind: CpuKind, precision: Precision | None = None, optimizer: str = "AdamW") -> Trainer:
     torch.manual_seed(0)
     model = MLP((6, 16, 12, 4))
     captured = capture(model, classification_loss, a_batch(), precision=precision)
     plan = mw.plan(captured.graph, layout=mw.Layout(precision=precision))
     return Trainer(
         model, classification_loss, captured, plan, device=CPU, kind=kind, seed=0, replan=adapt_plan,
-        max_grad_norm=1.0, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True), **options,
+        max_grad_norm=1.0, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
 
 
@@ -70,12 +76,15 @@ def test_after_a_loss_that_is_not_finite_nothing_changes_until_the_host_has_seen
     assert not equal(weights(trainer), before), "training goes on"
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_the_device_adapts_the_scale_as_the_host_would(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_adapts_the_scale_as_the_host_would(
+    precision: Precision, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scaling, "GROWTH_STEPS", 2)
-    late, host = a_trainer(LateCpu(), precision), a_trainer(CpuKind(), precision)
+    late, host = (a_trainer(kind, precision, optimizer) for kind in (LateCpu(), CpuKind()))
     scales = []
-    for size in (1.0, 1e4, 1.0, 1.0, 1e4, 1e4, 1.0, 1.0, 1.0):
+    for size in (1e4, 1.0, 1e4, 1.0, 1.0, 1e4, 1e4, 1.0, 1.0, 1.0):
         losses = [trainer.step(a_batch(size)) for trainer in (late, host)]
         assert torch.equal(*losses)
         assert equal(weights(late), weights(host))

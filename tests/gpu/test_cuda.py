@@ -45,16 +45,18 @@ def test_five_steps_equal_eager(case: int) -> None:
         torch.testing.assert_close(value, twin.state_dict()[name].cpu(), rtol=1e-9, atol=1e-9)
 
 
-def test_a_loss_that_is_no_number_is_seen_one_step_late_and_its_error_says_so() -> None:
+@pytest.mark.parametrize(("optimizer", "skips"), [(torch.optim.SGD, True), (torch.optim.RMSprop, False)])
+def test_a_loss_that_is_no_number_is_seen_one_step_late_and_its_error_says_so(optimizer: Any, skips: bool) -> None:
     model, loss_fn, batch = _cases()[1]
-    trainer = mw.parallelize(model.double(), loss_fn, batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    trainer = mw.parallelize(model.double(), loss_fn, batch, optimizer=lambda p: optimizer(p, lr=0.1))
     trainer.step(batch)
     trainer.step(batch | {"image": batch["image"] * torch.nan})
-    assert not any(torch.isfinite(value).any() for value in trainer.full_state_dict().values())
+    assert all(bool(torch.isfinite(value).all()) == skips for value in trainer.full_state_dict().values())
     with pytest.raises(NonFiniteLossError) as caught:
         trainer.step(batch)
     assert str(caught.value).startswith("step 2: the loss became nan at step 2\n")
-    assert "; parameters are those after step 2" in str(caught.value)
+    left = "as they were before step 2" if skips else "those after step 2"
+    assert f"; parameters are {left}" in str(caught.value)
 
 
 def test_without_a_cluster_the_device_at_hand_is_known() -> None:

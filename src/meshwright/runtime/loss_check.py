@@ -41,6 +41,10 @@ class LossCheck:
         if self.late and optimizer is not None and skips_on_device(optimizer):
             self.refused = torch.zeros((), device=self._kind.device)
             optimizer.found_inf = self.skips  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:
+                # PyTorch would make the momentum in the first step, without a value if that step is skipped.
+                for parameter in group["params"] if group.get("momentum") else ():
+                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
     def check(self, loss: Tensor, step: int) -> None:
         """Check the loss of step number ``step`` before the step changes parameters. If ``late``, check the previous
@@ -91,7 +95,8 @@ class LossCheck:
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether an optimizer's kernels read ``found_inf`` on the device, and change nothing if it is 1."""
-    fused = all(group.get("fused") for group in optimizer.param_groups)
+    # With dampening, SGD's first momentum is another than that which follows from zero.
+    fused = all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
     return fused and isinstance(optimizer, SGD | Adam)  # AdamW is an Adam
 
 

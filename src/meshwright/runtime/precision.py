@@ -41,7 +41,8 @@ def check_device(precision: Precision | None, device: torch.device, *, tells: bo
         return
     if device.type == "cuda":
         if name := lacks(device, precision):
-            raise LaunchError(f"{name} does not compute in {precision}", where="precision", remedy="use 'float32'")
+            other = "'float16' or 'float32'" if precision == "bfloat16" else "'float32'"
+            raise LaunchError(f"{name} does not compute in {precision}", where="precision", remedy=f"use {other}")
     elif device.type == "cpu":
         missing = missing_instructions(precision)
         if tells and missing:
