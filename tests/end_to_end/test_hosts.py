@@ -65,7 +65,7 @@ def test_two_hosts_train_as_one_process_and_stop_together(tmp_path: Path) -> Non
             for host in hosts:
                 host.kill()
     assert [host.returncode for host in hosts] == [75, 75], "\n".join(said)
-    assert "on this host and 1 others" in said[0]
+    assert "starting 1 rank on each of 2 hosts, in " in said[0]
     step = manifest.latest_step(directory / "checkpoints")
     api.train(small_run(tmp_path / "whole", steps=step, evaluate_every=0))
     found, expected = losses(directory), losses(tmp_path / "whole")

@@ -84,7 +84,7 @@ def run_training(run: Run, *, feed_back: bool = False, meeting: "Meeting | None"
         summarize(run, run_replicas(run), feed_back)
         return
     num_ranks = (meeting and meeting.ranks_per_host) or run.num_ranks(api.num_devices())
-    beside = f", on this host and {meeting.num_hosts - 1} others," if meeting is not None else ""
+    beside = f" on each of {meeting.num_hosts} hosts," if meeting is not None else ""
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''}{beside} in {run.train.directory}")
     if num_ranks > max(api.num_cores(), api.num_devices()):
         display.console().print(
