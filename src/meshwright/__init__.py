@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if name in _TORCH_SIDE:
         from importlib import import_module
 
-        torch = import_module("torch")  # the plan side imports this file, and does without torch
+        torch = import_module("torch")  # the planning side imports this file and must work without torch
         with torch.device("cpu"):  # modules make tables, and the first use may be under ``torch.device("meta")``
             return getattr(import_module(_TORCH_SIDE[name]), name)
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

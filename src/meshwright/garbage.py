@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Turn off Python's cyclic garbage collection. All objects of a capture stay alive, and each collection would visit
-    all of them, which takes a sixth of the time of a large model's capture."""
+    """Turn off Python's cyclic garbage collection. Until the capture ends, none of its objects can be freed. Each
+    collection would still visit all of them: a sixth of the time in which a large model is captured."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -19,7 +19,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 def collect_young() -> None:
-    """Collect the young objects if cyclic garbage collection is off. Lowered graphs are cyclic garbage once a program
-    was made of them; a search that lowers hundreds of plans frees each of them so, without visits of old objects."""
+    """Collect the young objects if cyclic garbage collection is off. A lowered graph becomes cyclic garbage once its
+    program is made. A search that lowers hundreds of plans frees these graphs here, without visiting older objects."""
     if not gc.isenabled():
         gc.collect(0)

@@ -1,4 +1,5 @@
-"""The private parts of PyTorch that Meshwright uses, in one place, so that a new PyTorch is easy to check.
+"""The private parts of PyTorch that Meshwright uses. They stand in one module, so that a new version of PyTorch is easy
+to check.
 
 Inductor is imported on first use, because the import takes a second. Attributes of public objects that begin with an
 underscore (``Tensor._version``, ``Module._parameters``, ``OpOverload._schema``) are read where they are needed.
@@ -51,7 +52,7 @@ __all__ = [
 def inductor() -> SimpleNamespace:
     """The functions of PyTorch's compiler that Meshwright uses; ``patch`` sets compiler options temporarily."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of parts of it that Inductor imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # modules that Inductor imports cause it
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.config import patch
         from torch._inductor.cpp_builder import get_cpp_compiler

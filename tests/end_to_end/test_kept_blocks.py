@@ -9,15 +9,17 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.catalog import load_cluster
 from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from meshwright.planner.foretell import Foretold, foretell
+from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.kept_blocks import keep_what_fits, recomputed_units
 from tests.end_to_end.test_partition import plan_of, run_alone
 
 LAYERS = 6
-CLUSTER = mw.Cluster.load("h100-box4-ndr400x1", 2)
+CLUSTER, FOUR = (load_cluster("h100-box4-ndr400x1", count, "meshwright") for count in (2, 4))
 
 
 @cache
@@ -34,8 +36,8 @@ def lowering() -> PlanLowering:
     return PlanLowering(model())
 
 
-def simulated(plan: mw.Plan) -> Foretold:
-    return foretell(lowering(), plan, CLUSTER)
+def simulated(plan: mw.Plan, cluster: mw.Cluster = CLUSTER) -> Foretold:
+    return foretell(lowering(), plan, cluster)
 
 
 def keeping(plan: mw.Plan, numbers: tuple[int, ...]) -> mw.Plan:
@@ -91,6 +93,21 @@ def test_the_search_keeps_blocks() -> None:
     assert plan.prediction is not None
     assert plan.prediction.peak_memory_bytes <= limit
     assert plan.prediction.step_s < full.played.step_s
+
+
+def test_the_search_compares_layouts_by_what_their_stages_can_keep() -> None:
+    """Two replicas of two stages that compute some blocks again are the fastest layout, but not if they compute all."""
+    limit = 180.0 * 2**20
+
+    layout = mw.Layout(dp=2, pp=2, microbatches=4, recompute="full")
+    plan = mw.plan(model(), FOUR, devices=4, layout=layout)
+    before = simulated(plan, FOUR)
+    _, kept = keep_what_fits(plan, before, model(), limit, lambda plan: simulated(plan, FOUR))
+    assert kept.fits(limit)
+    assert kept.played.step_s < before.played.step_s
+    found = mw.plan(model(), FOUR, devices=4, memory_bytes=limit)
+    assert found.prediction is not None
+    assert found.prediction.step_s <= (1 + ALIKE) * kept.played.step_s
 
 
 def test_a_plan_that_keeps_everything_stays() -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Literal
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from meshwright.cost.closed_form import predict_step
 from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.optimizer import ADAMW
 from meshwright.cost.program import step_work
+from meshwright.cost.work import Compute
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
@@ -383,6 +385,21 @@ def test_no_layout_with_zero_is_better_than_its_ideal(layout: mw.Layout) -> None
             if real.peak_bytes <= limit:
                 assert ideal.peak_bytes <= limit
                 assert lighter_bound_s(ideal, prices.network) <= real.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ideal_zero_divides_parameters_that_layers_share(zero: Literal[1, 2, 3]) -> None:
+    """A tied vocabulary has most of the parameters here, so that a rank's parts are smaller than one whole copy."""
+    config = GPTConfig(layers=2, width=32, heads=2, vocabulary=4096, sequence_length=32)
+    tokens = torch.zeros(BATCH, 32, dtype=torch.int64)
+    chain = chain_of(mw.capture(GPT(config), language_model_loss, {"tokens": tokens, "targets": tokens}), GPU, RANKS)
+    pipelines = Pipelines(LayerPrices(chain, GPU, PlanLowering(chain.graph), ADAMW, False, RANKS), float("inf"))
+    layout = mw.Layout(dp=RANKS, zero=zero)
+    ideal, real = pipelines.ideal(layout), pipelines.option(layout, ["none"])
+    assert ideal.peak_bytes <= real.peak_bytes
+    updates = [piece.seconds for piece in ideal.work.stages[0].after if isinstance(piece, Compute)]
+    assert updates
+    assert min(updates) > 0
 
 
 def small(_: int) -> nn.Module:

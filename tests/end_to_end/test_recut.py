@@ -19,7 +19,8 @@ from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut, moved, recut
 
 CLUSTER = mw.Cluster.load("h100-box4-ndr400x1", 8)

@@ -16,7 +16,7 @@ from meshwright.schedules.products.choose import OVERS, grids
 from meshwright.schedules.products.grid import Grid, ProductPlan
 from meshwright.schedules.products.memory import peak_words
 
-FAST = LocalProducts(lambda m, k, n: 2 * m * k * n / 50e9)
+FAST = LocalProducts(lambda m, k, n, ranks: 2 * m * k * n / 50e9)
 
 
 def boxes(alpha_s: float = 1e-5, gbit: float = 1.0) -> Network:
@@ -62,7 +62,7 @@ def test_a_product_hides_messages_of_one_round_that_cross_boxes() -> None:
     assert not hides(network, Group(2, 1), "star"), "cores copy"
     assert not hides(network, Group(4, 1), "ring"), "later rounds wait"
     plan = ProductPlan(1024, 1024, 1024, Grid(2, 1, 2))
-    local = LocalProducts(lambda m, k, n: 1e-5 * k)
+    local = LocalProducts(lambda m, k, n, ranks: 1e-5 * k)
     whole, panels = (product_s(msgspec.structs.replace(plan, panels=count), network, local, 4) for count in (1, 8))
     assert panels < whole
     shown = product_s(msgspec.structs.replace(plan, panels=8), network, local._replace(overlap=0.0), 4)
@@ -98,4 +98,13 @@ def test_only_some_grids() -> None:
 def test_cluster_of_one_device() -> None:
     cluster: Cluster = msgspec.structs.replace(load_cluster("cpu-local"), num_devices=1, levels=())
     plan = plan_product(64, 64, 64, 1, Network(cluster), FAST)
-    assert product_s(plan, Network(cluster), FAST, 4) == pytest.approx(FAST.multiply_s(64, 64, 64))
+    assert product_s(plan, Network(cluster), FAST, 4) == pytest.approx(FAST.multiply_s(64, 64, 64, 1))
+
+
+def test_a_grid_that_leaves_ranks_idle_has_their_cores() -> None:
+    """If four ranks share two cores, two ranks multiply twice as fast as four."""
+    shared = LocalProducts(lambda m, k, n, ranks: 2 * m * k * n / 50e9 * max(1.0, ranks / 2))
+    for grid, alone in ((Grid(2, 1, 1), 256**3 / 50e9), (Grid(2, 1, 2), 256**3 / 50e9)):
+        plan = ProductPlan(256, 256, 256, grid)
+        moved = product_s(plan, boxes(), LocalProducts(lambda m, k, n, ranks: 0.0), 4)
+        assert product_s(plan, boxes(), shared, 4) - moved == pytest.approx(alone)

@@ -1,4 +1,5 @@
-"""The public functions, which join planning and running. The command line calls only these functions."""
+"""The public functions. They join the planning side and the running side. The command line calls only these
+functions."""
 
 from meshwright.api.alpa import recompute_alpa
 from meshwright.api.convolutions import measure_convolutions

@@ -1,4 +1,4 @@
-"""The plan of launched ranks, if the planner may join replicas by a consistency rule."""
+"""Makes the plan of launched ranks if the planner may choose a consistency rule that joins replicas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,12 +21,12 @@ _FOUND, _FAILED = "+", "-"
 
 
 def plan_before_start(wanted: Any, make: Callable[[], Plan]) -> Plan:
-    """The plan that rank 0 makes, on every launched rank. torch.distributed is not started yet: which ranks belong to
-    one world, only the plan says.
+    """Let rank 0 make the plan, and return it on every launched rank. This happens before torch.distributed starts,
+    because the plan decides which ranks form a process group.
 
     Raises:
-        LayoutError: the plan is not to be searched for, the launcher has started each replica alone, or rank 0 has
-            found no plan.
+        LayoutError: ``plan`` is not ``"auto"``, the launcher has started each replica separately, or the search on rank
+            0 failed.
     """
     if wanted != "auto":
         raise LayoutError("a plan is given too", where="allow", remedy='allow rules only with plan="auto"')
@@ -65,7 +65,7 @@ def search_allowed(
     cluster: Cluster | str | None,
     rules: Rules | None,
 ) -> Plan:
-    """The plan of all launched ranks, with replicas under one of the rules ``allow`` if these are faster."""
+    """The plan of all launched ranks. It uses replicas under one of the rules in ``allow`` if that is faster."""
 
     def graph_of(count: int) -> Graph:
         return capture(model, loss_fn, World(num_replicas=count).part(batch), rules=rules, precision=precision)

@@ -1,4 +1,5 @@
-"""The evaluation of Alpa with captured models: GPT, mixtures of experts and Wide-ResNet on up to 64 V100."""
+"""Repeats the evaluation of Alpa with captured models: GPT, mixtures of experts and Wide-ResNet on up to 64 V100
+GPUs."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,15 +23,16 @@ from meshwright.worked.alpa import Compared, Found, Kind, Pair
 
 Say = Callable[[str], None]
 _ORDER: tuple[Kind, ...] = ("both", "manual", "intra", "inter")
-"""The joint search comes first: the others use its prices of layers."""
+"""The joint search comes first, because the other searches reuse its prices of layers."""
 
 
 def recompute_alpa(name: str, pairs: Sequence[Pair] | None = None, began: Say = lambda what: None) -> Worked:
-    """The evaluation of Alpa: predicted beside published throughput of four planners on each pair of a model and a
-    number of devices.
+    """Compare predicted with published throughput of Alpa's four planners, for each pair of a model and a number of
+    devices.
 
-    ``name``: one of ``worked.SEARCHED``. ``pairs``: the pairs (default: those of the name). ``began`` is called with
-    each pair, and with each layout that a search weighs. A pair takes seconds on one device, and many minutes on 64.
+    ``name``: a name in ``worked.SEARCHED``. ``pairs``: the pairs to compare; by default all pairs of ``name``.
+    ``began`` is called with each pair, and with each layout that a search weighs. A pair takes seconds on one device
+    and many minutes on 64 devices.
     """
     chosen = alpa.pairs_of(SEARCHED[name]) if pairs is None else pairs
     results = [planned_pair(pair, began) for pair in chosen]
@@ -40,16 +42,16 @@ def recompute_alpa(name: str, pairs: Sequence[Pair] | None = None, began: Say = 
 
 @nothing_collected()
 def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
-    """The plans of the four planners for one pair."""
+    """The plans that the four planners make for one pair."""
     cluster = load_cluster(alpa.CLUSTER, pair.devices)
     limit = alpa.MEMORY * cluster.device.memory_bytes
     graph = captured(pair)
     clock = TimeLimit(None, lambda what: began(f"{pair.title}: {what}"))
-    shared: dict[OptimizerCost, Search] = {}  # searches with equal optimizers share prices of layers
+    shared: dict[OptimizerCost, Search] = {}  # searches with equal optimizers share the prices of layers
     found: dict[Kind, Found] = {}
     for kind in _ORDER:
         optimizer = alpa.optimizer_of(pair.family, kind)
-        if optimizer not in shared:  # "inter" needs the most layers
+        if optimizer not in shared:  # the "inter" search needs the largest number of layers
             shared[optimizer] = Search(
                 graph, pair.devices, cluster, PlanLowering, optimizer, False, limit, "inter", False, clock,
                 memory_bytes=limit,
@@ -81,8 +83,9 @@ def captured(pair: Pair) -> Graph:
 
 
 def model_of(pair: Pair) -> nn.Module:
-    """The model of a pair on the meta device, as Alpa has it: GPT and the mixtures of experts in float16 with attention
-    that writes its scores, and without a tied head; Wide-ResNet in float32."""
+    """The model of a pair on the meta device, as in Alpa's evaluation. GPT and mixtures of experts use float16,
+    attention that stores its scores, and an output layer that is not tied to the embedding. Wide-ResNet uses
+    float32."""
     layers, width, heads, experts, widened = pair.sizes
     vocabulary = alpa.VOCABULARY[pair.family]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Measured times of the algorithms of convolutions on this machine: the table that plans read."""
+"""Measures the times of convolution algorithms on this machine, and keeps them in the table that plans read."""
 
 import os
 from collections.abc import Callable
@@ -29,11 +29,11 @@ def measure_convolutions(
     threads: int = 1,
     path: str | os.PathLike[str] | None = None,
 ) -> AlgorithmTimes:
-    """Measure the algorithms of all convolutions of a run, as large as a rank computes them under the run's layout.
-    Return these times; they are added to the table at ``path`` (default: this user's cache, where plans find it).
+    """Measure the algorithms of all convolutions of a run, at the sizes that a rank computes under the run's layout.
+    Return these times, and add them to the table at ``path`` (default: this user's cache, where plans look for it).
 
     Raises:
-        ClusterError: the table is of another machine, or of another number of threads.
+        ClusterError: the table was measured on another machine, or with another number of threads.
         LaunchError: the table cannot be written.
     """
     target = Path(path) if path is not None else times_file(threads)
@@ -65,7 +65,7 @@ def measure_convolutions(
 
 
 def convolutions_of(programs: tuple[Program, ...]) -> list[ConvolutionSizes]:
-    """The sizes of all convolutions that programs run by PyTorch's own algorithm, each once."""
+    """The different sizes of all convolutions that programs run with PyTorch's own algorithm."""
     kernels = (
         kernel for program in programs for phase in program.phases for node in phase.nodes for kernel in node.kernels
     )

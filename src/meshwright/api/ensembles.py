@@ -12,15 +12,16 @@ from meshwright.runtime.trainer import Trainer
 
 
 def joint(trainer: Trainer, predict: Callable[[nn.Module, Any], Tensor], batch: Any) -> Joint:
-    """What the members of an ensemble (``Layout(replicas=..., consistency="ensemble")``) predict together: the mean of
-    ``predict(model, batch)`` over all members that live, such as the probabilities of classes, and its standard
-    deviation, the uncertainty. All members must call this with equal batches; all get the same bits.
+    """Return the joint prediction of the members of an ensemble (``Layout(replicas=..., consistency="ensemble")``). It
+    has the mean and the standard deviation (the uncertainty) of ``predict(model, batch)`` over all members that are
+    alive. ``predict`` may return class probabilities, for example. All members must call this function with equal
+    batches, and all get the same bits.
 
     ``predict`` runs in evaluation mode, without gradients, on this rank's model.
 
     Raises:
         LayoutError: the trainer is no member of an ensemble, or its parameters are divided among ranks.
-        LostRankError: another member does not call this.
+        LostRankError: another member does not call this function.
     """
     replica = trainer.replica
     exchange = replica.connected() if replica is not None else None

@@ -1,6 +1,6 @@
 """A mixture-of-experts language model with static shapes (Lepikhin et al., "GShard", 2021), for the evaluation of Alpa.
 
-Its experts are one operator of ours, so that a layout may split them over the ranks that divide the batch (``ep``).
+Its experts are one Meshwright operator, so that a layout may split them over the ranks that divide the batch (``ep``).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from meshwright.ops.experts import experts
 @dataclass(frozen=True)
 class MoEConfig:
     """Sizes of a ``MoE``. ``group`` is the number of tokens that are sent to experts together; an expert takes at most
-    ``2 * group // experts`` of them. Every second layer has experts; the other layers have one dense MLP."""
+    ``2 * group // experts`` of them. Every second layer has experts. Each of the other layers has a dense MLP."""
 
     layers: int
     width: int
@@ -42,7 +42,7 @@ class _Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.experts, config.width, inner))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Send each token of ``x`` to its two best experts, as far as these have room, and sum their results."""
+        """Send each token of ``x`` to its two best experts, unless an expert is full, and sum the experts' results."""
         tokens = x.reshape(-1, self.group, x.shape[-1])  # [g, s, m]
         combine = self._combine(self.gate(tokens).softmax(-1)).flatten(2)  # [g, s, e c]
         sent = (combine != 0).to(x.dtype).transpose(1, 2) @ tokens  # [g, e c, m]
@@ -53,7 +53,7 @@ class _Experts(nn.Module):
         return (combine @ done.view_as(sent)).view_as(x)
 
     def _combine(self, gates: Tensor) -> Tensor:
-        """The weight of every token in every place of every expert: [g, s, e] -> [g, s, e, c]."""
+        """The weight of every token in every slot of every expert: [g, s, e] -> [g, s, e, c]."""
         weights, chosen = gates.topk(2, dim=-1)
         numbers = torch.arange(self.experts, device=gates.device)
         places = torch.arange(self.capacity, device=gates.device)

@@ -1,4 +1,4 @@
-"""The constants of this machine and of other clusters: finds them, and measures those of this machine."""
+"""Measures the constants of this machine (speeds of kernels and links), and finds those of other clusters."""
 
 import logging
 import os
@@ -41,8 +41,8 @@ def calibrate(
     """Measure this machine's cores and the links between them, without running any model; takes less than a
     minute.
 
-    Under a launcher (torchrun on one or several machines, mpirun) every rank must call it, and the links between these
-    ranks are measured; under mpirun also MPI's own collectives. Rank 0 writes the file.
+    Under a launcher (torchrun on one or several machines, or mpirun) every rank must call this function, and the links
+    between these ranks are measured. Under mpirun, the collectives of MPI are measured too. Rank 0 writes the file.
 
     Args:
         path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
@@ -60,15 +60,15 @@ def calibrate(
         return from_rank_0(lambda: save_cluster(measured, target))
     scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
     cluster = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
-    shutil.rmtree(scratch)  # after an error it stays: it holds the ranks' output
+    shutil.rmtree(scratch)  # after an error the folder stays, because it holds the ranks' output
     return save_cluster(cluster, target)
 
 
 def recalibrate(*ledgers: Ledger, where: str = "--recalibrate") -> LearnedCluster:
-    """Learn this machine's numbers from the ledgers of runs, and keep the result in place of the calibration.
+    """Correct this machine's calibration by the ledgers of runs, and save the result as the new calibration.
 
     Raises:
-        ClusterError: this machine was not calibrated, or a ledger deviates by more than any constant explains.
+        ClusterError: this machine was not calibrated, or a ledger deviates so far that no constant explains it.
         LaunchError: the file cannot be written.
     """
     known = calibrated()
@@ -85,11 +85,11 @@ def learn_from_runs(
 ) -> tuple[LearnedCluster, Path]:
     """Learn a cluster's numbers from runs of ``meshwright train``. Return it and the file to which it was written.
 
-    Without ``cluster`` this machine's calibration is corrected, and ``output`` is by default the calibration's file.
-    With ``cluster`` (a name or a file), ``output`` is needed.
+    Without ``cluster``, this machine's calibration is corrected. ``output`` then defaults to the file of the
+    calibration. With ``cluster`` (a name or a file), ``output`` is needed.
 
     Raises:
-        FileFormatError: a directory is not that of a run, or has no ledger.
+        FileFormatError: a directory holds no run, or its run has no ledger.
         ClusterError: as for ``recalibrate``; or there is no file to write to.
         LaunchError: the file cannot be written.
     """
@@ -152,14 +152,14 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
 
 
 def calibrated() -> Cluster | None:
-    """This machine as it was last calibrated; None if it was not, or if the calibration no longer holds (another
-    machine, another torch, too old)."""
+    """The last calibration of this machine. None if there is none, or if it no longer holds (another machine, another
+    version of torch, or too old)."""
     path = calibration_file()
     if not path.exists():
         return None
     try:
         cluster = files.load(path, Cluster)
-    except MeshwrightError as error:  # damaged, or of another version: it can be measured again
+    except MeshwrightError as error:  # damaged, or of another version: the machine can be measured again
         log.warning("%s cannot be used: %s", path, error)
         return None
     reason = stale(cluster, time.time())
@@ -180,10 +180,10 @@ def calibration_file() -> Path:
 
 
 def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
-    """The given cluster. If none is given, this machine: on a CPU as it was calibrated, else ``cpu-local``; on CUDA one
-    box of this machine's devices.
+    """The given cluster. If none is given, the cluster is this machine: on a CPU its calibration, or ``cpu-local`` if
+    there is no calibration; on CUDA one box of this machine's devices.
 
-    A cluster that says nothing of its software gets our own profile.
+    A cluster that names no software profile gets Meshwright's own profile.
 
     ``num_ranks``: an open-ended cluster grows to at least this number of devices. This machine grows too: more ranks
     than cores are planned as if each rank had its own core.
@@ -205,13 +205,12 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
 
 
 def _ours(cluster: Cluster) -> Cluster:
-    """The cluster with our own profile of software, unless it has another."""
+    """The cluster with Meshwright's own software profile, unless the cluster names a profile."""
     return with_software(cluster, "meshwright") if cluster.software == Software() else cluster
 
 
 def check_size(cluster: Cluster, num_ranks: int) -> None:
-    """Raise a ClusterError unless ``num_ranks`` ranks fill the whole cluster, or a part of it that consists of whole
-    units of its levels."""
+    """Raise a ClusterError unless ``num_ranks`` ranks fill the whole cluster, or whole units (such as boxes) of it."""
     if num_ranks > cluster.num_devices:
         held = " x ".join(str(level.fan_out) for level in cluster.levels)
         raise ClusterError(
@@ -225,7 +224,7 @@ def check_size(cluster: Cluster, num_ranks: int) -> None:
 
 
 def _runnable(here: Cluster) -> Cluster:
-    """This machine, without its measurements of MPI if MPI did not start the ranks."""
+    """This machine's cluster. Measurements of MPI are left out if MPI did not start the ranks."""
     rows = tuple(row for row in here.collectives if row.algorithm != MPI or mpi.is_there())
     if len(rows) < len(here.collectives):
         log.info("what was measured of MPI is left out: these ranks were not started by mpirun")

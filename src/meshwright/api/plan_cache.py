@@ -33,12 +33,12 @@ log = logging.getLogger("meshwright")
 MOST_PLANS = 200
 """Largest number of plans that are kept. The oldest are removed first."""
 _DECIDING = ("torch", "numpy", "highspy")
-"""Packages whose version may change what a search finds."""
+"""Packages whose versions may change the result of a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """What decides the plan that a search finds, besides the code of the planner. The fields are arguments of
+    """Everything that decides the result of a search, besides the code of the planner. The fields are arguments of
     ``mw.plan``."""
 
     graph: Graph
@@ -55,9 +55,9 @@ class SearchRequest:
     def file(self) -> Path:
         """The file in which the plan of this request is kept.
 
-        Its name is a hash of the whole graph (``Graph.fingerprint`` is equal for other dtypes and batch sizes). The
-        numbers of the cluster are not part of the name, so that a plan for a cluster that was measured again is found,
-        and replaced."""
+        Its name is a hash of the whole graph. ``Graph.fingerprint`` would not do: it is equal for other dtypes and
+        batch sizes. The name does not depend on the numbers of the cluster. If a cluster was measured again, the old
+        plan is therefore found and replaced."""
         graph = _comparable(self.graph)
         cluster = self.cluster.name, self.cluster.num_devices
         memory = None if self.memory_bytes is None else float(self.memory_bytes)
@@ -79,7 +79,7 @@ class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @classmethod
     def of(cls, request: SearchRequest, plan: Plan) -> Self:
-        """The plan that was just found for a request."""
+        """The kept form of a plan that was just found for a request."""
         return cls(
             made_s=time.time(),
             cluster=_digest(request.cluster),
@@ -94,7 +94,7 @@ class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.made_s))
 
     def changes(self, request: SearchRequest) -> Iterator[str]:
-        """What has changed since the plan was found."""
+        """Yield what has changed since the plan was found."""
         if self.code != code_digest():
             yield "Meshwright's code, or a package that it plans with,"
         if self.cluster != _digest(request.cluster):
@@ -102,9 +102,10 @@ class KeptPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def find(request: SearchRequest) -> Plan | None:
-    """The kept plan of an equal request; None if there is none, or if it is stale or damaged. The log says which.
+    """The kept plan of an equal request; None if there is none, or if it is stale or damaged. In these cases the log
+    gives the reason.
 
-    The plan's costs are computed again. If they are not those that the search found, the plan is not used."""
+    The plan's costs are computed again. If they differ from the costs that the search found, the plan is not used."""
     path = request.file
     if not path.exists():
         return None
@@ -141,8 +142,8 @@ def keep(request: SearchRequest, plan: Plan) -> None:
 def code_digest() -> str:
     """A hash of Meshwright's own sources, and of the versions of the packages that decide what a search finds.
 
-    All sources count, not only the planner's: a cost may come from any of them. A change of other code makes plans
-    stale without need, which costs a search; a plan that seems valid and is not would cost more."""
+    All sources count, not only the planner's: a cost may come from any of them. Some changes make plans stale without
+    need, which costs a search. A stale plan that seems valid would cost more."""
     root = Path(meshwright.__file__).parent
     digest = hashlib.sha256(" ".join(version(name) for name in _DECIDING).encode())
     for path in sorted(root.rglob("*.py")):
@@ -151,7 +152,7 @@ def code_digest() -> str:
 
 
 def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
-    """Why the kept plan is not an answer to the request; empty if it is one."""
+    """The reason why the kept plan does not answer the request; empty if it does."""
     plan, said = kept.plan, kept.plan.prediction
     if kept.checksum != _checksum(plan):
         return "the plan is not the one that was kept"
@@ -167,8 +168,8 @@ def _problem(kept: KeptPlan, request: SearchRequest, where: str) -> str:
 
 
 def _comparable(graph: Graph) -> Graph:
-    """The graph without what differs between captures of one step: lines of source, and the first number of autograd's
-    sequence."""
+    """The graph without the parts that differ between captures of the same step: source lines, and autograd's first
+    sequence number."""
     numbers = sorted({operator.sequence for operator in graph.operators})
     place = {number: index for index, number in enumerate(numbers)}
     operators = (
@@ -178,7 +179,8 @@ def _comparable(graph: Graph) -> Graph:
 
 
 def _remove_oldest(directory: Path) -> None:
-    """Remove the oldest plans above ``MOST_PLANS``. Another process may remove them at the same time."""
+    """Remove the oldest plans, so that at most ``MOST_PLANS`` stay. Another process may remove them at the same
+    time."""
     with suppress(FileNotFoundError):
         every = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in every[:-MOST_PLANS]:

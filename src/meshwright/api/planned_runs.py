@@ -38,10 +38,9 @@ CPU = torch.device("cpu")
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
-    ``constants``: the source of the cluster's constants; ``software``: the name of the profile. ``programs`` are the
-    programs of one rank, if a rank was asked for. ``changes`` are the changes of one thing that would make a layout fit
-    that does not surely fit, the fastest first. ``lost`` says why another layout was not chosen, if it was asked
-    for."""
+    ``constants``: the source of the cluster's constants. ``software``: the name of the software profile. ``programs``:
+    the programs of one rank, if a rank was asked for. ``changes``: if the layout may not fit, single changes that would
+    make it fit, the fastest first. ``lost``: why another layout was not chosen, if the caller asked."""
 
     plan: Plan
     constants: str
@@ -66,11 +65,11 @@ def plan_run(
     stop: Callable[[], bool] = lambda: False,
     allow: Sequence[str] = (),
 ) -> Planned:
-    """The plan of a RUN.toml for ``ranks`` ranks (0: the number that its layout asks for or its cluster has).
+    """The plan of a RUN.toml for ``ranks`` ranks (0: the number of ranks in its layout or its cluster).
 
-    ``program_of``: also the programs of this rank. ``why_not``: also the reason why this layout was not chosen. Each
-    rank has ``memory_bytes`` (default: those of a device of the cluster). ``progress`` is called with each layout that
-    the search considers. ``fresh``, ``stop`` and ``allow`` are as in ``mw.plan``.
+    ``program_of``: return the programs of this rank too. ``why_not``: also return the reason why this layout was not
+    chosen. Each rank has ``memory_bytes`` (default: the memory of a device of the cluster). ``progress`` is called with
+    each layout that the search considers. ``fresh``, ``stop`` and ``allow`` are as in ``mw.plan``.
 
     Raises:
         LayoutError: the layout does not fit the model or the batch; or no layout of the search fits in memory.
@@ -86,7 +85,8 @@ def plan_run(
     chosen = msgspec.structs.replace(chosen, prediction=foretold.prediction)
     fullest, limit = foretold.fullest(memory_bytes)
     software, kind, peers = known.software, known.device.kind, num_peers(chosen.mesh.sizes, box_of(known))
-    # A limit that is given is what tensors may take; else they share the device with its context.
+    # A limit that the user gives is the memory for tensors alone. By default, tensors share the device with its
+    # context.
     taken = fullest.peak_bytes if memory_bytes else taken_bytes(fullest.peak_bytes, software, kind, peers)
     deviation = 0.0 if memory_bytes else software.spread.memory
     verdict, chance = memory_verdict(taken, limit, deviation), fit_chance(taken, limit, deviation)
@@ -116,8 +116,8 @@ def searches_of(
     *,
     fresh: bool = False,
 ) -> SearchComparison:
-    """The costs of the plans that three searches find: one only divides operators, one only makes stages, and one does
-    both. With another ``kind`` than ``each``, only this search is made."""
+    """Compare the plans of three searches: the first only divides operators, the second only makes stages, and the
+    third does both. ``kind`` other than ``each`` selects one of these searches."""
     graph, optimizer, world_size = captured(run, ranks)
     known, clips = cluster_of(run, CPU, world_size), run.train.max_grad_norm > 0
     found = []
@@ -136,7 +136,7 @@ def searches_of(
 
 
 def _programs(graph: Graph, plan: Plan, rank: int) -> RankPrograms:
-    """The programs of the stages that a rank holds."""
+    """The programs of all stages of a rank."""
     place = plan.mesh.coordinates(rank).get("pp", 0)
     every = PlanLowering(graph)(plan, rank - plan.mesh.stage_ranks(place).start)
     return RankPrograms(rank=rank, programs=tuple(every[stage] for stage in plan.pipeline.stages_of(place)))
@@ -198,8 +198,8 @@ def planned(
 
 
 def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
-    """The graph of a run, the cost of its optimizer, and the number of ranks; if replicas are worlds of their own,
-    those of one replica."""
+    """The graph of a run, the cost of its optimizer, and the number of ranks. If each replica is a process group of its
+    own, these are the graph and the number of ranks of one replica."""
     world_size = ranks or run.num_ranks(cluster_of(run, CPU).num_devices if run.layout.cluster else launch.num_cores())
     replicas = 1
     if not run.layout.searched:
@@ -212,7 +212,7 @@ def captured(run: Run, ranks: int) -> tuple[Graph, OptimizerCost, int]:
 
 
 def _graph(run: Run, replicas: int) -> Graph:
-    """The graph of one replica if there are ``count`` replicas: with its part of the batch."""
+    """The graph of one of several replicas, with this replica's part of the batch."""
     return capture(
         build.model(run),
         build.loss_function(run),
@@ -222,7 +222,7 @@ def _graph(run: Run, replicas: int) -> Graph:
 
 
 def layout_of(run: Run) -> Layout:
-    """The layout of a run: from its plan file or its table; the default layout if the planner searches."""
+    """The layout of a run, from its plan file or its table. If the planner searches, it is the default layout."""
     if run.layout.file:
         return loaded(run.layout.file)[0].layout
     chosen = run.layout.chosen()

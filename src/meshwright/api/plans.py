@@ -54,9 +54,10 @@ def capture(
     rules: Rules | None = None,
     precision: Precision | None = None,
 ) -> Graph:
-    """The training step of ``model`` on a global batch, as a graph. Computes nothing; models may be on the meta device.
+    """The training step of ``model`` on a global batch, as a graph. No tensor is computed, and models may be on the
+    meta device.
 
-    ``precision``: the precision of matrix products; parameters stay in float32 (``Layout.precision``).
+    ``precision``: the precision of matrix products. Parameters stay in float32 (see ``Layout.precision``).
 
     Raises:
         CaptureError: the step cannot be traced (for example because of data-dependent control flow).
@@ -88,28 +89,29 @@ def plan(
     """A plan for ``graph`` on ``devices`` ranks of ``cluster`` (a name, a path or a Cluster; default: this machine as
     it was calibrated, else ``cpu-local``).
 
-    ``memory_bytes`` is the memory of each rank (default: that of a device of the cluster). Without ``layout``, the
-    planner searches for the fastest layout that fits in this memory (``planner.auto``). With ``layout``, the memory
-    limits the size of buckets. If the layout has replicas, ``devices`` counts the ranks of all, and ``graph`` is that
-    of one replica's part of the batch. ``optimizer`` gives the state that the optimizer keeps and the memory that it
-    moves (``cost.optimizer``). ``clips`` tells a search whether gradients are clipped. ``only="intra"`` divides
-    operators and makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` may put optimizer
-    state on the host if no layout fits otherwise. ``codec="auto"`` compares layouts with the best codecs of their
-    gradients, which may lose something (``docs/how-to/compress-gradients.md``); ``none`` takes none at all. An operator
-    without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it. ``rules`` are the
-    rules that ``capture`` was given. A search calls ``progress`` with each layout that it considers, and the best so
-    far. After about ``seconds``, or once ``stop`` returns true, the search ends with the best layout so far, and a note
-    in the plan says so (None: the search ends by itself).
+    ``memory_bytes`` is the memory of each rank (default: the memory of a device of the cluster). Without ``layout``,
+    the planner searches for the fastest layout that fits in this memory (``planner.auto``). With ``layout``, the memory
+    limits the size of buckets. If the layout has replicas, ``devices`` counts the ranks of all replicas, and ``graph``
+    is captured with one replica's part of the batch. ``optimizer`` gives the state that the optimizer keeps and the
+    memory that it moves (``cost.optimizer``). ``clips`` says whether gradients are clipped. ``only="intra"`` divides
+    operators and makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` lets the search put
+    optimizer state on the host if no layout fits otherwise. ``codec="auto"`` lets the search compress gradients with
+    the best codecs, which may be lossy (``docs/how-to/compress-gradients.md``). ``"none"`` rules codecs out. An
+    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
+    ``rules`` must be the rules that ``capture`` was given. A search calls ``progress`` with each layout that it
+    considers, and with the best layout so far. After about ``seconds``, or once ``stop`` returns true, the search ends
+    with the best layout so far, and a note in the plan says so. ``seconds=None``: no time limit.
 
-    ``allow`` names consistency rules (``["local(16)", "diloco(50)"]``) under which a search may join replicas. It
-    compares the best synchronous plan with replicas under each of these rules, by simulated time for as many samples,
-    and a note in the plan says what it expects. Of ``local`` or ``diloco`` without a number, it takes the fewest steps
-    between exchanges that cost little. ``graph_of(count)`` is then the captured graph of one of ``count``
-    replicas, with its part of the batch; the plan is that of one replica.
+    ``allow`` names consistency rules (``["local(16)", "diloco(50)"]``) under which a search may join replicas. The
+    search compares the best synchronous plan with replicas under each of these rules, by simulated time for an equal
+    number of samples. A note in the plan gives the expected result. If ``local`` or ``diloco`` is given without a
+    number of steps, the search takes the smallest number of steps between exchanges at which exchanges cost little.
+    ``graph_of(count)`` must then return the captured graph of one of ``count`` replicas, with its part of the batch.
+    The resulting plan is for one replica.
 
-    The plan of a search that ended by itself is kept in the user's cache. An equal request gets it from there without
-    a search, and the log says so; its costs are computed again. ``fresh`` searches in any case. With ``rules``, nothing
-    is kept: their code may change.
+    The plan of a search that ran to its end is kept in the user's cache. An equal request gets the kept plan without a
+    search, and the log says so. The costs of the plan are computed again. ``fresh`` forces a new search. With
+    ``rules``, no plan is kept, because the code of rules may change.
 
     Raises:
         LayoutError: the layout does not fit the model, the batch or the ranks; or no layout fits in memory, or none was
@@ -165,7 +167,7 @@ def plan(
 
 
 def check_codec(codec: str, plan: object) -> None:
-    """Raise a LayoutError if a codec is given although the plan is not searched."""
+    """Raise a LayoutError if a codec is given although the plan is given too."""
     if codec and plan != "auto":
         remedy = f"write Layout(codec={codec!r}, ...), or leave it out"
         raise LayoutError(f"codec={codec!r} beside a plan or layout", where="codec", remedy=remedy)
@@ -197,7 +199,8 @@ def simulate(
         optimizer: the state that the optimizer keeps and the memory that it moves (``cost.optimizer``).
         clips: whether gradients are clipped.
         threads: number of threads of each rank, on a CPU.
-        contention: whether transfers that share a link share its rate; without it, closed forms give their times.
+        contention: whether transfers that share a link share its rate. Without contention, closed forms give the times
+            of transfers.
         faults: slow ranks, noise, ranks that die.
         rules: the rules that ``capture`` was given.
 
@@ -254,10 +257,10 @@ def choose(
 
 
 def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
-    """The state that the optimizer of ``factory`` keeps, and the memory that it moves in a step. To find out, the
-    optimizer is made over parameters with the shapes of ``graph``, but without memory. RMSprop and Adagrad count as SGD
-    with momentum, LARC counts as LARS. An unknown optimizer, or one that cannot be made this way, counts as AdamW, and
-    the log says so. ``divides`` holds for the known optimizers, but not for subclasses of them."""
+    """The state that the optimizer made by ``factory`` keeps, and the memory that it moves in a step. To find out, the
+    function makes the optimizer over parameters with the shapes of ``graph`` but without memory. RMSprop and Adagrad
+    count as SGD with momentum, LARC counts as LARS. An unknown optimizer, or an optimizer that needs real values,
+    counts as AdamW, and the log says so. ``divides`` holds for the known optimizers, but not for subclasses of them."""
     if factory is None:
         return ADAMW
     shapes = {name: graph.tensors[name].shape for name in graph.parameters}
@@ -276,7 +279,7 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
         base = cost.MOMENTUM
     options = {option for kind, options in _STATES.items() if isinstance(optimizer, kind) for option in options}
     more = sum(any(group.get(option) for group in optimizer.param_groups) for option in options)
-    own = all(type(optimizer) not in kinds for kinds, _ in _COSTS)  # a subclass may look at whole tensors
+    own = all(type(optimizer) not in kinds for kinds, _ in _COSTS)  # a subclass may read whole tensors
     return msgspec.structs.replace(base, states=base.states + more, moved=base.moved + 2 * more, divides=not own)
 
 
@@ -295,8 +298,8 @@ _STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("amsgrad",),
     torch.optim.RMSprop: ("centered", "momentum"),
 }
-"""Maps an optimizer class, with its subclasses (AdamW is one of Adam), to options. With each option that is set, the
-optimizer keeps one more number for every element."""
+"""Maps an optimizer class (and its subclasses: AdamW is a subclass of Adam) to options. For each of these options that
+is set, the optimizer keeps another number per element."""
 
 
 def loaded(plan: Any) -> tuple[Plan, str]:

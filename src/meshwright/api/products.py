@@ -1,4 +1,4 @@
-"""Products on grids of ranks: the plan of a product, chosen for this machine or a cluster, and its groups."""
+"""Products of matrices on grids of ranks. The plan of a product is chosen for this machine or for a cluster."""
 
 from collections.abc import Sequence
 
@@ -31,20 +31,20 @@ def grid_product(
     gradients: bool = True,
     cluster: Cluster | str | None = None,
 ) -> GridProduct:
-    """A product of an m x k by a k x n matrix on the ranks of the world, which all must call this. ``shard`` of the
-    result makes the operands of ``matmul``.
+    """Prepare the product of an m x k by a k x n matrix on all ranks of the world. Every rank must call this function.
+    Use the result's ``shard`` to make the operands of ``matmul``.
 
     Args:
-        grid: the parts (p_m, p_k, p_n), whose product must be the number of ranks; a name (``1d-row``, ``1d-column``,
-            ``1d-inner``, ``summa``, ``2.5d``, ``3d``); or None: the grid with the least predicted time, which may leave
-            ranks idle.
-        memory_bytes: the most that a rank may hold of operands and buffers.
-        gradients: also the gradients of A and B count, in time and memory.
+        grid: the numbers of parts (p_m, p_k, p_n), whose product must be the number of ranks; or a name (``1d-row``,
+            ``1d-column``, ``1d-inner``, ``summa``, ``2.5d``, ``3d``). None takes the grid with the least predicted
+            time, which may leave ranks idle.
+        memory_bytes: the most memory that a rank may use for operands and buffers.
+        gradients: whether the gradients of A and B count too, in time and memory.
         cluster: a name or a description; default: this machine, as it was calibrated.
 
     Raises:
-        LayoutError: an operand is empty, a grid does not fit the ranks or sizes, a dtype has no kernel, or nothing fits
-            in the memory; the error names the smallest memory that does.
+        LayoutError: an operand is empty, a grid does not fit the ranks or sizes, a dtype has no kernel, or no plan fits
+            in the memory (the error names the smallest sufficient memory).
     """
     if dtype not in DTYPES:
         names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
@@ -77,12 +77,13 @@ def grid_product(
 
 
 def multiplies(cluster: Cluster, num_ranks: int, dtype: torch.dtype) -> LocalProducts:
-    """The speed of local products while all ranks of a box compute, by the cluster's device."""
-    at_once = min(num_ranks, cluster.levels[0].fan_out if cluster.levels else 1)
-    rates, name = Rates(cluster.device.under(ranks=at_once), cluster.software), str(dtype).removeprefix("torch.")
+    """The speed of local products on the cluster's device, while some ranks of a box compute."""
+    box, name = cluster.levels[0].fan_out if cluster.levels else 1, str(dtype).removeprefix("torch.")
+    rates = [Rates(cluster.device.under(ranks=count + 1), cluster.software) for count in range(min(num_ranks, box))]
 
-    def seconds(m: int, k: int, n: int) -> float:
+    def seconds(m: int, k: int, n: int, active: int) -> float:
         num_bytes = (m * k + k * n + m * n) * dtype.itemsize
-        return rates.seconds("matmul", name, 2.0 * m * k * n, num_bytes, Product(m, n, k))
+        own = rates[min(active, len(rates)) - 1]
+        return own.seconds("matmul", name, 2.0 * m * k * n, num_bytes, Product(m, n, k))
 
     return LocalProducts(seconds)

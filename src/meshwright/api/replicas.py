@@ -17,7 +17,7 @@ from meshwright.simulate.faults import ReplicaFaults
 from meshwright.simulate.replicas import STEPS
 
 ALONE = "ensemble"
-"""A rule under which replicas are worlds of their own, and exchange nothing."""
+"""The rule under which replicas exchange nothing, each in a process group of its own."""
 
 
 def compare_rules_of_run(
@@ -30,9 +30,9 @@ def compare_rules_of_run(
     progress: Callable[[str], None] = lambda what: None,
 ) -> RuleComparison:
     """Simulate the replicas of a run file (``layout.replicas``) under each of these rules, and under ``sync``. The step
-    of one replica is that of its plan, as ``simulate`` has it, and its faults are those of ``faults``.
+    of one replica is simulated from its plan, as ``simulate`` does. ``faults`` are the faults of the replicas.
 
-    ``ranks``: those of all replicas (0: as many as the layout needs, or the cluster has).
+    ``ranks``: the ranks of all replicas together (0: the number that the layout needs or the cluster has).
 
     Raises:
         LayoutError: the layout has one replica, or does not fit the model, the batch, the ranks or a rule.
@@ -63,7 +63,7 @@ def compare_rules_of_run(
 
 
 def _synchronous_s(run: Run, num_ranks: int) -> float | None:
-    """The step of all replicas as one plan; None if their ranks cannot be data-parallel ranks of it."""
+    """The step time if one plan spans all replicas; None if the replicas cannot be data-parallel ranks of one plan."""
     try:
         graph, plan, optimizer = planned(_with_rule(run, str(Sync())), num_ranks)
     except LayoutError:

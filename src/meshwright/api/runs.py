@@ -50,7 +50,7 @@ from meshwright.simulate.replicas import simulate_replicas
 log = logging.getLogger("meshwright")
 
 LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
-"""Files of a run that has ended: the trace of its last step, the predicted trace, and the comparison of both."""
+"""Files of a finished run: the trace of its last step, the predicted trace, and the comparison of both."""
 
 
 def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Verification, ...]:
@@ -105,7 +105,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_replica_jobs(run: Run) -> int:
-    """The number of replicas that are jobs of their own; 1 if there are none."""
+    """The number of replicas that are jobs of their own; 1 without such replicas."""
     layout = layout_of(run)
     return 1 if isinstance(consistency_of(layout.consistency), Sync) or server_ranks(layout) else layout.replicas
 
@@ -117,13 +117,13 @@ def ranks_of_replica(run: Run) -> int:
 
 
 def directory_of(run: Run, replica: int) -> Path:
-    """The directory of a run, or of another replica than the first in it."""
+    """The directory of a run. Replicas other than the first have a folder in it."""
     directory = Path(run.train.directory or "runs/run")
     return directory / f"replica-{replica}" if replica > 0 else directory
 
 
 def train(run: Run, progress: Progress | None = None) -> Trained:
-    """Train the run of a RUN.toml on the ranks that were started. Every rank must call it.
+    """Train the run of a RUN.toml on the ranks that the launcher has started. Every rank must call it.
 
     A run that stopped in the same directory continues from its latest checkpoint. The directory holds run.toml,
     plan.json, metrics.jsonl and checkpoints. At the end it also holds trace.json, predicted.json and ledger.json, which
@@ -137,7 +137,7 @@ def train(run: Run, progress: Progress | None = None) -> Trained:
     directory = directory_of(run, replica)
     if isinstance(
         consistency_of(layout_of(run).consistency), Ensemble
-    ):  # members begin otherwise, and see other orders
+    ):  # members of an ensemble start with different values and read samples in different orders
         run = msgspec.structs.replace(run, train=msgspec.structs.replace(run.train, seed=run.train.seed + replica))
     status = Status(directory, rank)
     status.set("while reading the data")
@@ -221,8 +221,8 @@ def _foretold_feed(run: Run, trainer: Trainer, loader: Loader, foretold: Foretol
 
 
 def _asked(run: Run, directory: Path) -> Layout | str:
-    """The layout or plan of the run. A continued run with a searched layout keeps the plan of its first part if the
-    number of ranks is the same. Its results then stay the same bit for bit."""
+    """The layout or plan that the run asks for. If a continued run searched its layout, it keeps the plan of its first
+    part as long as the number of ranks is the same. Its results are then the same bit for bit."""
     file = directory / "plan.json"
     kept = run.layout.searched and bool(manifest.steps_in(directory / "checkpoints")) and file.exists()
     if kept and files.load(file, Plan).mesh.world_size == launch.what_is_launched().size:
@@ -231,7 +231,8 @@ def _asked(run: Run, directory: Path) -> Layout | str:
 
 
 def _held_besides(trainer: Trainer) -> int:
-    """The bytes that this rank's process holds besides the parameters: interpreter, libraries, data; 0 if unknown."""
+    """The bytes that this rank's process holds in addition to the parameters: interpreter, libraries, data. 0 if
+    unknown."""
     read = memory_reader(trainer.device)
     return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
 
@@ -251,7 +252,7 @@ def _ledger(
         return None
     cluster = cluster_of(run, device, plan.mesh.world_size)
     peers = num_peers(plan.mesh.sizes, box_of(cluster))
-    predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # of the plan as it was before the run
+    predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # before the run amended it
     if feed is not None:
         predicted = with_waits(predicted, feed.last_waits)
     codecs = _codecs(trainer, cluster)
@@ -267,8 +268,8 @@ def _ledger(
 
 
 def _replicas(run: Run, trainer: Trainer, measured: list[Trace], step_s: float) -> ReplicaUse | None:
-    """What this rank exchanged with other replicas, beside a simulation of replicas that are equally fast; None without
-    replicas, or if they cannot be simulated."""
+    """What this rank exchanged with other replicas, beside a simulation of equally fast replicas. None without
+    replicas, or if the exchange cannot be simulated."""
     replica = trainer.replica
     if replica is None or replica.exchange is None:
         return None
@@ -294,7 +295,7 @@ def _replicas(run: Run, trainer: Trainer, measured: list[Trace], step_s: float) 
 
 
 def _codecs(trainer: Trainer, cluster: Cluster) -> tuple[CodecUse, ...]:
-    """What the codecs of this rank's buckets did, beside what was predicted."""
+    """Measured use of the codecs of this rank's buckets, beside the prediction."""
     plan, tensors = trainer.plan, trainer.graph.tensors
     stored = {name: ITEM_BYTES[tensors[name].dtype] for name in trainer.graph.parameters}
     predicted = foretold_codings(plan, cluster, stored)
@@ -320,13 +321,14 @@ def _note_run(run: Run, trainer: Trainer, directory: Path, checkpoint: Path | No
         for change in config.changes(directory / "run.toml", run):
             log.info("changed since: %s", change)
     config.save(run, directory / "run.toml")
-    for name in LEDGER_FILES:  # of an earlier part of the run, perhaps under another plan
+    for name in LEDGER_FILES:  # these files belong to an earlier part of the run, perhaps under another plan
         (directory / name).unlink(missing_ok=True)
     files.save(trainer.plan, directory / "plan.json")
 
 
 def _write(run: Run, trainer: Trainer, progress: Progress) -> str:
-    """The text that the trained model writes, on rank 0 with all cores of this machine. Every rank must call it."""
+    """The text that the trained model writes. Rank 0 writes it with all cores of this machine. Every rank must call
+    it."""
     weights = trainer.full_state_dict()
     if trainer.rank != 0:
         return ""

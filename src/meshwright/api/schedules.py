@@ -16,7 +16,8 @@ from meshwright.simulate.faults import Faults
 
 class ScheduleTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Simulated steps under one schedule. ``quiet_s``: the step without slow ranks and jitter. ``mean_s``, ``worst_s``:
-    the mean and the slowest of steps that differ in what jitter draws. ``peak_bytes``: the most that a rank holds."""
+    the mean and the slowest of several steps with different draws of jitter. ``peak_bytes``: the largest memory of any
+    rank."""
 
     schedule: str
     quiet_s: float
@@ -41,8 +42,8 @@ def compare_schedules_of_run(
     seeds: Sequence[int] = (0,),
     progress: Callable[[str], None] = lambda what: None,
 ) -> ComparedSchedules:
-    """Simulate ``runs``, which differ only in their layouts' schedules. Every schedule meets the same slow ranks, and
-    the same draws of jitter in the order of each rank's computing.
+    """Simulate ``runs``, which differ only in their layouts' schedules. All schedules see the same slow ranks. They
+    also see the same draws of jitter, in the order in which each rank computes.
 
     Raises:
         LayoutError: a layout is searched, is not a pipeline, or does not fit the model.

@@ -18,8 +18,8 @@ from meshwright.planner.data_limits import DataLimit, data_limits
 class PlanSize(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a sweep: a number of devices of a cluster, and the plan for it.
 
-    ``efficiency`` compares the samples per second of a device with those of the first plan of the sweep: 1 if they are
-    equal. ``search_s`` has the seconds of the search, or of reading the plan from the cache. Without a plan,
+    ``efficiency`` is the plan's samples per second and device, divided by those of the first plan of the sweep.
+    ``search_s`` is the time of the search in seconds, or the time to read the plan from the cache. Without a plan,
     ``problem`` gives the reason, and ``remedy`` a change that would help."""
 
     cluster: str
@@ -44,10 +44,10 @@ def sweep_run(
     fresh: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[PlanSize]:
-    """Search a plan for each pair (cluster, number of devices), and yield it as soon as it is found. The model is
-    captured once. An empty name is this machine, and 0 are all devices of a cluster.
+    """Search a plan for each pair (cluster, number of devices), and yield it as soon as the search ends. The model is
+    captured once. An empty name means this machine; the number 0 means all devices of a cluster.
 
-    The batch is the one of the run, so that more devices share the same work (strong scaling).
+    The batch is the batch of the run, so that more devices share the same work (strong scaling).
 
     Raises:
         LayoutError: the run sets a layout, so that there is nothing to search for.

@@ -1,4 +1,4 @@
-"""Finds and checks the tables of measured times of algorithms of operators: a table for each number of threads."""
+"""Finds and checks the tables of measured times of operator algorithms. There is a table for each number of threads."""
 
 import logging
 import os
@@ -20,8 +20,7 @@ HERE = ("this-machine", "cpu-local")
 
 
 def times_file(threads: int = 1) -> Path:
-    """The default file of this machine's table, which is measured with ``threads`` threads. It lies beside the
-    calibration."""
+    """The default file of this machine's table for ``threads`` threads. It lies beside the calibration."""
     return launch.cache_directory() / f"this-machine-algorithms-{threads}.json"
 
 
@@ -29,8 +28,8 @@ def load_times(path: str | os.PathLike[str]) -> AlgorithmTimes:
     """Read a table.
 
     Raises:
-        FileFormatError: the file is missing, or is no such table.
-        ClusterError: it was measured on another machine, or with another torch.
+        FileFormatError: the file is missing, or is not such a table.
+        ClusterError: the table was measured on another machine, or with another version of torch.
     """
     times = files.load(path, AlgorithmTimes)
     for what, then, now in (
@@ -45,8 +44,8 @@ def load_times(path: str | os.PathLike[str]) -> AlgorithmTimes:
 
 
 def times_of(cluster: Cluster, num_ranks: int) -> AlgorithmTimes | None:
-    """The table of this machine for the threads that each of ``num_ranks`` ranks will have, if the cluster is this
-    machine and the table exists; else None. A table that no longer holds is named in the log."""
+    """The table of this machine for the number of threads that each of ``num_ranks`` ranks will have. None if the
+    cluster is not this machine, or there is no table. If a table no longer holds, the log says so."""
     path = times_file(launch.threads_of(num_ranks))
     if cluster.name not in HERE or not path.exists():
         return None

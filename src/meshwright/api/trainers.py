@@ -39,8 +39,8 @@ from meshwright.runtime.verify import Verification, batch_in_float64, compare, e
 
 @contextmanager
 def auto_parallelize() -> Iterator[None]:
-    """Modules made in this context have no memory; :func:`parallelize` gives each rank its part of them, block by
-    block.
+    """Modules that are made in this context have no memory. :func:`parallelize` gives each rank its part of them, block
+    by block.
 
         with mw.auto_parallelize():
             model = MyModel()
@@ -73,41 +73,42 @@ def parallelize(
     strict: bool = False,
     compile: bool = False,
 ) -> Trainer:
-    """Make a trainer of an unmodified model.
+    """Make a trainer for an unmodified model.
 
     Args:
-        model: any traceable module; it may be on the meta device. Rank 0's values are used.
+        model: any traceable module; it may be on the meta device. The values of rank 0 are used.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar, or (scalar, {metric: scalar}). It is captured, not called
             in every step. If it or the model reads numbers from elsewhere (a variable, an attribute) and these change,
             the step is captured again. Numbers that change in every step should therefore be in the batch.
         batch: an example of the *global* batch: a tree of tensors whose dim 0 is the batch, and of numbers.
         plan: ``"auto"`` (the fastest layout that fits, see ``plan``), a Layout, a Plan, or the path of a plan file.
         optimizer: a function that takes a list of (name, parameter), as torch.optim does: ``lambda p:
-            torch.optim.AdamW(p, lr=3e-4)``. The plan ``"auto"`` first calls it with parameters that have no memory, to
-            find out how much state the optimizer keeps and how much memory it moves.
+            torch.optim.AdamW(p, lr=3e-4)``. To plan with ``"auto"``, Meshwright first calls this function with
+            parameters that have no memory. So it learns how much state the optimizer keeps and how much memory it
+            moves.
         max_grad_norm: clip gradients to this norm over the whole model.
         seed: seed of dropout, and of the initial values of models on the meta device.
-        precision: the precision of products (``Layout.precision``), if the plan does not give it: ``"bfloat16"``,
-            ``"float16"`` (with a dynamic loss scale), ``"float32"``; the parameters must be float32. None: the
-            precision of the model.
+        precision: the precision of matrix products (``Layout.precision``), if the plan does not give it:
+            ``"bfloat16"``, ``"float16"`` (with a dynamic loss scale), ``"float32"``. The parameters must be float32.
+            None keeps the precision of the model.
         offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
-        codec: ``"auto"``: the plan ``"auto"`` compares layouts with the best codecs of their gradients, which may lose
-            something.
-        seconds: time after which ``"auto"`` takes the best layout found so far; None: it considers all layouts. The log
+        codec: ``"auto"`` lets the plan ``"auto"`` compress gradients with the best codecs, which may be lossy.
+        seconds: time limit of the search ``"auto"``, which then takes the best layout so far; None: no limit. The log
             says which layouts it considers.
-        device: default: this rank's CUDA device if it has one (experimental), else the CPU.
-        cluster: the cluster to plan for; default: this machine as it was calibrated, else ``cpu-local``.
+        device: by default this rank's CUDA device if it has a CUDA device (experimental), else the CPU.
+        cluster: the cluster to plan for. Default: the calibration of this machine, or ``cpu-local`` without a
+            calibration.
         rules: maps your own operators to their rules.
-        strict: refuse a step with an operator that no rule splits; otherwise the operator runs whole on every rank, and
-            the plan says so.
-        compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler, and step SGD,
-            Adam, AdamW and Adagrad with PyTorch's fused kernels. Results are equal except for rounding. The first use
-            of a model takes seconds to a minute longer; inductor caches its kernels. CPU only.
+        strict: refuse a step with an operator that no rule splits. Otherwise such an operator runs whole on every rank,
+            and the plan says so.
+        compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler. SGD, Adam, AdamW
+            and Adagrad then use PyTorch's fused kernels. Results are equal except for rounding. The first use of a
+            model takes some seconds to a minute longer; inductor caches its kernels. Works on the CPU only.
 
-    The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``: if a launcher has set its
-    environment, torch.distributed is started here. With ``Layout(replicas=...)`` and a rule other than ``sync``, it is
-    started for the ranks of each replica alone, and ``batch`` is that of all replicas. A rank that is a server serves
-    here, and ends with SystemExit when all replicas have left.
+    The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
+    environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
+    each replica gets a process group of its own, and ``batch`` is the batch of all replicas together. A rank that is a
+    server does its work inside this function, and ends with SystemExit when all replicas have left.
 
     Raises:
         CaptureError, DataError, LayoutError, PlanError, FileFormatError, OptimizerError, LaunchError, RankError,
@@ -179,13 +180,13 @@ def verify(
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
 
     Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off. The
-    default optimizer is AdamW. Every rank must call it, and gets the same rows. The ``ok`` of a row says whether its
-    difference is at most 1e-9 of the largest value, or of 1 if that is larger.
+    default optimizer is AdamW. Every rank must call it, and gets the same rows. The ``ok`` of a row says whether the
+    difference is at most 1e-9 times the largest value (or 1e-9 if that value is below 1).
 
     Raises:
         CaptureError: the step cannot be traced, or draws random numbers.
         LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``; LayoutError also if
-            batch norm takes statistics of parts of the batch.
+            batch norm takes statistics over parts of the batch.
     """
     progress = progress or Silent()
     check_plan(plan)
@@ -225,14 +226,15 @@ def verify(
 
 
 def _layout_of(plan: Any) -> Layout:
-    """The layout that ``plan`` has or is; one rank of each kind for ``"auto"``, which plans no replicas."""
+    """The layout that ``plan`` is or has. For ``"auto"`` the default layout, because the search plans no replicas."""
     if isinstance(plan, Layout):
         return plan
     return Layout() if plan == "auto" else loaded(plan)[0].layout
 
 
 def _check_comparable(trainer: Trainer) -> None:
-    """Raise a LayoutError if training in one process would compute something else, so that both cannot be compared."""
+    """Raise a LayoutError if training in one process would compute something else, so that a comparison makes no
+    sense."""
     statistics = trainer.plan.layout.batch_statistics
     norm = next((operator for operator in trainer.graph.operators if "batch_norm" in operator.target), None)
     if statistics != "global" and norm is not None:

@@ -76,15 +76,15 @@ def batch_size(
     """Train ``run`` at each batch size until its held-out loss is at most ``target``.
 
     Args:
-        run: its learning rate and its ``schedule.warmup_steps`` are those of the smallest size; at k times that size
-            the rules scale the rate by k (linear) or √k (sqrt), and the warm-up covers the same number of samples. It
-            makes at most ``train.steps`` steps at every size.
+        run: its learning rate and its ``schedule.warmup_steps`` hold for the smallest size. At k times that size, the
+            rules scale the rate by k (linear) or √k (sqrt), and the warm-up covers the same number of samples. No size
+            makes more than ``train.steps`` steps.
         sizes: ascending numbers of samples in the global batch.
         target: the loss, in its own unit (nats for a language model).
         rules: some of ``none``, ``linear`` and ``sqrt``.
         seeds: the number of seeds (initial values and data orders) with which each case is trained.
-        evaluate_every: steps of the smallest size between two evaluations.
-        repetitions, steps: repetitions of the time measurement, and steps of each.
+        evaluate_every: steps between two evaluations, at the smallest size.
+        repetitions, steps: the number of time measurements, and the steps in each.
 
     The knee is defined by S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162;
     the method of measurement is that of C. Shallue et al., "Measuring the Effects of Data Parallelism on Neural Network

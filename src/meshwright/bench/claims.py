@@ -53,7 +53,7 @@ def repetitions(result: Result) -> Found:
 
 
 def median(result: Result) -> Found:
-    """Every series shows its median: users do not see the best repetition, and one outlier moves a mean."""
+    """Every series shows its median, because users do not see the best repetition, and one outlier changes a mean."""
     for key, series in result.every_series():
         if series.statistic != "median":
             remedy = "show the median; the best may stand in notes"
@@ -77,7 +77,7 @@ def hidden_times(result: Result) -> Found:
 
 
 def baseline(result: Result) -> Found:
-    """A ratio names both its sides, and both have measured times; a scaling names its base."""
+    """A ratio names both of its sides, and both have measured times; a scaling names its base."""
     for key, finding in result.keyed():
         if isinstance(finding, Comparison):
             for name in ("ours", "baseline"):
@@ -106,7 +106,7 @@ def best_peer(result: Result) -> Found:
 
 
 def same_run(result: Result) -> Found:
-    """Compared series come from one run on one machine: a machine's speed changes from day to day."""
+    """Compared series come from one run on one machine, because the speed of a machine changes from day to day."""
     for index, finding in result.keyed():
         several = list(series_of(finding, index)) if isinstance(finding, BatchSizes | Comparison | Scaling) else []
         for key, series in several:
@@ -167,7 +167,7 @@ def ratio(result: Result) -> Found:
 
 
 def _ratio_of(ours: Series, theirs: Series) -> tuple[float, str]:
-    """The ratio that a comparison should have, and how it follows."""
+    """The ratio that a comparison should have, and how it is computed."""
     paired = len(ours.seconds) == len(theirs.seconds) and ours.statistic == theirs.statistic == "median"
     if ours.seconds and paired and all(theirs.seconds):
         return statistics.median(map(truediv, ours.seconds, theirs.seconds)), "as the median of the rounds' ratios"
@@ -262,7 +262,7 @@ def _interval(series: Series) -> Interval | tuple[()]:
 
 
 def cores(result: Result) -> Found:
-    """A judged finding has at most one rank per core or GPU: if ranks share a core, the operating system decides their
+    """A judged finding has at most one rank per core or GPU. If ranks share a core, the operating system decides their
     times."""
     known = result.machine.num_devices
     for key, finding in result.keyed():
@@ -276,7 +276,7 @@ def cores(result: Result) -> Found:
 
 
 def scaling_kind(result: Result) -> Found:
-    """A scaling names its kind: "weak" does not say what grew, and a growing batch changes training too."""
+    """A scaling names its kind, because "weak" does not say what grew, and a growing batch changes training too."""
     for key, finding in result.keyed():
         if isinstance(finding, Scaling) and finding.scaling not in KINDS:
             problem = f"{finding.scaling!r} does not say what grows" if finding.scaling else "the kind is not named"
@@ -307,7 +307,7 @@ def scaling_as_named(result: Result) -> Found:
 
 
 def peak(result: Result) -> Found:
-    """A percentage of a peak says which peak. The peak has the dtype of the measured work, and is not exceeded."""
+    """A percentage of a peak names the peak. The peak has the dtype of the measured work, and is not exceeded."""
     for key, finding in result.keyed():
         if not isinstance(finding, Utilization):
             continue

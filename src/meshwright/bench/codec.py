@@ -28,7 +28,7 @@ from meshwright.runtime.loop import Progress, Silent, resumed_schedule
 from meshwright.runtime.trainer import Trainer
 
 MOST = 4
-"""In equal time, a codec may make up to so many times the steps of dense training."""
+"""In equal time, a codec may make up to this number times the steps of dense training."""
 DENSE = "dense"
 METRIC = "held-out loss"
 SETTINGS = "run"
@@ -41,11 +41,12 @@ TIMED = (
 
 
 class CodecRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One codec, or none (``dense``).
+    """The measurements of one codec, or of training without a codec (``dense``).
 
-    ``step_s``: seconds of a step, in each repetition. ``sent_bytes``: bytes that rank 0 sends for gradients in a step,
-    counted; of dense gradients 2 (P-1)/P of their bytes. ``losses``: the held-out loss of each seed after equal steps.
-    ``losses_in_time``: after ``steps_in_time`` steps, which take as long as the dense steps."""
+    ``step_s``: seconds per step, for each repetition. ``sent_bytes``: the counted bytes that rank 0 sends for gradients
+    in a step. For dense gradients, they are 2 (P-1)/P of the gradients' bytes. ``losses``: the held-out loss of each
+    seed after equal steps. ``losses_in_time``: the held-out losses after ``steps_in_time`` steps, which take as long as
+    all dense steps."""
 
     codec: str
     step_s: tuple[float, ...]
@@ -72,17 +73,18 @@ def codec(
     gbit: float = 1.0,
     progress: Progress | None = None,
 ) -> tuple[CodecRow, ...]:
-    """Train ``run`` dense and with each codec over ``ranks`` data-parallel ranks; one thread a rank.
+    """Train ``run`` without a codec and with each codec over ``ranks`` data-parallel ranks, with one thread per rank.
 
     Args:
-        steps: steps of dense training. Every codec makes as many, and then as many as take as long as the dense steps
-            (at most ``MOST`` times as many).
-        seeds: the number of initial values and data orders.
-        boxes, gbit: emulated boxes among which the ranks are divided, and the rate of the links between them in
-            Gbit/s. With one box, ranks share memory.
+        steps: the number of training steps without a codec. Every codec makes the same number, and then as many as fit
+            in the time of the dense steps (at most ``MOST`` times that number).
+        seeds: the number of trainings with different initial values and data orders.
+        boxes, gbit: the number of emulated boxes that hold the ranks, and the rate of the links between them in Gbit/s.
+            With one box, ranks share memory.
 
     Raises:
-        LayoutError: no codec, ranks that boxes do not divide, or a run whose layout names another codec or other ranks.
+        LayoutError: no codec is given, the boxes do not divide the ranks, or the run's layout names another codec or
+            other ranks.
         PlanError: a text names no codec.
         DataError: the run holds out no data.
         LaunchError: this process is a rank itself, or networks cannot be emulated here.
@@ -113,9 +115,9 @@ def result_of(
     run: Run, rows: Sequence[CodecRow], *, ranks: int, steps: int, seeds: int, repetitions: int, boxes: int,
     gbit: float, command: str,
 ) -> Result:  # fmt: skip
-    """The result file of ``codec``, which was called with the same arguments. For each codec it has the time of a step
-    over that of a dense step. For each codec and for dense gradients it has the mean losses after equal steps and after
-    equal time."""
+    """The result file of ``codec``, which was called with the same arguments. For each codec, it has the time of a step
+    divided by the time of a dense step. For each codec and for dense gradients, it has the mean losses after equal
+    steps and after equal time."""
     name = uuid.uuid4().hex[:12]
     series = {row.codec: Series.of(row.step_s, settings=SETTINGS, run=name) for row in rows}
     findings: list[Finding] = []
@@ -191,7 +193,7 @@ def _check(run: Run, codecs: Sequence[str], ranks: int, steps: int, seeds: int, 
 
 
 def measure(cases: Sequence[tuple[str, list[Run]]], steps: int, repetitions: int) -> tuple[CodecRow, ...]:
-    """Time the steps of all cases by turns, then train each."""
+    """Time the steps of all cases in turns, then train each case."""
     torch.set_num_threads(1)
     sides = {name: timed_step(runs[0], runs[0].data.batch_size) for name, runs in cases}
     seconds = alternate(sides, rounds=repetitions, steps=1)
@@ -213,7 +215,7 @@ def measure(cases: Sequence[tuple[str, list[Run]]], steps: int, repetitions: int
 
 
 def _trained(run: Run, steps: int, in_time: int) -> tuple[float, float, int]:
-    """The held-out losses after ``steps`` and after ``in_time`` steps, and the bytes that a step has sent."""
+    """The held-out losses after ``steps`` and after ``in_time`` steps, and the bytes sent per step."""
     trainer, loader, held_out = prepared(run, run.data.batch_size)
     schedule, batches = resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()), iter(loader)
     losses = {}

@@ -29,7 +29,7 @@ RULES = (
     "gossip(one-peer, push=on, staleness=any)", "easgd(0.2, every=4, mode=async)", "local(8)", "diloco(16)",
 )  # fmt: skip
 PARTS = 5
-"""A training is cut into so many parts of equal length. Each part gives one value of the seconds per batch."""
+"""The number of equal parts into which a training is cut. Each part gives one value of the seconds per batch."""
 METRIC = "held-out loss"
 SETTINGS = "run"
 TIMED = (
@@ -42,7 +42,8 @@ EMULATED = " Computing times are emulated: {step}{slow}."
 
 
 class SlowCase(msgspec.Struct, frozen=True, kw_only=True):
-    """How long replicas compute; ``name`` says it as the command line does, and is empty if none is slow."""
+    """The computing times of replicas in a case. ``name`` describes them in the form of the command line, and is empty
+    if no replica is slow."""
 
     name: str
     pace: Pace
@@ -58,17 +59,17 @@ def consistency(
     seeds: int = 3,
     progress: Progress | None = None,
 ) -> tuple[RuleRun, ...]:
-    """Train ``run`` by ``replicas`` replicas under each rule, in each case, with each seed, for equal wall time.
+    """Train ``run`` with ``replicas`` replicas under each rule, in each case and with each seed, for equal wall time.
 
     Args:
-        run: its batch is that of all replicas together; its layout is that of one replica.
+        run: its batch is the batch of all replicas together; its layout is the layout of one replica.
         rules: texts such as ``server(ssp=3)``.
-        seconds: the budget of wall time of each training, from when all replicas have begun.
-        seeds: the number of initial values and data orders.
+        seconds: the wall time of each training, from the moment when all replicas have begun.
+        seeds: the number of trainings with different initial values and data orders.
 
     Raises:
-        LayoutError: fewer than two replicas, a batch that does not divide into them, a rule that does not fit them, or
-            a run whose layout names replicas.
+        LayoutError: there are fewer than two replicas, they do not divide the batch, a rule does not fit them, or the
+            run's layout names replicas.
         PlanError: a text names no rule.
         DataError: the run holds out no data.
         FileFormatError: a number is too small, or the learning rate of the run depends on its number of steps.
@@ -92,7 +93,7 @@ def consistency(
 
 
 def trained(run: Run, replicas: int, pace: Pace, seconds: float) -> tuple[ReplicaRun, ...]:
-    """Train a run for some seconds; what each replica did. A replica that died is missing."""
+    """Train a run for some seconds, and return the record of each replica. Replicas that died are missing."""
     with tempfile.TemporaryDirectory() as name:
         directory, results = Path(name), Path(name, "results")
         results.mkdir()
@@ -109,8 +110,8 @@ def result_of(
     run: Run, runs: Sequence[RuleRun], cases: Sequence[SlowCase], *, replicas: int, seconds: float, seeds: int,
     command: str,
 ) -> Result:  # fmt: skip
-    """The result file of ``consistency``, which was called with the same arguments. For each case and rule it has the
-    seconds per batch over those of the first rule, and the held-out loss.
+    """The result file of ``consistency``, which was called with the same arguments. For each case and rule, it has the
+    seconds per batch divided by those of the first rule, and the held-out loss.
 
     Raises:
         FileFormatError: a training has fewer steps than ``PARTS``.
@@ -203,7 +204,7 @@ def _variant(run: Run, rule: str, replicas: int, seed: int, emulated: bool) -> R
 
 
 def _ranks(run: Run, replicas: int) -> int:
-    """The ranks of a replica."""
+    """The number of ranks of a replica."""
     return api.ranks_of_replica(_variant(run, "local(1)", replicas, 0, False))
 
 

@@ -1,6 +1,6 @@
 """Refuses benchmark results that mislead. A refusal names the broken rule, the key in the file, and a remedy.
 
-Most rules are those of two papers, here called *tell* and *fool*:
+Most rules come from two papers, which are called *tell* and *fool* here:
 
 - tell: T. Hoefler and R. Belli, "Scientific Benchmarking of Parallel Computing Systems: Twelve Ways to Tell the Masses
   when Reporting Performance Results", SC'15, doi:10.1145/2807591.2807644;
@@ -22,7 +22,7 @@ from meshwright.bench.claims import LEAST_REPETITIONS, Found
 from meshwright.ir.result import Result
 
 STALE = "stale"
-"""The name of the rule that the measured code has not changed since the file's commit."""
+"""The name of the rule that the measured code must not have changed since the file's commit."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class LintRule(msgspec.Struct, frozen=True, kw_only=True):
 def lint(result: Result, folder: Path | None = None) -> tuple[Refusal, ...]:
     """The refusals of a result, in the order of ``RULES``; empty if the result breaks no rule.
 
-    With ``folder``, in which the file of the result lies, the result is also refused if the measured code has changed
+    If ``folder`` (the folder of the result file) is given, the result is also refused if the measured code has changed
     since (``provenance.stale``).
     """
     refusals = [

@@ -1,4 +1,5 @@
-"""Time matrix products on grids of ranks against their sizes: named grids and the chosen one, with the bound beside."""
+"""Time matrix products on grids of ranks for several sizes: named grids and the grid that the planner chooses, with the
+lower bound."""
 
 import statistics
 import tempfile
@@ -42,27 +43,29 @@ Sizes = tuple[int, int, int]
 """m, k and n of a product."""
 CHOSEN = "chosen"
 TEXTBOOK = ("1d-column", "1d-row", "1d-inner", "summa", "2.5d", "3d")
-"""Named grids as books have them: ranks in the order of their numbers, each collective by the faster of a star and a
-ring, and no panels, but for SUMMA, which has panels over k."""
+"""Named grids in their textbook form: ranks in the order of their numbers, each collective with the faster of a star
+and a ring, and no panels (except SUMMA, which has panels over k)."""
 AT_BEST = ("1d-column", "1d-row")
-"""The grids of one axis are also run with the algorithms along levels and the panels of the least predicted time."""
+"""The grids with one axis are also run at their best: with hierarchical algorithms and the panels of the least
+predicted time."""
 BEST = " at its best"
 TABLE_BYTES = tuple(3 * 2**power for power in range(10, 24, 2))
-"""Bytes of the collectives that are measured before, and that predictions interpolate."""
+"""Sizes, in bytes, of the collectives that are measured in advance. Predictions interpolate between them."""
 BLOCKS = (96, 192, 384, 768)
-"""Sides of the square products that are measured before, on all ranks at once."""
+"""Sides of the square products that are measured in advance, on all ranks at the same time."""
 THIN: Sizes = (1280, 24, 1280)
-"""A product that memory limits: it reads and writes much for each multiplication."""
+"""A product whose speed is limited by memory, because it moves many bytes per multiplication."""
 PROBE, PANELS = 768, 6
-"""Side and panels of a product that is timed with and without its collectives. The difference tells which part of the
-collectives' time runs beside products, and what a round costs."""
+"""Side and number of panels of a product that is timed with and without its collectives. The difference shows which
+part of the collectives' time is hidden by products, and how much time a round adds."""
 LEVELS = ("box", "network")
 
 
 class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to compute one product. ``seconds``: of each repetition. ``words``: what the busiest rank receives;
-    ``bound_words``: what some rank must receive. ``bound_s``: products alone, without any exchange. ``peak_words``:
-    the most that a rank held, counted; ``planned_words``: its limit by the plan."""
+    """The measurements of one plan for one product. ``seconds``: the time of each repetition. ``words``: the words
+    (elements) that the busiest rank receives. ``bound_words``: the words that at least one rank must receive.
+    ``bound_s``: the time of the local products alone. ``peak_words``: the counted maximum of words that a rank held.
+    ``planned_words``: the limit in the plan."""
 
     sizes: Sizes
     name: str
@@ -85,16 +88,16 @@ def products(
     sizes: Sequence[Sizes], *, ranks: int = 4, boxes: int = 1, gbit: float = 1.0, repetitions: int = 7,
     memory_words: float | None = None, progress: Progress | None = None,
 ) -> tuple[ProductRow, ...]:  # fmt: skip
-    """Time every product under the named grids and under the chosen plan, by turns, on one thread a rank, in float32.
+    """Time every product with the named grids and with the chosen plan, in turns, in float32, with one thread per rank.
 
     Args:
-        boxes, gbit: emulated boxes among which the ranks are divided, and the rate of the links between them in
-            Gbit/s. With one box, ranks share memory.
-        memory_words: the most that a rank may hold under the chosen plan.
+        boxes, gbit: the number of emulated boxes that hold the ranks, and the rate of the links between them in Gbit/s.
+            With one box, ranks share memory.
+        memory_words: the largest number of words that a rank may hold under the chosen plan.
 
     Raises:
-        LayoutError: fewer than two ranks, ranks that boxes do not divide, an empty operand, or a memory that nothing
-            fits.
+        LayoutError: there are fewer than two ranks, the boxes do not divide the ranks, an operand is empty, or nothing
+            fits in the memory.
         LaunchError: this process is a rank itself, or networks cannot be emulated here.
     """
     progress = progress or Silent()
@@ -167,14 +170,14 @@ def _timed(
 
 
 def _alone(plan: ProductPlan) -> ProductPlan:
-    """The local product of the largest block, with nothing to exchange."""
+    """A plan for the local product of the largest block, without any exchange."""
     return ProductPlan(plan.largest("m"), plan.largest("k"), plan.largest("n"), Grid(1, 1, 1))
 
 
 def plans_of(
     sizes: Sizes, num_ranks: int, network: Network, local: LocalProducts, memory_words: float | None
 ) -> dict[str, ProductPlan]:
-    """The plans to time, by name; grids that a smaller dim cannot fill are left out."""
+    """The plans to time, by name. A grid is left out if a dim is too small for it."""
     m, k, n = sizes
     plans: dict[str, ProductPlan] = {}
     for name in TEXTBOOK:
@@ -198,7 +201,7 @@ def plans_of(
 
 
 class _Case(NamedTuple):
-    """A group whose collectives are measured: the axis of the mesh, its level, fan-outs and algorithms."""
+    """A group whose collectives are measured: its mesh axis, level, fan-outs and algorithms."""
 
     axis: str
     level: str
@@ -207,8 +210,8 @@ class _Case(NamedTuple):
 
 
 def calibrated(boxes: int) -> tuple[Network, LocalProducts]:
-    """Measure the collectives of all groups along levels, and local products on all ranks at once. All ranks must call
-    this, and all get the times of the slowest rank."""
+    """Measure the collectives of all groups along the levels, and local products on all ranks at the same time. All
+    ranks must call this, and all get the times of the slowest rank."""
     each = dist.get_world_size() // boxes
     mesh = Mesh.of(across=boxes, inside=each)
     groups = groups_once(mesh, dist.get_rank())
@@ -241,8 +244,9 @@ def calibrated(boxes: int) -> tuple[Network, LocalProducts]:
 
 
 def _with_rounds(network: Network, local: LocalProducts) -> LocalProducts:
-    """The speed of local products, with the share of collectives that products hide, and the time of a round beyond
-    it. Both follow from by how much a product in panels takes longer than the same product in one panel."""
+    """The speed of local products, with the fraction of collectives that products hide, and the additional time of a
+    round. Both follow from the difference between the times of a product in panels and of the same product in one
+    panel."""
     num_ranks = dist.get_world_size()
     plans = [ProductPlan(PROBE, PROBE, PROBE, named_grid("summa", num_ranks), "k", count) for count in (1, PANELS)]
     whole, sides = torch.zeros(PROBE, PROBE), dict[str, Callable[[], object]]()
@@ -257,8 +261,8 @@ def _with_rounds(network: Network, local: LocalProducts) -> LocalProducts:
 
 
 def _level(rows: Sequence[CollectiveTiming], name: str, size: int, senders: int) -> Level:
-    """A level for groups that have no table: latency and rate by the smallest and the largest all-gather in one round.
-    ``senders``: the ranks of a unit, which share its link."""
+    """A level for groups without measurements. Its latency and rate follow from the smallest and the largest all-gather
+    in one round. ``senders``: the number of ranks in a unit, which share its link."""
     times = {
         row.bytes: row.time_s
         for row in rows
@@ -291,9 +295,22 @@ def _timings(ours: Collectives, case: _Case, num_bytes: int) -> list[CollectiveT
 
 
 def _rates() -> LocalProducts:
-    """The speed of local products on all ranks at once: seconds per FLOP of square products, interpolated, and seconds
-    per byte of operands and result, by a product with a short inner dim."""
-    seconds = {sizes: _multiplied_s(sizes) for sizes in (*((side,) * 3 for side in BLOCKS), THIN)}
+    """The speed of local products on 1, 2, 4, ... ranks and on all ranks at once."""
+    world_size = dist.get_world_size()
+    counts = sorted({world_size, *(2**power for power in range(world_size.bit_length() - 1))})
+    rates = {count: _rate(count) for count in counts}
+
+    def multiply_s(m: int, k: int, n: int, num_ranks: int) -> float:
+        return rates[next(count for count in counts if count >= num_ranks)](m, k, n)
+
+    return LocalProducts(multiply_s)
+
+
+def _rate(num_ranks: int) -> Callable[[int, int, int], float]:
+    """The seconds of a product of m x k by k x n on each of the first ``num_ranks`` ranks at once, while the others are
+    idle: seconds per FLOP of square products, interpolated, and seconds per byte of operands and result, by a product
+    with a short inner dim."""
+    seconds = {sizes: _multiplied_s(sizes, num_ranks) for sizes in (*((side,) * 3 for side in BLOCKS), THIN)}
     largest = (BLOCKS[-1],) * 3
     byte_s = max(0.0, seconds[THIN] - _flops(*THIN) * seconds[largest] / _flops(*largest)) / _bytes(*THIN)
     points = [
@@ -305,14 +322,15 @@ def _rates() -> LocalProducts:
         flops = _flops(m, k, n)
         return flops * _interpolated(points, flops) + byte_s * _bytes(m, k, n)
 
-    return LocalProducts(multiply_s)
+    return multiply_s
 
 
-def _multiplied_s(sizes: Sizes) -> float:
+def _multiplied_s(sizes: Sizes, num_ranks: int) -> float:
     m, k, n = sizes
     a, b, c = torch.randn(m, k), torch.randn(k, n), torch.zeros(m, n)
     steps = max(1, round(4e8 / _flops(m, k, n)))
-    return statistics.median(alternate({"": partial(c.addmm_, a, b)}, rounds=7, steps=steps, warmup_steps=1)[""])
+    multiply: Callable[[], object] = partial(c.addmm_, a, b) if dist.get_rank() < num_ranks else lambda: None
+    return statistics.median(alternate({"": multiply}, rounds=7, steps=steps, warmup_steps=1)[""])
 
 
 def _flops(m: int, k: int, n: int) -> float:
@@ -320,7 +338,7 @@ def _flops(m: int, k: int, n: int) -> float:
 
 
 def _bytes(m: int, k: int, n: int) -> float:
-    """Bytes that a product reads and writes; the result is read too, where it is added to."""
+    """Bytes that a product reads and writes. The result also counts as read if the product is added to it."""
     return 4.0 * (m * k + k * n + 2 * m * n)
 
 
@@ -340,8 +358,8 @@ def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 def result_of(
     rows: Sequence[ProductRow], *, ranks: int, boxes: int, gbit: float, repetitions: int, command: str
 ) -> Result:
-    """The result file of ``products``, which was called with the same arguments: of each product, the time of the
-    chosen plan over that of the fastest grid with a name, also at its best."""
+    """The result file of ``products``, which was called with the same arguments. For each product, it has the time of
+    the chosen plan divided by that of the fastest named grid, including named grids at their best."""
     run, findings = uuid.uuid4().hex[:12], list[Finding]()
     settings: dict[str, Settings] = {}
     for sizes in dict.fromkeys(row.sizes for row in rows):
@@ -368,7 +386,7 @@ def result_of(
 
 
 def described(row: ProductRow) -> dict[str, str | float]:
-    """A row's plan and its numbers beside the time, for the notes of a result."""
+    """A row's plan and its numbers except the time, for the notes of a result."""
     plan = row.plan
     return {
         "grid": f"{plan.grid} ({plan.grid.order})", "panels": f"{plan.panels} over {plan.over}",

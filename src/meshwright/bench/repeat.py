@@ -1,4 +1,4 @@
-"""Time programs by turns in the same processes: each round gives one time per program, that of the slowest rank."""
+"""Time programs in turns in the same processes. Each round gives one time per program: the time of the slowest rank."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Train by a consistency rule for a given time, on every rank of every replica, and keep when steps ended."""
+"""Train under a consistency rule for a given time, on every rank of every replica, and record the ends of steps."""
 
 import time
 from pathlib import Path
@@ -22,25 +22,25 @@ from meshwright.runtime.trainer import Trainer
 from meshwright.simulate.faults import ReplicaFaults
 
 SOON_S = 0.1
-"""Seconds from when the last replica is ready until all begin."""
+"""Seconds between the moment when the last replica is ready and the common start."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How long steps last. A step lasts at least ``step_s`` seconds (0: the seconds of its computing), times the factor
-    of its replica and step in ``faults``."""
+    """The duration of steps. A step takes at least ``step_s`` seconds (0: the real time of its computing), times the
+    factor of its replica and step in ``faults``."""
 
     step_s: float = 0.0
     faults: ReplicaFaults = ReplicaFaults()
 
     @property
     def emulated(self) -> bool:
-        """Whether steps last longer than their computing."""
+        """Whether steps are made longer than their computing."""
         return self != Pace()
 
 
 def train(run: Run, num_replicas: int, pace: Pace, seconds: float, directory: Path) -> None:
-    """Train until ``seconds`` after all replicas have begun. Write what happened to ``directory``; a file for each
-    replica, or one for all if they are one world (``sync``)."""
+    """Train until ``seconds`` have passed since all replicas began. Write the record to ``directory``: a file for each
+    replica, or a single file if all replicas are one process group (``sync``)."""
     torch.set_num_threads(1)
     trainer, loader, held_out = prepared(run, run.data.batch_size)
     one_world = trainer.replica is None
@@ -83,7 +83,8 @@ def train(run: Run, num_replicas: int, pace: Pace, seconds: float, directory: Pa
 
 
 def begin_together(trainer: Trainer, num_replicas: int) -> float:
-    """Wait until all ranks of all replicas begin. Return the time, which is the same on all."""
+    """Wait until all ranks of all replicas are ready, and begin together. Return the start time, which is the same on
+    all ranks."""
     store = None
     if trainer.replica is not None:
         trainer.replica.connected()

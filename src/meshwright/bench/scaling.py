@@ -63,7 +63,7 @@ def scaling(
         kind: ``strong``: nothing grows; ``batch``: the batch size grows with the number of ranks; ``model``: the key
             ``grow`` of the model grows with it.
         counts: numbers of ranks, ascending; each is compared with the first.
-        turns: how often each number of ranks is started.
+        turns: the number of times that each number of ranks is started.
         repetitions: number of measurements after each start.
         steps: number of training steps in each measurement.
         threads: number of threads of each rank.
@@ -175,7 +175,7 @@ def _planned(run: Run, kind: str, counts: Sequence[int], grow: str, progress: Pr
 
 
 def measure(run: Run, repetitions: int, steps: int, threads: int) -> LaunchTimes:
-    """Time the training step on this launch's ranks; on a single rank also in plain eager PyTorch, by turns."""
+    """Time the training step on this launch's ranks. On a single rank, also time plain eager PyTorch, in turns."""
     torch.set_num_threads(threads)
     source = build.Source(run)
     batches = list(islice(source.training(), NUM_BATCHES))

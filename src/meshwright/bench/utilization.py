@@ -78,7 +78,8 @@ def utilization(
 
 
 def naive_step(config: GPTConfig, batch_size: int) -> tuple[Callable[[], object], float]:
-    """A training step of a GPT in plain eager PyTorch on random tokens, and its FLOPs by the captured graph."""
+    """A training step of a GPT in plain eager PyTorch on random tokens, and its FLOPs according to the captured
+    graph."""
     torch.manual_seed(0)
     model = GPT(config)
     tokens = torch.randint(config.vocabulary, (batch_size, config.sequence_length + 1))
@@ -89,7 +90,7 @@ def naive_step(config: GPTConfig, batch_size: int) -> tuple[Callable[[], object]
 
 
 def sizes_of(config: GPTConfig, batch_size: int) -> dict[str, int | str | float | bool]:
-    """The sizes that decide the time of a GPT's step."""
+    """The sizes that determine the time of a GPT's step."""
     names = ("layers", "width", "heads", "vocabulary", "sequence_length")
     return {name: getattr(config, name) for name in names} | {"batch": batch_size}
 

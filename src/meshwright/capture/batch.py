@@ -20,7 +20,7 @@ class Leaves:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """The tensors, by name."""
         return {name: value for name, value in zip(self.names, self.values, strict=True) if isinstance(value, Tensor)}
 
     @property
@@ -53,7 +53,7 @@ class Leaves:
 
 
 def take_apart(batch: Any) -> Leaves:
-    """Return the leaves of a batch, which is a tree of dicts, lists and tuples. Mappings of other classes, such as a
+    """Return the leaves of a batch. A batch is a tree of dicts, lists and tuples. Mappings of other classes, such as a
     tokenizer's ``BatchEncoding``, become dicts.
 
     Raises:

@@ -109,7 +109,7 @@ def capture(
 
     rewrites: Rewrites = CANONICAL
     traced = at(size, rewrites)
-    if put_contents(hooks):  # the first call set up forward hooks, now undone: keep those of a second call
+    if put_contents(hooks):  # the first call set up forward hooks, which are now undone; this call keeps them
         trace(model, loss_fn, batch, training=training, precision=precision)
         reads = Reads(model, loss_fn)
         traced = at(size, rewrites)
@@ -120,7 +120,7 @@ def capture(
     refusals.other_random_numbers([step.drawn for step in (traced, *pair.values())])
     refusals.other_operators({batch_size: step.graph for batch_size, step in pair.items()})
     moved = reads.check_moved(pair[sizes[1]].graph, lambda: at(sizes[1], rewrites).graph)
-    with DisableTorchFunction():  # the user's function modes are for the step, which has been traced
+    with DisableTorchFunction():  # the user's function modes are meant for the step, which has been traced by now
         captured = _Builder(model, functionalized(traced), pair, size, rules or {}, precision).build(training)
     captured.reads, captured.moved = reads.found, moved
     return captured

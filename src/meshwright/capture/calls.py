@@ -42,7 +42,7 @@ def written(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> str:
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
         if isinstance(value, _TORCH):
             return str(value)
-        if isinstance(value, complex):  # the repr of an infinite part, ``infj``, is no expression
+        if isinstance(value, complex):  # the repr of an infinite part, ``infj``, is not a Python expression
             return f"complex({value.real!r}, {value.imag!r})"
         if isinstance(value, _PLAIN):
             return repr(value)

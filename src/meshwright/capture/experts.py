@@ -33,7 +33,7 @@ def one_operator() -> Iterator[None]:
     try:
         yield
     finally:
-        del interface.get_interface  # uncovers the class's own method
+        del interface.get_interface  # this makes the class's own method visible again
 
 
 def _standing_for(original: Callable[..., Tensor], module: Any) -> Callable[..., Tensor]:

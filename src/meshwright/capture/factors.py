@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.ir.rule import Dim, Factor, Pattern, PatternOperand, Rule
 
 PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m")
-"""Letters, the most meaningful first. A factor class takes the first of the letters that operators give to it."""
+"""Letters, the most meaningful first. A factor class gets the most meaningful letter that any of its operators uses."""
 
 
 @dataclass(eq=False)
@@ -237,7 +237,7 @@ class Rendered:
         literals = tuple(tuple(atom.size for atom in leaves([literal])) for literal in bound.literals)
         key = (id(bound.rule), bound.contiguous, letters, literals)
         classes = [names[atom_id] for atom_id in seen]
-        if key not in self._known:  # numbers stand for class names; the kept rule keeps its id from being reused
+        if key not in self._known:  # numbers stand for class names; the cached rule keeps its id from being reused
             rule, numbers, became = rendered(bound, {atom_id: str(number) for atom_id, number in seen.items()})
             self._known[key] = (bound.rule, rule, {letter: int(text) for letter, text in numbers.items()}, became)
         _, rule, of, became = self._known[key]

@@ -49,7 +49,7 @@ class _Replay(fx.Interpreter):
 
     def __init__(self, step: Traced) -> None:
         super().__init__(nn.Module(), graph=step.graph)
-        self.extra_traceback = False  # errors stay as operators raise them
+        self.extra_traceback = False  # errors are raised in the form in which operators raise them
         self._constants = step.constants
         self.here: dict[str, Any] = {}
 

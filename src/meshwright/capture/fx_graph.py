@@ -20,7 +20,7 @@ class FxGraph(fx.Graph):
     def create_node(
         self, op: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any, **named: Any
     ) -> fx.Node:
-        """Make a node without arguments, then set its arguments as they are."""
+        """Make a node without arguments, then set its arguments unchanged."""
         node = super().create_node(op, target, None, None, *rest, **named)
         if args:
             _set_args(node, args)
@@ -29,14 +29,14 @@ class FxGraph(fx.Graph):
         return node
 
     def _target_to_str(self, target: Any) -> str:
-        """The first part of the name of a node that calls ``target``, found once for each target."""
+        """The first part of the name of a node that calls ``target``. It is computed once for each target."""
         if target not in _STEMS:
             _STEMS[target] = super()._target_to_str(target)
         return _STEMS[target]
 
     def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
-        """Remove the nodes that nobody reads and that change nothing; return whether there were any. Whether a function
-        changes anything is looked up in PyTorch's tables once, not for each call."""
+        """Remove the nodes that no other node reads and that change nothing. Return whether there were any. Whether a
+        function changes anything is looked up in PyTorch's tables once, not for each call."""
         known: dict[Any, bool] = {}
 
         def is_impure(node: fx.Node) -> bool:

@@ -54,8 +54,8 @@ _AS_ON_META = frozenset({
 })  # fmt: skip
 """Operators whose results have the same layout on the meta device as on fake CPU tensors, if the first tensor has a
 dtype in ``_FLOATS`` (norms: in ``_WIDE``; batch norm: only in training). They run on the meta device without any mode,
-which takes less time: on fake tensors, PyTorch runs many of them as Python functions that call dozens of operators. The
-only in-place change by an operator of this list is that of batch norm's running statistics."""
+which takes less time: on fake tensors, PyTorch runs many of them as Python functions that call dozens of operators.
+Batch norm's update of its running statistics is the only in-place change by these operators."""
 _WIDE = frozenset({torch.float32, torch.float64})
 _FLOATS = _WIDE | {torch.bfloat16, torch.float16}
 _BATCH_NORMS = frozenset({
@@ -111,7 +111,7 @@ class _Form:
 
 
 MOST_KNOWN = 20_000
-"""The largest number of cached calls. Each takes some kilobytes."""
+"""The largest number of cached calls. Each cached call takes some kilobytes."""
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -133,7 +133,7 @@ def fake_mode() -> FakeTensorMode:
 
 def fake_scalar(mode: FakeTensorMode) -> FakeTensor:
     """Return a fake float32 scalar, the template of other fake tensors of the mode."""
-    with DisableTorchDispatch():  # hidden from a mode that records now
+    with DisableTorchDispatch():  # hidden from a mode that is recording
         return FakeTensor(mode, torch.empty((), device=_META), torch.device("cpu"))
 
 
@@ -168,7 +168,7 @@ def outputs_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @lru_cache(maxsize=MOST_KNOWN)
 def _forms(call: _Call) -> Any:
-    """Return the forms of a call's results, which depend on the call's key alone.
+    """Return the forms of a call's results. They depend only on the call's key.
 
     Raises:
         UnlikeError: a result has a layout that a new tensor cannot have; ``call.result`` holds the results.
@@ -191,14 +191,14 @@ def _is_as_on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     dtypes = _WIDE if function in _NORMS else _FLOATS
     if function not in _WITHOUT_META and (function not in _AS_ON_META or tensors[0].dtype not in dtypes):
         return False
-    if "device" in kwargs:  # the result would be on that device, with memory
+    if "device" in kwargs:  # the result would be on that device, and take memory
         return False
     in_training = function not in _BATCH_NORMS or any(arg is True for arg in args)
     return in_training and all(tensor.fake_device.type == "cpu" for tensor in tensors)
 
 
 def _on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[FakeTensor]) -> Any:
-    """Return the forms of an operator's results, found with tensors on the meta device."""
+    """Return the forms of an operator's results, which are computed with tensors on the meta device."""
     with DisableTorchFunction(), DisableTorchDispatch():
         like = {id(arg): torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META) for arg in tensors}
         result = _WITHOUT_META.get(function, function)(*_replaced(args, like), **_replaced(kwargs, like))
@@ -244,7 +244,7 @@ def _follows(function: Any) -> bool:
 
 
 def _takes_places(args: tuple[Any, ...]) -> bool:
-    """Whether a tensor is indexed by numbers of places, not by masks, whose values say how large the result is."""
+    """Whether a tensor is indexed by positions. Masks are different: their values decide the size of the result."""
     return all(index is None or index.dtype in (torch.int32, torch.int64) for index in args[1])
 
 

@@ -57,7 +57,7 @@ class Reads:
         self._loss_fn = loss_fn
         self._found: dict[tuple[int, str], Read] = {}
         self._labels = {id(part): f"module {path or '(model)'}" for path, part in model.named_modules()}
-        self._alive: list[Any] = []  # so that no other object takes a seen object's id
+        self._alive: list[Any] = []  # keeps the object alive, so that no other object can take its id
         self._noted: set[tuple[int, str]] = set()
         self._own = frozenset(map(id, (*model.parameters(), *model.buffers())))
         self._spaces: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}  # owner, its __dict__, a copy
@@ -184,7 +184,8 @@ class Reads:
             self._spaces[id(owner)] = owner, space, dict(space)
 
     def _choose_in_namespaces(self) -> None:
-        """Keep only the attributes of a SimpleNamespace that the step's code names. Record missing ones too."""
+        """Keep only the attributes of a SimpleNamespace that the step's code names, and record missing attributes
+        too."""
         for key, where in self._namespaces.items():
             _, space, before = self._spaces[key]
             for name in before.keys() - self._names if not {"vars", "__dict__"} & self._names else ():
@@ -216,7 +217,7 @@ class Reads:
         if isinstance(of_class, (property, functools.cached_property)):
             self._follow(getattr(of_class, "fget", None) or getattr(of_class, "func", None), where)
         if name in space:
-            if name in self._spaces[key[0]][2]:  # else reading it has set it (a cached property); __exit__ undoes that
+            if name in self._spaces[key[0]][2]:  # else the read has set it (a cached property); __exit__ undoes that
                 self._add(key, space, name, value, where)
         elif value is MISSING:
             if not any(name in space.get(members, ()) for members in ("_parameters", "_buffers", "_modules")):
@@ -257,7 +258,7 @@ class Reads:
                     (id(value), "keywords"), value, "keywords", value.keywords, f"{where}, arguments of a partial"
                 )
                 self._follow((value.func, value.args), where)
-            elif kind is types.SimpleNamespace:  # its reads cannot be intercepted
+            elif kind is types.SimpleNamespace:  # reads of its attributes cannot be intercepted
                 self._keep_space(value)
                 self._namespaces[id(value)] = where
                 for name, item in vars(value).items():
@@ -293,7 +294,7 @@ class Reads:
             if isinstance(space, type):
                 space = next((base for base in space.__mro__ if name in vars(base)), space)
                 value = vars(space).get(name, MISSING)
-                if hasattr(type(value), "__get__"):  # a method: another object at each access
+                if hasattr(type(value), "__get__"):  # a method, which is a new object at each access
                     self._follow(getattr(value, "__func__", value), where)
                     return
             else:

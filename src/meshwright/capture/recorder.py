@@ -16,7 +16,7 @@ _DEVICE = torch.ops.prim.device.default
 Place = Callable[[], dict[str, Any]]
 """Returns the origin of the running code, which becomes ``meta["custom"]`` of each node."""
 Rewrites = Mapping[Any, Callable[..., Any]]
-"""Maps an operator to the function to call instead; if it returns NotImplemented, the operator stays."""
+"""Maps an operator to the function to call instead. If the function returns NotImplemented, the operator stays."""
 
 
 class CallRecorder(TorchDispatchMode):
@@ -33,7 +33,7 @@ class CallRecorder(TorchDispatchMode):
         self.mutates = False
         self._place, self._rewrites = place, rewrites
         self._nodes: dict[int, fx.Node] = {}
-        self._seen: list[Tensor] = []  # kept alive, so that no other tensor takes their ids
+        self._seen: list[Tensor] = []  # kept alive, so that no other tensor can take their ids
         for index, value in enumerate(inputs):
             node = self.graph.placeholder(f"input{index}")
             node.meta["val"] = value
@@ -41,11 +41,11 @@ class CallRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and keeping torch.compile off would take longer than recording
+        return False  # nothing is compiled here, and switching torch.compile off would take longer than recording
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # every operator asks for it several times
+            return args[0].fake_device  # every operator reads it several times
         kwargs = kwargs or {}
         rewrite = self._rewrites.get(function)
         if rewrite is not None or _is_composite(function):
@@ -53,11 +53,11 @@ class CallRecorder(TorchDispatchMode):
                 result = (rewrite or function.decompose)(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        with DisableTorchFunction():  # modes of the user, such as torch.set_default_device's, have seen the call
+        with DisableTorchFunction():  # the user's modes (torch.set_default_device) have already seen the call
             result = outputs_of(function, args, kwargs)
         several = isinstance(result, (tuple, list))
         if not several and not isinstance(result, Tensor):
-            return result  # a number, known from a constant
+            return result  # a number that is known from a constant
         self.mutates |= function._schema.is_mutable
         node = self._call(function, tuple(args), kwargs)
         node.meta["val"], node.meta["custom"] = result, self._place()

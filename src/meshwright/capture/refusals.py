@@ -1,4 +1,4 @@
-"""Refuses steps whose captured form would silently compute something else than plain PyTorch."""
+"""Refuses steps whose captured form would silently compute something other than plain PyTorch."""
 
 import random
 import time
@@ -72,19 +72,19 @@ def updated(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[T
 
 
 class Draws:
-    """Notes from which generators of Python and numpy random numbers are drawn after it is made."""
+    """Records from which generators of Python and numpy random numbers are drawn after it is made."""
 
     def __init__(self) -> None:
         self._before = _states()
 
     def moved(self) -> tuple[str, ...]:
-        """Return the names of the generators that have moved."""
+        """Return the names of the generators from which numbers were drawn."""
         after = _states()
         return tuple(name for name, state in self._before.items() if after[name] != state)
 
 
 def _states() -> dict[str, object]:
-    """The state of each generator, with the second of two normal numbers, which is kept for later."""
+    """The state of each generator, including the second of two normal numbers, which numpy keeps for the next draw."""
     theirs = np.random.get_state(legacy=False)
     inner = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in theirs["state"].items()}
     return {"Python's random": random.getstate(), "numpy.random": (inner, theirs["has_gauss"], theirs["gauss"])}
@@ -93,8 +93,8 @@ def _states() -> dict[str, object]:
 def other_random_numbers(traces: Sequence[Collection[str]]) -> None:
     """Refuse a step that draws from Python's or numpy's generator: its numbers would be equal in every step.
 
-    A step draws in every trace. A thread that loads data may draw beside the traces, and must be allowed: it goes on to
-    draw when no trace runs, so the generator then moves by itself.
+    A step draws in every trace. A thread that loads data may draw at the same time, and must be allowed to. It also
+    draws when no trace runs, so its generator moves without the step.
     """
     for name in traces[0]:
         if all(name in trace for trace in traces) and not _moves_alone(name):

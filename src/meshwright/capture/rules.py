@@ -1,4 +1,4 @@
-"""The rule, FLOPs and bytes of a call, found once for all equal calls."""
+"""The rule, FLOPs and bytes of a call, computed once for all equal calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ def state_of(value: Any, own: AbstractSet[int] = frozenset()) -> Any:
     def state(value: Any, depth: int) -> Any:
         nonlocal left
         if isinstance(value, PLAIN):
-            return type(value), repr(value)  # nan equals nan, and 0.0 is not -0.0
+            return type(value), repr(value)  # nan must equal nan, and 0.0 must differ from -0.0
         if isinstance(value, Tensor):
             return Same(value), None if value.is_inference() or id(value) in own else value._version
         if not isinstance(value, CONTAINERS):
@@ -128,7 +128,7 @@ class Read:
             if type(self.owner) is not dict:
                 bases = [base for base in type(self.owner).__mro__ if self.name in vars(base)]
                 if not bases and not isinstance(self.owner, type):
-                    return  # a __getattr__ or __getattribute__ computes the value: there is nothing to set
+                    return  # a __getattr__ or __getattribute__ computes the value, so there is nothing to set
                 # the class, if the value belongs to a class
                 owner = next((base for base in bases if vars(base)[self.name] is now), self.owner)
                 delattr(owner, self.name) if value is MISSING else setattr(owner, self.name, value)

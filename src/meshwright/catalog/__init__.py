@@ -19,12 +19,13 @@ from meshwright.ir.software import Software, software_problems
 _T = TypeVar("_T", bound=msgspec.Struct)
 _VENDORS = {"nvidia", "tesla", "geforce", "amd", "instinct"}
 _MEMORY_TOLERANCE = 0.1
-"""Largest relative difference between a device's reported memory and its file's: drivers and ECC reserve a part."""
+"""Largest relative difference between the memory that a device reports and the memory in its file: drivers and ECC
+reserve a part."""
 _EXAMPLE = "a100-80gb-dgx-hdr200x8"
 
 
 class BoxLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A link between two devices of a box: the cost of one message in one direction. ``rings``: see ``Level``."""
+    """A link between two devices of a box, with the cost of one message in one direction. ``rings``: see ``Level``."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -34,7 +35,7 @@ class BoxLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``devices/NAME.toml``: the device, its possible links in a box, other names for it, the names that its driver
-    reports (without the vendor), and the BOX-FABRICs of its known ``clusters``."""
+    reports (without the vendor), and the BOX-FABRIC parts of its known ``clusters``."""
 
     device: Device
     links: dict[str, BoxLink]
@@ -50,16 +51,16 @@ class DeviceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A kind of box: its number of devices (0: a name such as ``box4`` says it) and its possible links, the best
-    first."""
+    """A kind of box: its number of devices (0: the number is part of a name such as ``box4``) and its possible links,
+    the best first."""
 
     devices: int = 0
     links: tuple[str, ...]
 
 
 class FabricEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A kind of network between boxes. Without ``rates_gbit_per_s`` any rate is allowed; without
-    ``adapter_gbit_per_s`` a box has one link unless its name says otherwise."""
+    """A kind of network between boxes. Without ``rates_gbit_per_s`` any rate is allowed. Without ``adapter_gbit_per_s``
+    a box has one link, unless the name of the fabric gives another number."""
 
     alpha_s: float
     fraction: float
@@ -69,8 +70,8 @@ class FabricEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class CatalogParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``parts.toml``: the boxes and fabrics of the grammar, the aliases of these and of software, and machines
-    (``dgx-1``) with their spelling in the grammar."""
+    """``parts.toml``: the boxes and fabrics of the grammar, aliases for boxes, fabrics and software, and names of
+    machines (``dgx-1``) with their spelling in the grammar."""
 
     boxes: dict[str, Box]
     fabrics: dict[str, FabricEntry]
@@ -86,8 +87,8 @@ def device_names() -> list[str]:
 
 
 def cluster_names() -> list[str]:
-    """The cluster names to list: the catalog's cluster files, machines with a name, and each device in the boxes and
-    fabrics in which it is known. The grammar accepts more names (see ``load_cluster``)."""
+    """The cluster names to list: the catalog's cluster files, the named machines, and each device with its known boxes
+    and fabrics. The grammar accepts more names (see ``load_cluster``)."""
     known = [f"{name}-{tail}" for name in device_names() for tail in _device_file(name).clusters]
     return sorted([*_names("clusters"), *_parts().machines, *known])
 
@@ -108,17 +109,17 @@ def load_device(name: str) -> Device:
 def load_cluster(
     name_or_path: str | os.PathLike[str], num_devices: int | None = None, software: str | Software | None = None
 ) -> Cluster:
-    """A cluster by file, by catalog name, or by the grammar DEVICE-BOX-FABRIC, with ``num_devices`` devices if given,
-    and with ``software`` (a profile, or a name for ``load_software``) in place of its own if given.
+    """Load a cluster from a file, by its catalog name, or by the grammar DEVICE-BOX-FABRIC. ``num_devices`` sets its
+    number of devices. ``software`` (a profile, or a name for ``load_software``) replaces its profile.
 
     - A path ends in ``.toml`` or has a directory. Any other text is a name.
     - DEVICE is one of ``device_names()`` or an alias (``h100-80gb``). BOX is a kind from ``parts.toml``, such as
       ``dgx`` (8 devices, NVLink), ``dgx2`` (16) or ``workstation`` (4, PCIe), or ``boxN`` (N devices with their best
       link). FABRIC is a kind (``edr``, ``hdr``, ``ndr``, ``ib``, ``roce``, ``efa``, ``ss``, ``eth``, ...), a rate in
-      Gb/s, and the number of links of a box, as in ``hdr200x8``. Without a number of links, as in ``ib800``, the rate
-      is that of the whole box.
+      Gb/s, and the number of links per box, as in ``hdr200x8``. Without a number of links, as in ``ib800``, the rate is
+      that of the whole box.
     - Names of machines (``perlmutter``, ``dgx-h100``, ``p4d.24xlarge``) stand for such a spelling (``parts.toml``).
-    - A name with a fabric means one box unless ``num_devices`` asks for more; without a fabric it is always one box.
+    - A name with a fabric means one box unless ``num_devices`` is larger; a name without a fabric is always one box.
 
     Raises:
         ClusterError: the name is unknown (the message suggests similar names), the cluster is impossible, or it cannot
@@ -150,8 +151,8 @@ def software_names() -> list[str]:
 
 
 def load_software(name_or_path: str | os.PathLike[str]) -> Software:
-    """A software profile by its name in the catalog or an alias (``parts.toml``), or from a file: a ``.toml`` file with
-    the fields of ``Software``, or a cluster file, whose ``[software]`` is taken.
+    """A software profile by its name in the catalog, by an alias (``parts.toml``), or from a file. The file is a
+    ``.toml`` file with the fields of ``Software``, or a cluster file with a table ``[software]``.
 
     Raises:
         ClusterError: the name is unknown (the message suggests similar names), or a number is impossible.
@@ -171,7 +172,7 @@ def load_software(name_or_path: str | os.PathLike[str]) -> Software:
 
 
 def _software_name(text: str) -> str:
-    """The name of a profile in the catalog, from a name or an alias; upper or lower case, spaces and underscores do not
+    """The catalog name of a profile, from a name or an alias. Upper and lower case, spaces and underscores do not
     matter."""
     name = re.sub(r"[\s_]+", "-", text.strip().lower())
     return _parts().software_aliases.get(name, name)
@@ -180,7 +181,7 @@ def _software_name(text: str) -> str:
 def _software_in(path: str) -> Software:
     """The profile in a file: the file itself, or the ``[software]`` of a cluster file."""
     data = files.read_bytes(path)
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):  # files.load says what is wrong
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):  # files.load gives the error
         keys = msgspec.toml.decode(data)
         if "device" in keys and "software" not in keys:
             raise ClusterError(
@@ -196,8 +197,8 @@ def reported_cluster(reported: str, memory_bytes: int, num_devices: int) -> Clus
     ``memory_bytes``. A box of PCIe cards has ``num_devices`` devices, any other box its usual number.
 
     Raises:
-        ClusterError: the catalog lacks the device, or has it with another memory size (for example if only a part of a
-            device is visible).
+        ClusterError: the catalog does not have the device, or has it with another memory size (for example if only a
+            part of a device is visible).
     """
     words = _words(reported)
     spelled = {tuple(_words(text)): name for name in device_names() for text in _device_file(name).reported}
@@ -227,7 +228,7 @@ def _words(reported: str) -> list[str]:
 
 def _from_grammar(name: str, spelled: str) -> Cluster:
     """The cluster ``name``, read from its spelling DEVICE-BOX-FABRIC."""
-    # Device names contain hyphens themselves: the longest that fits is meant.
+    # Device names contain hyphens themselves, so the longest matching name is taken.
     known = _known_devices()
     fitting = [device for device in known if spelled.startswith(f"{device}-")]
     if not fitting:

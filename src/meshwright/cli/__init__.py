@@ -1,4 +1,4 @@
-"""The command line, ``meshwright``: one file per command; an error is printed as a message, never as a traceback."""
+"""The command line, ``meshwright``. Each command has a file. Errors are printed as messages, never as tracebacks."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def main() -> None:
     """Run the command line of this process: the console script ``meshwright``."""
     code = run(sys.argv[1:])
     if code and "RANK" in os.environ:
-        # Under torchrun, other ranks may wait for this one. A normal exit would wait for them in turn.
+        # Under torchrun, other ranks may wait for this one. A normal exit would wait for those ranks in turn.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -85,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _complain("stopped")
         return INTERRUPTED
-    except BrokenPipeError:  # `meshwright plan ... | head`
+    except BrokenPipeError:  # for example `meshwright plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (MemoryError, RuntimeError) as error:
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except Exception as error:  # noqa: BLE001 - the last resort: a defect of ours, told in a line too
         return _defect(error)
-    if result == INTERRUPTED:  # typer caught the KeyboardInterrupt itself
+    if result == INTERRUPTED:  # typer itself caught the KeyboardInterrupt
         _complain("stopped")
     return result if isinstance(result, int) else 0
 

@@ -1,4 +1,4 @@
-"""``meshwright bench``: measure this machine and models on it, and refuse results that mislead."""
+"""``meshwright bench``: measure this machine, measure models on it, and refuse results that mislead."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,38 +22,39 @@ SCALING_EPILOG = display.examples(
     "meshwright bench scaling RUN.toml --kind strong --ranks 1,2,4 --layout.dp 1 --layout.tp -1 -o scaling.json",
     "meshwright bench scaling gpt --kind model --grow layers",
     note="""\
-In strong scaling model and batch stay; otherwise the batch or the model grows with the ranks. What grows with the model
-is divided by tensor parallelism where the layout says nothing. More ranks than cores are measured and marked.""",
+In strong scaling, model and batch stay the same; otherwise the batch or the model grows with the number of ranks. A
+model that grows is divided by tensor parallelism unless the layout says otherwise. Rows with more ranks than cores are
+measured too, and marked.""",
 )
 UTILIZATION_EPILOG = display.examples(
     "meshwright bench utilization",
     "meshwright bench utilization --size 4096 --threads 1 --json",
     "meshwright bench utilization --peak 224e9",
     note="""\
-The peak is the larger of what the fastest matrix product reaches here and of clock x vector width x cores, as far as
-Linux tells them (a virtual machine often tells the base clock); --peak takes that of a data sheet.""",
+The peak is the larger of two numbers: the speed of the fastest matrix product measured here, and clock x vector width
+x cores as Linux reports them (virtual machines often report the base clock). --peak replaces it.""",
 )
 BATCH_SIZE_EPILOG = display.examples(
     "meshwright bench batch-size --sizes 8,16,32 --target 2.7",
     "meshwright bench batch-size --sizes 8,32,128 --target 2.6 --rules none,sqrt --seeds 3 --optimizer.name lamb",
     "meshwright bench batch-size RUN.toml --sizes 16,64,256 --target 1.9 --ranks 2 --schedule.warmup_steps 100",
     note="""\
-The learning rate and schedule.warmup_steps are those of the smallest size; every size makes at most train.steps steps.
-The knee is the critical batch size: beyond it, a larger batch takes many more samples for few steps less.""",
+The run's learning rate and schedule.warmup_steps hold for the smallest size. No size makes more than train.steps steps.
+The knee is the critical batch size: a larger batch takes many more samples, and saves only a few steps.""",
 )
 CODEC_EPILOG = display.examples(
     'meshwright bench codec --codec "qsgd(4)" --codec "topk(1%)"',
     'meshwright bench codec RUN.toml --codec "powersgd(4)" --ranks 4 --boxes 2 --gbit 0.1 --steps 100',
     note="""\
-Losses are those of held-out data: the mean over the seeds, and the range. In equal time, a codec makes as many steps
-as take as long as the dense steps. Emulated boxes need root on Linux. In one box, ranks share memory, and no codec
-pays.""",
+Losses are measured on held-out data: the mean over the seeds, and the range. In the columns of equal time, a codec
+makes as many steps as fit in the time of the dense steps. Emulated boxes need root on Linux. In one box, ranks share
+memory, and no codec saves time.""",
 )
 LINT_EPILOG = display.examples(
     "meshwright bench lint RESULT.json",
     "meshwright bench lint benchmarks/results/foundation.json --json",
     "meshwright bench lint --rules",
-    note="The exit code is 1 where something is refused. The format is explained in docs/reference/result-file.md.",
+    note="The exit code is 1 if a result is refused. The format is explained in docs/reference/result-file.md.",
 )
 SMALL: dict[str, Any] = {
     "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 2},
@@ -73,12 +74,15 @@ THREADS = "Threads of each rank."
 def scaling(
     context: typer.Context,
     target: str = TARGET,
-    kind: str = typer.Option("strong", help="What grows with the ranks: strong (nothing), batch, model."),
-    ranks: str = typer.Option("", help="The most ranks (1, 2, 4, ... up to it), or several: 1,2,3; empty: the cores."),
+    kind: str = typer.Option("strong", help="What grows with the number of ranks: nothing (strong), batch, or model."),
+    ranks: str = typer.Option(
+        "",
+        help="The largest number of ranks (1, 2, 4, ... are measured), or a list: 1,2,3; empty: the number of cores.",
+    ),
     grow: str = typer.Option("", help="With --kind model, the key of [model] that grows; empty: the layers of a GPT."),
-    turns: int = typer.Option(3, min=1, help="How often each number of ranks is started, by turns."),
-    repetitions: int = typer.Option(5, min=5, help="Measurements of each start."),
-    steps: int = typer.Option(3, min=1, help="Training steps of a measurement."),
+    turns: int = typer.Option(3, min=1, help="How often each number of ranks is started; the numbers take turns."),
+    repetitions: int = typer.Option(5, min=5, help="Measurements after each start."),
+    steps: int = typer.Option(3, min=1, help="Training steps in a measurement."),
     threads: int = typer.Option(1, min=1, help=THREADS),
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
@@ -100,10 +104,10 @@ def scaling(
 
 def utilization(
     size: int = typer.Option(2048, min=1, help="Rows and columns of the matrices."),
-    batch: int = typer.Option(8, min=1, help="Sequences of the step's batch."),
-    repetitions: int = typer.Option(15, min=5, help="Measurements of each."),
+    batch: int = typer.Option(8, min=1, help="Sequences in the batch of the training step."),
+    repetitions: int = typer.Option(15, min=5, help="Measurements of the product and of the step."),
     threads: int = typer.Option(0, min=0, help="Threads (cores) to use; 0: all cores."),
-    peak: float = typer.Option(0.0, min=0.0, help="The peak in float32, FLOP/s; 0: found here."),
+    peak: float = typer.Option(0.0, min=0.0, help="The CPU's peak in float32, in FLOP/s; 0: measure it."),
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
 ) -> None:
@@ -123,14 +127,14 @@ def utilization(
 def batch_size(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
-    sizes: str = typer.Option(..., help="Rising sizes of the global batch, such as 8,16,32."),
+    sizes: str = typer.Option(..., help="Sizes of the global batch in rising order, such as 8,16,32."),
     loss: float = typer.Option(..., "--target", help="The held-out loss at which training ends, such as 2.7."),
-    rules: str = typer.Option("none,linear,sqrt", help="How the learning rate follows the batch."),
-    seeds: int = typer.Option(1, min=1, help="How many initial values and data orders to train with."),
-    evaluate_every: int = typer.Option(10, min=1, help="Steps of the smallest size between two evaluations."),
+    rules: str = typer.Option("none,linear,sqrt", help="Rules by which the learning rate grows with the batch."),
+    seeds: int = typer.Option(1, min=1, help="Number of trainings, each with other initial values and data order."),
+    evaluate_every: int = typer.Option(10, min=1, help="Steps between two evaluations, at the smallest batch size."),
     ranks: int = typer.Option(1, min=1, help="Ranks that work together."),
-    repetitions: int = typer.Option(5, min=5, help="Measurements of a step of each size."),
-    steps: int = typer.Option(3, min=1, help="Training steps of a measurement."),
+    repetitions: int = typer.Option(5, min=5, help="Measurements of a step, for each batch size."),
+    steps: int = typer.Option(3, min=1, help="Training steps in a measurement."),
     threads: int = typer.Option(1, min=1, help=THREADS),
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
@@ -157,11 +161,11 @@ def codec(
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
     codecs: list[str] = typer.Option([], "--codec", help="A codec, such as qsgd(4); repeat it for several."),
     ranks: int = typer.Option(2, min=2, help="Ranks that divide the batch."),
-    boxes: int = typer.Option(1, min=1, help="Emulated boxes among which the ranks are divided."),
-    gbit: float = typer.Option(1.0, help="The rate of the links between boxes, in Gbit/s."),
-    steps: int = typer.Option(60, min=1, help="Steps of dense training."),
-    seeds: int = typer.Option(3, min=1, help="How many initial values and data orders to train with."),
-    repetitions: int = typer.Option(7, min=5, help="Measurements of a step of each codec."),
+    boxes: int = typer.Option(1, min=1, help="Number of emulated boxes that hold the ranks."),
+    gbit: float = typer.Option(1.0, help="Rate of the links between emulated boxes, in Gbit/s."),
+    steps: int = typer.Option(60, min=1, help="Training steps without a codec."),
+    seeds: int = typer.Option(3, min=1, help="Number of trainings, each with other initial values and data order."),
+    repetitions: int = typer.Option(7, min=5, help="Measurements of a step, for each codec."),
     as_json: bool = JSON,
     output: Path | None = OUTPUT,
 ) -> None:
@@ -209,8 +213,8 @@ def _spread(losses: tuple[float, ...]) -> tuple[str, str]:
 
 def lint(
     result_files: list[Path] = typer.Argument(None, metavar="RESULT.json", help="Result files."),
-    rules: bool = typer.Option(False, "--rules", help="List the rules, and stop."),
-    as_json: bool = typer.Option(False, "--json", help="Print what is refused as JSON."),
+    rules: bool = typer.Option(False, "--rules", help="List the rules and stop."),
+    as_json: bool = typer.Option(False, "--json", help="Print the refusals as JSON."),
 ) -> int:
     """Refuse benchmark results that mislead. A refusal names the broken rule, the key in the file, and a remedy."""
     from meshwright.bench.lint import RULES

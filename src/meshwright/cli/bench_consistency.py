@@ -20,9 +20,9 @@ EPILOG = display.examples(
     "meshwright bench consistency --step-ms 100 --slow 2x:0.25 --page rules.html",
     'meshwright bench consistency RUN.toml --rule sync --rule "server(ssp=3)" --rule "diloco(16)" --slow 1:2.0',
     note="""\
-Every rule gets the same wall time, with slow replicas and without. Held-out losses are those of each replica's own
-parameters at the end. With --step-ms, steps last as long as on devices that are not there: replicas sleep, and may
-share cores. Give a time that is several times what the cores need for the steps of all replicas.""",
+Every rule gets the same wall time, with slow replicas and without. The held-out losses are measured at the end, with
+each replica's own parameters. With --step-ms, steps last as long as on an emulated device: replicas sleep, and may
+share cores. Give several times the time that the cores need for the steps of all replicas.""",
 )
 SMALL: dict[str, Any] = {
     "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 2},
@@ -37,17 +37,23 @@ SMALL: dict[str, Any] = {
 def consistency(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
-    rules: list[str] = typer.Option([], "--rule", help="A rule, such as server(ssp=3); repeat it. Default: nine."),
-    replicas: int = typer.Option(4, help="Replicas, which divide the batch."),
+    rules: list[str] = typer.Option(
+        [], "--rule", help="A consistency rule, such as server(ssp=3); may be repeated. Default: nine rules."
+    ),
+    replicas: int = typer.Option(4, help="Number of replicas; they divide the batch."),
     slow: list[str] = typer.Option(
         ["2x:0.25"], help="Slow replicas: 1:2.0 (replica 1), 2x:0.25 (a quarter of all steps), 2x:turns (one replica "
         "in each step), or none."
     ),
-    jitter: float = typer.Option(0.0, help="Relative standard deviation of the computing of a step."),
-    seconds: float = typer.Option(20.0, help="Wall time of each training."),
-    seeds: int = typer.Option(3, help="How many initial values and data orders to train with."),
-    step_ms: float = typer.Option(0.0, min=0.0, help="Milliseconds that a step lasts, emulated; 0: what it computes."),
-    page: Path | None = typer.Option(None, "--page", metavar="FILE", help="Write a page with the losses as curves."),
+    jitter: float = typer.Option(0.0, help="Relative standard deviation of a step's computing time."),
+    seconds: float = typer.Option(20.0, help="Wall time of each training, in seconds."),
+    seeds: int = typer.Option(3, help="Number of trainings, each with other initial values and data order."),
+    step_ms: float = typer.Option(
+        0.0, min=0.0, help="Emulated duration of a step, in ms; 0: the real time of its computing."
+    ),
+    page: Path | None = typer.Option(
+        None, "--page", metavar="FILE", help="Write an HTML page with curves of the losses."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result file."),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the result file."),
 ) -> None:  # fmt: skip

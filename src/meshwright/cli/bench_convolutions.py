@@ -16,8 +16,8 @@ EPILOG = display.examples(
     "meshwright bench convolutions RUN.toml --ranks 2 --threads 1",
     note="""\
 The times go into a table in the user's cache, beside the calibration. Plans of given layouts for this machine read
-it: with `meshwright plan MODEL --workspace 64MiB`, and without a limit if another algorithm than PyTorch's own is
-faster.
+the table. They do so with `meshwright plan MODEL --workspace 64MiB`; without a limit, they do so if another algorithm
+is faster than PyTorch's own.
 """,
 )
 SMALL = config.REFERENCES["resnet"]
@@ -29,7 +29,9 @@ def convolutions(
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: resnet."),
     ranks: int = typer.Option(1, min=1, help="The number of ranks over which the layout divides the convolutions."),
     threads: int = typer.Option(1, min=1, help="Threads of each rank."),
-    output: Path | None = typer.Option(None, "--output", "-o", help="The table to extend; default: in the cache."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="The table file to extend; default: in the user's cache."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the measured times as JSON."),
 ) -> None:
     """Measure the algorithms of a model's convolutions, for 1, 2, 4, ... samples, and keep the times for plans."""

@@ -29,16 +29,16 @@ def calibrate(
     output: Path | None = typer.Option(
         None, help="Where to write the cluster file; default: the user's cache, for this machine."
     ),
-    if_stale: bool = typer.Option(False, "--if-stale", help="Only where the last one no longer holds."),
+    if_stale: bool = typer.Option(False, "--if-stale", help="Measure only if the last calibration no longer holds."),
     learn: list[Path] = typer.Option(
         [], "--from", metavar="RUNS.csv|RUN_DIR", help="Learn from a table of runs, or from runs of `meshwright train`."
     ),
-    cluster: str = typer.Option("", help="With --from: the cluster to correct; default: that of the runs."),
-    software: str = typer.Option("", help="With --from a table: the profile to start from, for rows that name none."),
+    cluster: str = typer.Option("", help="With --from: the cluster to correct; default: the cluster of the runs."),
+    software: str = typer.Option("", help="With --from a table: the software profile of rows without a profile."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Measure this machine's cores and the links between them, in less than a minute, best while nothing else runs. Or
-    learn from runs: what their software does differently."""
+    """Measure this machine's cores and the links between them, in less than a minute, best while nothing else runs.
+    With --from, learn from runs instead: how their software differs."""
     if learn:
         if if_stale:
             raise ClusterError("runs do not become stale", where="--if-stale", remedy="leave it out")
@@ -61,7 +61,7 @@ def calibrate(
 
 
 def calibrate_once() -> None:
-    """Measure this machine if it has no calibration, or one that no longer holds."""
+    """Measure this machine if it has no calibration, or a calibration that no longer holds."""
     from meshwright import api
 
     if api.calibrated() is None:
@@ -116,7 +116,7 @@ def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, 
 
 
 def print_learned(found: "LearnedCluster") -> None:
-    """Print the learned numbers of a profile: which the runs tell, and which stay as they were."""
+    """Print the numbers of a profile: those that were learned from runs, and those that stay unchanged."""
     terminal, learned = display.console(), found.learned
     table = display.table(("number", "before", "learned", "uncertain by", ""), left=("number", ""))
     for number in learned.numbers:

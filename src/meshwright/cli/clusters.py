@@ -16,7 +16,7 @@ EPILOG = display.examples(
 
 def clusters(
     name: str = typer.Argument("", help="One cluster: a name, DEVICE-BOX-FABRIC, or a .toml file."),
-    software: bool = typer.Option(False, "--software", help="List the profiles of software instead."),
+    software: bool = typer.Option(False, "--software", help="List the software profiles instead."),
     as_json: bool = display.JSON,
 ) -> None:
     """List the clusters of the catalog, or show one. With --software, list the profiles of software."""
@@ -44,7 +44,7 @@ def clusters(
         terminal.print("\n+: grows to as many devices as are asked for. Other names are read as DEVICE-BOX-FABRIC.")
         return
     profile = listed[0].software
-    numbers = msgspec.to_builtins(profile)  # those that are not the default
+    numbers = msgspec.to_builtins(profile)  # only the numbers that differ from the defaults
     told = ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in numbers.items()

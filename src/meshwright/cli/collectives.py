@@ -8,7 +8,7 @@ from meshwright.schedules.collectives.operations import ALGORITHMS, build
 from meshwright.schedules.collectives.picture import rounds
 
 MOST_DRAWN = 256
-"""The largest number of ranks whose rounds are drawn."""
+"""The largest number of ranks whose rounds can be drawn."""
 EPILOG = display.examples(
     "meshwright collectives --ranks 8 --bytes 1MiB",
     "meshwright collectives all_gather --ranks 16 --bytes 64MiB --cluster h100-dgx-ndr400x8",
@@ -19,14 +19,14 @@ EPILOG = display.examples(
 
 def collectives(
     operation: str = typer.Argument("all_reduce", help=f"One of {', '.join(ALGORITHMS)}."),
-    ranks: int = typer.Option(8, help="Neighbouring ranks of the cluster, from the first."),
-    size: str = typer.Option("1MiB", "--bytes", help="The whole vector on one rank, in float32."),
+    ranks: int = typer.Option(8, help="Number of ranks, on the first devices of the cluster."),
+    size: str = typer.Option("1MiB", "--bytes", help="Size of the vector that each rank holds, in float32."),
     cluster: str = typer.Option("a100-80gb-dgx-hdr200x8", help="A name of `meshwright clusters`, or a .toml file."),
-    codec: str = typer.Option("", help="Messages in coded form: qsgd(4), topk(1%)+qsgd(4), lossless, ..."),
+    codec: str = typer.Option("", help="A codec for the messages: qsgd(4), topk(1%)+qsgd(4), lossless, ..."),
     picture: str = typer.Option("", help="Draw the rounds of this algorithm instead."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Compare the algorithms of a collective: rounds, bytes in all and at the busiest rank, time on a cluster."""
+    """Compare the algorithms of a collective: rounds, bytes in total and at the busiest rank, and time on a cluster."""
     num_bytes = display.num_bytes(size, "--bytes")
     if picture:
         _draw(operation, picture, ranks, as_json)
@@ -73,7 +73,7 @@ def collectives(
 def _draw(operation: str, algorithm: str, ranks: int, as_json: bool) -> None:
     if ranks > MOST_DRAWN:
         raise ScheduleError(f"{ranks} ranks", where="--ranks", remedy=f"draw 1 to {MOST_DRAWN}")
-    pieces = 1 if operation == "barrier" else 2 * ranks  # enough for any algorithm to cut
+    pieces = 1 if operation == "barrier" else 2 * ranks  # enough parts for any algorithm
     steps = build(operation, algorithm, ranks, pieces)
     if as_json:
         display.print_json(steps)

@@ -19,7 +19,7 @@ EPILOG = display.examples(
 
 def demo(
     context: typer.Context,
-    steps: int = typer.Option(0, help="Training steps; 0: those of the demo."),
+    steps: int = typer.Option(0, help="Training steps; 0: the demo's default."),
     feed_back: bool = RECALIBRATE,
     print_file: bool = typer.Option(False, "--print", help="Print the demo's RUN.toml, and stop."),
 ) -> None:

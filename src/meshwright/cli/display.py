@@ -37,13 +37,13 @@ def examples(*calls: str, note: str = "") -> str:
 
 
 def command(*words: str, options: Mapping[str, object], arguments: Iterable[str] = ()) -> str:
-    """The command line that repeats a call; words and options that are 0 or empty are left out."""
+    """The command line that repeats a call. Words and options that are 0 or empty are left out."""
     given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value]
     return shlex.join(["meshwright", *filter(None, words), *chain.from_iterable(given), *arguments])
 
 
 def console() -> Console:
-    """The terminal. Long lines are not broken, so that a log line stays one line."""
+    """The terminal. It breaks no long lines, so that a log line stays a line."""
     width = None if sys.stdout.isatty() else 160
     return Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
@@ -126,7 +126,8 @@ def shown(rank: int = 0) -> Iterator[Bars]:
 @contextmanager
 def progress(what: str = "", total: int = 0) -> Iterator[Bars]:
     """Show progress on the terminal, and the library's log. If ``what`` is given, its bar starts at once (see
-    ``Bars.begin``). Where output is no terminal, it may be data for a program: the log goes to standard error."""
+    ``Bars.begin``). If the output is not a terminal, it may be data for another program. The log then goes to standard
+    error."""
     terminal = console()
     bars = Bars(terminal)
     with _logged(terminal if terminal.is_terminal else _errors()):
@@ -157,8 +158,8 @@ def _errors() -> Console:
 
 
 class Interrupt:
-    """Ctrl-C as a question instead of an error: ``asked()`` is true after the first. The second is an error again, and
-    so is one before anybody has called ``asked``."""
+    """Turns Ctrl-C into a question: after the first press, ``asked()`` is true. A second press raises
+    KeyboardInterrupt, and so does a press before the first call of ``asked``."""
 
     def __init__(self, told: Callable[[str], None]) -> None:
         self.pressed = self._listening = False
@@ -185,7 +186,7 @@ class Interrupt:
 
 @contextmanager
 def cursor_kept() -> Iterator[None]:
-    """Show the terminal's cursor again at the end: a stopped rank may have left it hidden."""
+    """Show the terminal's cursor again at the end, because a stopped rank may have left it hidden."""
     try:
         yield
     finally:

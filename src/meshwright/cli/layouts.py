@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.prediction import Option, SearchResult
 
 SHOWN = 15
-"""The largest number of rows that are printed of a Pareto front."""
+"""The largest number of rows of a Pareto front that are printed."""
 
 VARIED = ("cluster", "devices", "seq", "batch")
 
@@ -23,8 +23,8 @@ def show_layouts(
     software: str, codec: str, as_json: bool,
 ) -> int:  # fmt: skip
     """Search layouts and print them; with ``vary``, print the best layout for each value. ``price``: US dollars per
-    device and hour; 0: the catalog's price. ``software``: a profile in place of the cluster's. ``codec``: that of
-    gradients. Returns the exit code: 1 if a search found no layout that fits."""
+    device and hour; 0: the catalog's price. ``software``: a profile that replaces the cluster's. ``codec``: the codec
+    of gradients. Returns the exit code: 1 if a search found no layout that fits."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -51,7 +51,7 @@ def show_layouts(
             {**value, "considered": result.considered, "options": result.options, "front": result.front}
             for value, result, _ in rows
         ]
-        if vary and not vary.startswith("seq"):  # sequences of different lengths are different work
+        if vary and not vary.startswith("seq"):  # not comparable: sequences of different lengths are different work
             joint = prediction.front(option for _, result, _ in rows for option in result.front)
             for answer in answers:
                 answer["joint_front"] = [option for option in answer["front"] if option in joint]
@@ -64,8 +64,8 @@ def show_layouts(
 
 
 def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """The requests that ``vary`` means: a copy of ``asked`` for each value. ``vary`` is a key and its values, such as
-    ``cluster=a,b``, ``seq=2048,8192``, or ``devices=64..512`` (doubling).
+    """The requests that ``vary`` describes: a copy of ``asked`` for each value. ``vary`` is a key with values, such as
+    ``cluster=a,b``, ``seq=2048,8192``, or ``devices=64..512`` (64, 128, 256, 512).
 
     Raises:
         LayoutError: the key is unknown, or a value is not a number of 1 or more.
@@ -139,7 +139,7 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Sea
     if missing := _unpriced(rows):
         terminal.print(missing)
     if key == "seq":
-        return  # sequences of different lengths are different work
+        return  # not comparable: sequences of different lengths are different work
     where = {id(option): str(value[key]) for value, result, _ in rows for option in result.front}
     joint = prediction.front(option for _, result, _ in rows for option in result.front)
     if joint:
@@ -151,7 +151,8 @@ def _print_varied(vary: str, scaling: str, rows: list[tuple[dict[str, Any], "Sea
 
 
 def _table(options: "list[tuple[Option, str]]", key: str = "") -> Table:
-    """A table with an option per row; ``key``, if given, heads a column with the second item of each pair."""
+    """A table with a row for each option. With ``key``, it also has a column ``key`` with the second items of the
+    pairs."""
     priced = any(option.usd is not None for option, _ in options)
     titles = [
         *filter(None, [key]),

@@ -10,11 +10,11 @@ WAYS = {
     "outputs": "tensor parallel: each rank has part of the outputs",
     "inputs": "tensor parallel: each rank has part of the inputs",
 }
-"""Descriptions of the ways to divide a layer."""
+"""Descriptions of the ways in which a layer can be divided."""
 
 
 def show_network(name: str, cluster: str, devices: int, images: int, vary: str, software: str, as_json: bool) -> int:
-    """Divide the layers of a network over devices, and print the choices. ``software``: a profile in place of the
+    """Divide the layers of a network over devices, and print the choices. ``software``: a profile that replaces the
     cluster's. Returns the exit code: 1 if the network does not fit."""
     from meshwright import prediction
 

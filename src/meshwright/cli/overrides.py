@@ -25,22 +25,23 @@ def overridden(raw: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
         FileFormatError: a key does not exist, or cannot have that value; the error names the option.
     """
     raw = completed(raw)
-    # Names and kinds decide which other keys exist, so they come first.
+    # Names and kinds decide which other keys exist, so they are set first.
     for option, text in sorted(_options(arguments), key=lambda item: not item[0].endswith((".name", ".kind"))):
         _override(raw, option, text)
     return raw
 
 
 def target_of(context: typer.Context, target: str, default: str) -> tuple[str, list[str]]:
-    """The target and the run's arguments. If an option stands in the target's place, it is an argument, and the target
-    is ``default``."""
+    """The target and the arguments of the run. If an option stands in the place of the target, the option is an
+    argument, and the target is ``default``."""
     if target.startswith("--"):
         return default, [target, *context.args]
     return target, list(context.args)
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
-    """Yield every dotted key of RUN.toml, its default as text, and its table's variant (empty: there are none)."""
+    """Yield every dotted key of RUN.toml with its default as text, and the name of its table's variant (empty if there
+    are no variants)."""
     for section in msgspec.structs.fields(Run):
         tables = structs(inspect.type_info(section.type))
         for struct in tables:
@@ -95,8 +96,8 @@ def _override(raw: dict[str, Any], option: str, text: str) -> None:
 
 
 def _value(text: str, kind: Any, option: str) -> Any:
-    """The text as a value of the key's type: read as TOML, as a TOML list without brackets, as sizes such as 2x2x1, or
-    as plain text."""
+    """Convert the text to the key's type. It is read as TOML, as a TOML list without brackets, as sizes such as 2x2x1,
+    or as plain text."""
     candidates: list[Any] = [text, *([list(sizes_of(text))] if sizes_of(text) else [])]
     for index, toml in enumerate((text, f"[{text}]")):
         with suppress(msgspec.DecodeError):

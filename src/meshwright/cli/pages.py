@@ -7,7 +7,7 @@ from meshwright.cli import display
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 
 FACTORS = (0.25, 0.5, 2, 4)
-"""The scaling curve also shows these multiples of the number of devices."""
+"""Multiples of the number of devices that the scaling curve also shows."""
 
 
 def write_report(
@@ -37,7 +37,7 @@ def write_report(
         bars.advance()
         scaling = {machine.num_devices: result}
         for size in (int(machine.num_devices * factor) for factor in FACTORS):
-            with suppress(ClusterError, LayoutError):  # the cluster has no more devices, or the batch does not divide
+            with suppress(ClusterError, LayoutError):  # the cluster has too few devices, or the batch cannot be divided
                 if size:
                     scaling[size] = found_on(size)
             bars.advance()

@@ -40,8 +40,8 @@ EPILOG = display.examples(
     "meshwright plan diff OLD.json NEW.json",
     "meshwright plan resnet --workspace 64MiB",
     "meshwright plan alexnet --cluster v100-dgx1-edr100x4 --ranks 8 --batch 1024",
-    note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are weighed by "
-    "its sizes.",
+    note="A model of `meshwright models`, or a Hugging Face config.json, is not captured: its layouts are "
+    "compared by its sizes.",
 )
 TARGET: Any = typer.Argument(
     ..., metavar="RUN.toml|MODEL", help=f"A run file, or a model: {', '.join(config.REFERENCES)}."
@@ -51,12 +51,12 @@ PLANNED: Any = typer.Argument(
     metavar="RUN.toml|MODEL",
     help=f"A run file, or a model: {', '.join(config.REFERENCES)}. `diff OLD NEW` compares two plan files.",
 )
-DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: what is left of the ranks.")
+DP: Any = typer.Option(None, "--dp", help="Data-parallel size; -1: all ranks that other axes leave.")
 STRICT: Any = typer.Option(False, "--strict", help="Refuse a model with an operator that no rule splits.")
 TP: Any = typer.Option(
-    None, "--tp", help="Tensor-parallel size, -1: what is left of the ranks; or a grid, as in 2x2x2."
+    None, "--tp", help="Tensor-parallel size; -1: all ranks that other axes leave; or a grid of ranks, as in 2x2x2."
 )
-RANKS: Any = typer.Option(0, help="Number of ranks; 0: what the layout asks for, or the cluster has.")
+RANKS: Any = typer.Option(0, help="Number of ranks; 0: the number in the layout, or all of the cluster.")
 CLUSTER: Any = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine.")
 OF_CAPTURED = (
     "dp", "tp", "strict", "output", "memory", "workspace", "seconds", "fresh", "program", "rank", "why_not", "only",
@@ -77,50 +77,67 @@ def plan(
     strict: bool = STRICT,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
-    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON; with --program, that."),
-    codec: str = typer.Option("", help="The codec of gradients, as in qsgd(4); auto: the fastest, or none."),
-    program: bool = typer.Option(False, "--program", help="Print what a rank runs: its phases, node by node."),
-    rank: int = typer.Option(0, "--rank", min=0, help="With --program, which rank."),
-    output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan to a file (for layout.plan)."),
+    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON; with --program, the program."),
+    codec: str = typer.Option("", help="The codec of gradients, as in qsgd(4); auto: the fastest, or no codec."),
+    program: bool = typer.Option(False, "--program", help="Print the program of a rank: its phases, node by node."),
+    rank: int = typer.Option(0, "--rank", min=0, help="The rank for --program."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="Write the plan to a file, which layout.plan can name."
+    ),
     seconds: float | None = typer.Option(
-        None, help="Time for the search of layout.plan = auto: then the best so far is taken."
+        None, help="Time limit of the search of layout.plan = auto, which then takes the best layout so far."
     ),
     allow: list[str] = typer.Option(
         [],
         "--allow",
-        help="A consistency rule under which layout.plan = auto may join replicas, as in local(16). Several are "
-        "possible.",
+        help="A consistency rule under which layout.plan = auto may join replicas, as in local(16). May be repeated.",
     ),
-    fresh: bool = typer.Option(False, "--fresh", help="Search again, even if the plan of an equal search was kept."),
-    why_not: str = typer.Option("", "--why-not", help="Say why a layout was not chosen, as in dp=8,tp=2."),
+    fresh: bool = typer.Option(
+        False, "--fresh", help="Search again, even if the cache has the plan of an equal search."
+    ),
+    why_not: str = typer.Option("", "--why-not", help="Explain why this layout was not chosen, as in dp=8,tp=2."),
     only: str = typer.Option(
         "",
         "--only",
         help="Only divide operators (intra), only make stages (inter), or all three searches side by side (each).",
     ),
     workspace: str = typer.Option(
-        "", "--workspace", help="The limit of the temporary memory of each convolution, as in 64MiB."
+        "", "--workspace", help="Limit on the temporary memory of each convolution, as in 64MiB."
     ),
     memory: str = typer.Option(
-        "", "--memory", help="What the tensors of a rank may take, as in 8GiB; default: what surely fits a device."
+        "",
+        "--memory",
+        help="Memory for the tensors of a rank, as in 8GiB; default: the amount that surely fits a device.",
     ),
-    batch: int = typer.Option(512, min=1, help="Sequences or images of a step, for a model of `meshwright models`."),
-    sequence: int = typer.Option(0, "--seq", min=0, help="Tokens of a sequence, for such a model; 0: its own."),
+    batch: int = typer.Option(512, min=1, help="Sequences or images per step, for a model of `meshwright models`."),
+    sequence: int = typer.Option(
+        0, "--seq", min=0, help="Tokens per sequence, for a model of `meshwright models`; 0: its default."
+    ),
     vary: str = typer.Option(
-        "", help="The best layout for each: devices=64..512 or cluster=A,B; by sizes also seq=.. or batch=.."
+        "",
+        help="Show the best layout for each value: devices=64..512 or cluster=A,B; for a model of `meshwright models` "
+        "also seq=.. or batch=..",
     ),
     price: float = typer.Option(
-        0.0, min=0.0, help="US dollars an hour for a device, for such a model; 0: the catalog's list price, if any."
+        0.0,
+        min=0.0,
+        help="US dollars per device and hour, for a model of `meshwright models`; 0: the catalog's price, if any.",
     ),
     software: str = typer.Option(
-        "", help="What runs such a model's step: a name of `meshwright clusters --software`, or a .toml file."
+        "",
+        help="The training software, for a model of `meshwright models`: a name of `meshwright clusters --software`, "
+        "or a .toml file.",
     ),
-    report: Path | None = typer.Option(None, help="Write an HTML page of the plan of such a model."),
+    report: Path | None = typer.Option(
+        None, help="Write an HTML page of the plan, for a model of `meshwright models`."
+    ),
     scaling: str = typer.Option(
-        "strong", help="With --vary devices: strong (the batch stays), or by sizes also weak (it grows)."
+        "strong",
+        help="With --vary devices: strong (the batch stays), or weak (the batch grows; for a model of `meshwright "
+        "models`).",
     ),
 ) -> int:
-    """Show how a model is divided over ranks, module by module, with the reason."""
+    """Show how a model is divided over ranks, module by module, with the reasons."""
     from meshwright import prediction
 
     if target == "diff":
@@ -220,7 +237,7 @@ def plan(
 
 
 def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, fresh: bool, as_json: bool) -> int:
-    """Print what searches find that divide only operators, only make stages, or do both.
+    """Print the plans of searches that only divide operators, only make stages, or do both.
 
     Raises:
         LayoutError: ``only`` is none of these.
@@ -244,7 +261,7 @@ def show_searches(run: Run, ranks: int, memory_bytes: float | None, only: str, f
 
 
 def show_difference(paths: list[str], as_json: bool) -> int:
-    """Print the decisions in which two plan files differ.
+    """Print the decisions that differ between two plan files.
 
     Raises:
         LayoutError: there are not two files.
@@ -264,7 +281,7 @@ def show_difference(paths: list[str], as_json: bool) -> int:
 
 
 def layout_of(text: str) -> Layout:
-    """The layout that ``dp=8,tp=2`` means.
+    """The layout that a text such as ``dp=8,tp=2`` describes.
 
     Raises:
         LayoutError: a word is not ``name=value``, there is no field of that name, or it cannot have that value.
@@ -283,7 +300,7 @@ def layout_of(text: str) -> Layout:
 
 
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Refuse options that do not apply, if the command line gives them.
+    """Refuse options that do not apply, if the command line contains them.
 
     Raises:
         LayoutError: one of ``names`` was given; the error names the first.

@@ -1,4 +1,4 @@
-"""``meshwright predict``: predict step time and memory of one layout, part by part, without running it."""
+"""``meshwright predict``: predict step time and memory of one layout, with their parts, without running it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,45 +21,56 @@ EPILOG = display.examples(
     "meshwright predict path/to/config.json --cluster a100-40gb-dgx --tp 8 --global-batch 8 --json",
     "meshwright predict llama3-8b --cluster h100-dgx-ndr400x8 --devices 8 --zero 3 --micro-batch 2 --global-batch 16 "
     "--software torchtitan --measured 2.71,2.68,2.70 --output mine.toml",
-    note="The exit code is 1 where it does not fit.",
+    note="The exit code is 1 if the layout does not fit in memory.",
 )
 
 
 def predict(
     model: str = typer.Argument(..., help="A name of `meshwright models`, or the path of a Hugging Face config.json."),
     cluster: str = typer.Option(..., help="A name of `meshwright clusters`, or a .toml file."),
-    devices: int = typer.Option(0, min=0, help="Number of devices; 0: what the axes make."),
-    dp: int = typer.Option(0, min=0, help="Data-parallel size; 0: what is left of the devices."),
+    devices: int = typer.Option(0, min=0, help="Number of devices; 0: the product of the axes."),
+    dp: int = typer.Option(0, min=0, help="Data-parallel size; 0: all devices that other axes leave."),
     tp: str = typer.Option("1", help="Tensor-parallel size; or a grid for inputs, outputs and depth, as in 2x2x4."),
     pp: int = typer.Option(1, min=1, help="Pipeline stages."),
     cp: int = typer.Option(1, min=1, help="Context-parallel size."),
     ep: int = typer.Option(1, min=1, help="Expert-parallel size."),
-    global_batch: int = typer.Option(..., min=1, help="Sequences of a step."),
-    micro_batch: int = typer.Option(1, min=1, help="Sequences of a micro-batch."),
-    sequence: int = typer.Option(0, min=0, help="Tokens of a sequence; 0: the model's."),
-    schedule: str = typer.Option("1f1b", help=f"{', '.join(SCHEDULES)}."),
+    global_batch: int = typer.Option(..., min=1, help="Sequences per step."),
+    micro_batch: int = typer.Option(1, min=1, help="Sequences per micro-batch."),
+    sequence: int = typer.Option(0, min=0, help="Tokens per sequence; 0: the model's default."),
+    schedule: str = typer.Option("1f1b", help=f"The pipeline schedule: {', '.join(SCHEDULES)}."),
     chunks: int = typer.Option(
-        1, min=1, help="Model chunks of a pipeline rank (interleaved; zb-v and dualpipe-v have 2)."
+        1,
+        min=1,
+        help="Chunks (stages) per pipeline rank, for interleaved schedules; zb-v and dualpipe-v always have 2.",
     ),
-    recompute: str = typer.Option("none", help="none, selective, full."),
-    sequence_parallel: bool = typer.Option(False, help="Split the sequence over tp between tensor-parallel parts."),
-    zero: int = typer.Option(0, min=0, max=3, help="What dp shards: optimizer (1), gradients (2), parameters (3)."),
-    precision: str = typer.Option("bf16", help="fp32, tf32, bf16, fp16, fp8."),
-    flash: bool = typer.Option(True, help="Attention as one fused kernel."),
+    recompute: str = typer.Option("none", help="Recomputation of activations: none, selective (attention only), full."),
+    sequence_parallel: bool = typer.Option(
+        False, help="Split the sequence over tp between the tensor-parallel operators."
+    ),
+    zero: int = typer.Option(
+        0, min=0, max=3, help="ZeRO: dp shards optimizer state (1), also gradients (2), also parameters (3)."
+    ),
+    precision: str = typer.Option("bf16", help="Precision of matrix products: fp32, tf32, bf16, fp16, fp8."),
+    flash: bool = typer.Option(True, help="Compute attention in one fused kernel."),
     compiled: bool = typer.Option(False, help="With --zero 3: torch.compile fuses the model's own operations."),
-    overlap: str = typer.Option("none", help="What of communication runs beside compute: none, dp, all."),
-    inner: str = typer.Option("dp", help="Which of dp and pp has its ranks nearer to each other: dp, pp."),
-    codec: str = typer.Option("", help="The codec of gradients, as in qsgd(4); auto: the fastest, or none."),
+    overlap: str = typer.Option(
+        "none", help="Communication that overlaps with compute: none, dp (data parallel), all."
+    ),
+    inner: str = typer.Option("dp", help="The axis whose ranks are nearer to each other in the cluster: dp or pp."),
+    codec: str = typer.Option("", help="The codec of gradients, as in qsgd(4); auto: the fastest, or no codec."),
     software: str = typer.Option(
         "",
-        help="What runs it: a name of `meshwright clusters --software`, or a .toml file; default: the cluster's.",
+        help="The training software: a name of `meshwright clusters --software`, or a .toml file; default: the "
+        "cluster's.",
     ),
-    measured: str = typer.Option("", help="Seconds of a few logged steps, as in 1.52,1.49: learn from them."),
+    measured: str = typer.Option(
+        "", help="Measured seconds of a few steps, as in 1.52,1.49, to correct the prediction."
+    ),
     output: Path | None = typer.Option(None, help="With --measured: write the cluster with the learned software."),
-    memory: float = typer.Option(0.0, min=0.0, help="Bytes a device has; 0: what the cluster says."),
+    memory: float = typer.Option(0.0, min=0.0, help="Memory of a device in bytes; 0: the cluster's value."),
     as_json: bool = display.JSON,
 ) -> int:
-    """Predict a training step: whether it fits in memory, how long it takes, and the parts of that time."""
+    """Predict a training step: whether it fits in memory, how long it takes, and what the time consists of."""
     from meshwright import prediction
 
     if not tp.isdecimal() and not sizes_of(tp):

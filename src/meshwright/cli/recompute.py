@@ -1,4 +1,4 @@
-"""``meshwright recompute``: compute the worked examples of lectures again, with a verdict on each claim."""
+"""``meshwright recompute``: repeat the calculations of worked examples in lectures, with a verdict on each claim."""
 
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,18 @@ EPILOG = display.examples(
     "meshwright recompute bubbles",
     "meshwright recompute allreduce-table --json",
     "meshwright recompute alpa-gpt",
-    note="Verdicts: agrees, rounds (within 5 %), claim wrong, and of what was measured: we differ. The examples alpa, "
+    note="Verdicts: agrees, rounds (within 5 %), claim wrong; for measured claims also: we differ. The examples alpa, "
     "alpa-gpt, alpa-moe and alpa-wresnet plan captured models for up to 64 devices, which takes long. They are "
     "computed only if they are named.",
 )
 
 
 def recompute(
-    name: str = typer.Argument("", metavar="ID", help="One example; default: all but those of Alpa."),
+    name: str = typer.Argument("", metavar="ID", help="The example to compute; default: all but the examples of Alpa."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Compute the worked examples of lectures on parallel deep learning again, and say which of their claims hold."""
+    """Repeat the calculations of worked examples in lectures on parallel deep learning, and say which of their claims
+    hold."""
     from meshwright import prediction
 
     names = [name] if name else prediction.worked_names()

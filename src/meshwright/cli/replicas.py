@@ -24,10 +24,10 @@ SLOW_REMEDY = "write 1:2.0 (replica 1), 2x:0.25 (a quarter of all steps) or 2x:t
 def show_rules(
     run: Run, rules: Sequence[str], ranks: int, faults: ReplicaFaults, steps: int, trace: Path | None, as_json: bool
 ) -> None:
-    """Print times, staleness and bytes under each rule. ``trace``: the file for the trace of the only rule.
+    """Print times, staleness and bytes under each rule. ``trace``: the file for the trace, if there is only one rule.
 
     Raises:
-        LayoutError: a trace is asked of several rules.
+        LayoutError: a trace is asked for, and there are several rules.
     """
     if trace is not None and len(rules) > 1:
         raise LayoutError(f"a trace of {len(rules)} rules", where="--trace", remedy="name one --consistency")

@@ -14,22 +14,25 @@ EPILOG = display.examples(
     "meshwright report runs/gpt --picture gpt.svg",
     "meshwright report runs/gpt --json",
     note="""\
-The page needs no network: loss, plan, predicted over measured timeline and memory of every rank, the ledger.
+The page shows the loss, the plan, timelines and memory of every rank (predicted above measured), and the ledger. It
+needs no network.
 The trace file opens at https://ui.perfetto.dev, predicted ranks above measured ones.""",
 )
 
 
 def report(
-    directory: Path = typer.Argument(..., metavar="RUN_DIR", help="Where the run lies: run.toml, metrics.jsonl, ..."),
+    directory: Path = typer.Argument(
+        ..., metavar="RUN_DIR", help="The directory of the run, with run.toml, metrics.jsonl, ..."
+    ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="The page; default: report.html in RUN_DIR."
     ),
-    trace: Path | None = typer.Option(None, "--trace", metavar="FILE", help="Write the traces too, for Perfetto."),
-    picture: Path | None = typer.Option(None, "--picture", metavar="FILE", help="Write the timelines too, as SVG."),
+    trace: Path | None = typer.Option(None, "--trace", metavar="FILE", help="Also write the traces, for Perfetto."),
+    picture: Path | None = typer.Option(None, "--picture", metavar="FILE", help="Also write the timelines, as SVG."),
     as_json: bool = display.JSON,
 ) -> None:
     """Write a page about a run: its loss, its plan, and its prediction beside its measurement. With --json, print the
-    ledger and its rows, those of steps and peaks with their intervals."""
+    ledger and its rows. Rows of steps and peaks have their intervals."""
     from meshwright import report as room
 
     run = room.read_run(directory)

@@ -32,19 +32,23 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 def schedule(
     name: str = typer.Argument("", help=f"A schedule: {', '.join(pipeline.NAMES)}."),
-    stages: int | None = typer.Option(None, help="Ranks of the pipeline; each holds one stage, or --chunks stages."),
-    microbatches: int | None = typer.Option(None, help="Micro-batches of a step."),
-    chunks: int = typer.Option(1, help="Stages a rank (interleaved; zb-v and dualpipe-v have 2)."),
+    stages: int | None = typer.Option(None, help="Ranks of the pipeline. Each has one stage, or --chunks stages."),
+    microbatches: int | None = typer.Option(None, help="Micro-batches per step."),
+    chunks: int = typer.Option(1, help="Stages per rank, for interleaved; zb-v and dualpipe-v always have 2."),
     file: Path | None = typer.Option(
-        None, "--file", help="Check a file instead: a line a rank, as PyTorch writes its CSV; or our .json."
+        None, "--file", help="Check a schedule from a file: PyTorch's CSV (one line per rank), or Meshwright's .json."
     ),
-    size: str = typer.Option("", "--bytes", help="Size of the activation (and gradient) at a border of stages: 16MiB."),
-    whole: bool = typer.Option(False, "--whole", help="Draw all ranks and time slots, and not only the first of many."),
-    as_text: bool = typer.Option(False, "--text", help="Print all actions as text that PyTorch reads, a line a rank."),
+    size: str = typer.Option(
+        "", "--bytes", help="Size of the activation (or gradient) that passes between stages: 16MiB."
+    ),
+    whole: bool = typer.Option(False, "--whole", help="Draw all ranks and time slots, even if there are many."),
+    as_text: bool = typer.Option(
+        False, "--text", help="Print all actions as text that PyTorch reads, one line per rank."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print schedule and report as JSON."),
 ) -> None:
-    """Draw and check a pipeline schedule: bubble, live micro-batches, sends. A backward takes twice a forward's
-    time."""
+    """Draw and check a pipeline schedule: bubble, live micro-batches, sends. A backward counts as twice the time of a
+    forward."""
     num_bytes = display.num_bytes(size, "--bytes") if size else None
     with display.progress("building and checking the schedule"):
         if file is None:

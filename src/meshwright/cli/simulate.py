@@ -34,32 +34,36 @@ def simulate(
     tp: str | None = TP,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
-    contention: bool = typer.Option(False, "--contention", help="Transfers that share a link share its rate."),
-    replicas: int = typer.Option(0, min=0, help="Replicas of the model, for --consistency; 0: as the run file says."),
+    contention: bool = typer.Option(False, "--contention", help="Let transfers that share a link share its rate."),
+    replicas: int = typer.Option(0, min=0, help="Number of replicas, for --consistency; 0: the run file's number."),
     consistency: list[str] = typer.Option(
-        [], "--consistency", help="A rule that joins replicas, such as server(ssp=3). Several are compared."
+        [],
+        "--consistency",
+        help="A consistency rule that joins replicas, such as server(ssp=3). May be repeated to compare rules.",
     ),
     steps: int = typer.Option(200, min=1, help="Steps of each replica, with --consistency."),
     slow: list[str] = typer.Option(
         [],
         "--slow",
-        help="A slow rank, as RANK=FACTOR: 2=1.3. Of replicas: a slow one (1:2.0), a part of all steps (2x:0.25), or "
-        "one replica in each step (2x:turns). Several are possible.",
+        help="A slow rank, as RANK=FACTOR: 2=1.3. With replicas: a slow replica (1:2.0), a quarter of all steps slow "
+        "(2x:0.25), or one slow replica in each step (2x:turns). May be repeated.",
     ),
     jitter: float = typer.Option(
-        0.0, help="Relative standard deviation of every piece of computing; of replicas: of every step."
+        0.0, help="Relative standard deviation of every piece of computing (with replicas: of every step)."
     ),
     seed: int = typer.Option(0, help="Seed of jitter and of random slow steps."),
     schedule: list[str] = typer.Option(
-        [], "--schedule", help="A schedule of a pipeline, such as message-driven. Several are compared, with --jitter."
+        [],
+        "--schedule",
+        help="A pipeline schedule, such as message-driven. Repeat it to compare schedules under --jitter.",
     ),
-    seeds: int = typer.Option(20, min=1, help="Simulated steps of each schedule, with --schedule."),
-    trace: Path | None = typer.Option(None, "--trace", help="Write a trace file that Perfetto opens."),
+    seeds: int = typer.Option(20, min=1, help="Number of steps to simulate per schedule, with --schedule."),
+    trace: Path | None = typer.Option(None, "--trace", help="Write a trace file for Perfetto."),
     as_json: bool = typer.Option(False, "--json", help="Print the trace as JSON."),
 ) -> None:
     """Simulate one training step of a model under its plan: computing, communication, waiting and memory of every
-    rank. With --schedule: steps under several schedules of a pipeline. With --replicas or --consistency: many steps of
-    replicas that a rule joins."""
+    rank. With --schedule: several steps under each of several pipeline schedules. With --replicas or --consistency:
+    many steps of replicas that a consistency rule joins."""
     asked = [f"--layout.replicas={replicas}"] * (replicas > 0)
     asked += [f"--layout.consistency={consistency[0]}"] if consistency else []
     run = run_of(target, [*asked, *context.args], dp, tp, cluster)
@@ -100,7 +104,8 @@ def simulate(
 
 
 def _of_schedule(name: str) -> list[str]:
-    """The options of a schedule. Chunks and a limit in flight are left out where it has none."""
+    """The options that select a schedule. Chunks and the limit of micro-batches in flight are reset if the schedule
+    does not use them."""
     chunks = [] if name in CHUNKED else ["--layout.chunks=1"]
     in_flight = [] if name == "message-driven" else ["--layout.in_flight=0"]
     return [f"--layout.schedule={name}", *chunks, *in_flight]

@@ -1,4 +1,5 @@
-"""``meshwright plan RUN.toml --vary``: the best plans of a captured model on more and more devices, or on clusters."""
+"""``meshwright plan RUN.toml --vary``: the best plans of a captured model for several numbers of devices, or several
+clusters."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ def show_sweep(
     Returns the exit code: 1 if a value has no plan, 130 after Ctrl-C.
 
     Raises:
-        LayoutError: ``vary`` or ``scaling`` is not possible for a captured model.
+        LayoutError: a captured model does not allow this ``vary`` or ``scaling``.
     """
     from meshwright import api
 

@@ -21,21 +21,21 @@ EPILOG = display.examples(
     "meshwright train gpt.toml",
     "meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2",
     "torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml",
-    note="If a rank is lost, all start again from the last checkpoint. Run the same command again, and it goes on "
-    "from there too.",
+    note="If a rank is lost, all ranks start again from the last checkpoint. The same command, run again, also "
+    "continues from the last checkpoint.",
 )
 RECALIBRATE: Any = typer.Option(
-    False, "--recalibrate", help="Correct what is known of this machine by what the run measured."
+    False, "--recalibrate", help="Correct this machine's calibration with the times that the run measures."
 )
 
 
 def train(
     context: typer.Context,
-    file: Path = typer.Argument(..., metavar="RUN.toml", help="What to train, on what, how and where."),
+    file: Path = typer.Argument(..., metavar="RUN.toml", help="The run file: model, data, optimizer, layout."),
     feed_back: bool = RECALIBRATE,
     strict: bool = STRICT,
     compile: bool = typer.Option(False, "--compile", help="Join operators into kernels; needs a C++ compiler."),
-    list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults, and stop."),
+    list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults and stop."),
 ) -> None:
     """Train the model of a RUN.toml. Every key of the file is an option too: --SECTION.KEY VALUE."""
     if list_keys:
@@ -55,9 +55,9 @@ def with_directory(run: Run, directory: str) -> Run:
 
 
 def run_training(run: Run, *, feed_back: bool = False) -> None:
-    """Train on the ranks that a launcher has started, or start ranks first; then print the results.
+    """Train on the ranks that a launcher has started, or start the ranks first. Then print the results.
 
-    ``feed_back``: correct this machine's calibration by the run's ledger.
+    ``feed_back``: correct this machine's calibration with the run's ledger.
     """
     from meshwright import api
 
@@ -96,7 +96,7 @@ def run_training(run: Run, *, feed_back: bool = False) -> None:
 
 
 def run_replicas(run: Run) -> "Trained":
-    """Start each replica as a job of its own, so that the others go on if one dies."""
+    """Start each replica as a job of its own, so that the other replicas continue if it dies."""
     from meshwright import api
 
     num_replicas, each = api.num_replica_jobs(run), api.ranks_of_replica(run)

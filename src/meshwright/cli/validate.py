@@ -23,14 +23,16 @@ EPILOG = display.examples(
 
 
 def validate(
-    cases: Path | None = typer.Argument(None, metavar="CASES.csv", help="A table: one measured run a row."),
-    software: str = typer.Option("", help="Profile of rows that name none: a name, or a .toml file."),
-    choose: bool = typer.Option(False, "--choose", help="Choose a layout from each measured sweep, and judge that."),
-    learn: int = typer.Option(0, min=0, help="Learn from so many random runs, and judge the others."),
-    repeats: int = typer.Option(20, min=1, help="With --learn, how often other runs are drawn."),
+    cases: Path | None = typer.Argument(None, metavar="CASES.csv", help="A table with one measured run per row."),
+    software: str = typer.Option("", help="Software profile of rows without a profile: a name, or a .toml file."),
+    choose: bool = typer.Option(
+        False, "--choose", help="Choose a layout from each measured sweep, and judge the choice."
+    ),
+    learn: int = typer.Option(0, min=0, help="Learn from this number of random runs, and judge the other runs."),
+    repeats: int = typer.Option(20, min=1, help="With --learn, how often new runs are drawn."),
     as_json: bool = display.JSON,
-    worst: int = typer.Option(10, min=0, help="How many rows to show, those with the largest errors first."),
-    columns: bool = typer.Option(False, "--columns", help="Say what each column of a table means, and stop."),
+    worst: int = typer.Option(10, min=0, help="Number of rows to show, beginning with the largest errors."),
+    columns: bool = typer.Option(False, "--columns", help="Explain each column of a table and stop."),
 ) -> None:
     """Predict the runs of a table, and compare the predictions with the measurements."""
     from meshwright import prediction

@@ -35,7 +35,7 @@ class Attendance:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._rank, self._others = world.rank(), [rank for rank in range(world.size()) if rank != world.rank()]
         self.timeout_s = timeout_of(world).total_seconds()
-        # its own connection: the group's may be blocked by another thread that waits
+        # a separate connection, because another thread that waits may block the group's
         self._store: Any = world.get_group_store().clone()  # type: ignore[attr-defined]
         self._box = box()
         self._processes: dict[int, Process | None] = {}
@@ -132,7 +132,7 @@ class Attendance:
 
     def _leave(self, rank: int, note: Trouble) -> None:
         key = f"attendance/{rank}/gone"
-        with suppress(RuntimeError):  # the rank that kept the store may be gone
+        with suppress(RuntimeError):  # the rank that kept the store may have ended
             if not self._store.check([key]):
                 self._store.set(key, "\n".join(note))
 

@@ -244,7 +244,7 @@ def reduce_to_parts_start(
 
 
 def _draw(draw: int, label: str) -> int:
-    """What decides the random numbers of a collective, from the step's number and the collective's label."""
+    """The seed of a collective's random numbers, from the step's number and the collective's label."""
     return draw_of(draw, zlib.crc32(label.encode()))
 
 
@@ -257,7 +257,7 @@ def _together(counts: Sequence[int], itemsize: int, algorithm: str) -> tuple[lis
 
 
 def _empty(like: Tensor, count: int, ranks: _Ranks, again: bool) -> Tensor:
-    """Memory for a result. On a CPU, a result that recurs (``again``) gets a reused block of the group."""
+    """Make memory for a result. On a CPU, a result that recurs (``again``) gets a reused block of the group."""
     ours = again and like.device.type == "cpu"
     return ranks.mine.blocks.empty(count, like.dtype) if ours else like.new_empty(count)
 
@@ -286,8 +286,8 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
 
 
 def shift(value: Tensor, group: str, size: int) -> Tensor:
-    """Start to send ``value`` to the next rank of a group, and to receive the previous rank's value. Both are one
-    batch: as separate NCCL kernels, the sends of all ranks would wait for each other around the ring."""
+    """Start to send ``value`` to the next rank of a group, and to receive the previous rank's value. Both transfers are
+    in one batch. As separate NCCL kernels, the sends of all ranks would wait for each other around the ring."""
     ranks = _ranks(group)
     value = value.contiguous()
     result, me = torch.empty_like(value), ranks.group.rank()
@@ -392,4 +392,4 @@ LIBRARY = Library("meshwright_comm", "IMPL")
 for _name, _function in KERNELS.items():
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _function, _key)
-    LIBRARY.impl(_name, fallthrough_kernel, "Autograd")  # graphs have their own backward, and autograd costs time
+    LIBRARY.impl(_name, fallthrough_kernel, "Autograd")  # graphs have their own backward, and autograd would cost time

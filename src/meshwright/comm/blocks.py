@@ -1,4 +1,4 @@
-"""Memory for the results of collectives on a CPU: a block that no tensor holds any more goes to a later result."""
+"""Memory for the results of collectives on a CPU. A block that no tensor uses any more is reused for a later result."""
 
 import mmap
 import weakref
@@ -48,6 +48,6 @@ class Blocks:
                 self.num_bytes -= len(smaller)
             block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.num_bytes += size
-        lent = memoryview(block)[:size]  # the tensor's storage keeps it, and nothing else does
+        lent = memoryview(block)[:size]  # only the tensor's storage keeps this alive
         weakref.finalize(lent, self._free.append, block).atexit = False
         return torch.frombuffer(lent, dtype=dtype)

@@ -39,7 +39,7 @@ class Board:
         starts = range(0, len(data), PIECE_BYTES)
         for number, start in enumerate(starts):
             self._store.set(f"board/{key}/{number}", data[start : start + PIECE_BYTES])
-        self._store.set(f"board/{key}", str(len(starts)))  # last: a reader that sees it may read the pieces
+        self._store.set(f"board/{key}", str(len(starts)))  # last: a reader that sees this key may read the pieces
 
     def read(self, key: str, rank: int) -> Any:
         """Wait for the note of ``rank`` under a key, and return it.
@@ -47,7 +47,7 @@ class Board:
         Raises:
             LostRankError: the rank is gone, or the note did not come within the group's timeout.
         """
-        # Short looks instead of one long wait in the store: a thread that sleeps here lets the process end.
+        # Short checks instead of one long wait in the store: a thread that sleeps here lets the process end.
         deadline, look = time.monotonic() + self._timeout_s, time.monotonic()
         while not self._store.check([f"board/{key}"]):
             if self._attendance is not None and time.monotonic() > look + CHECK_EVERY_S:

@@ -58,7 +58,7 @@ def on_rank_0(own_trace: Trace, device: torch.device) -> Trace:
     """Merge the traces of all ranks on rank 0's clock. Every rank must call this; ranks other than 0 get
     ``own_trace``."""
     offsets = clock_offsets(device)
-    if len(offsets) == 1:  # this rank is alone
+    if len(offsets) == 1:  # there is only this rank
         return own_trace
     every: list[Any] | None = [None] * len(offsets) if offsets else None
     dist.gather_object(own_trace, every)

@@ -1,4 +1,4 @@
-"""Coded collectives of one rank: which executor runs a codec, and what it starts with (decision 0047)."""
+"""Coded collectives of one rank: the choice of the executor for a codec, and its initial state (decision 0047)."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +22,8 @@ from meshwright.schedules.collectives.hierarchy import read
 from meshwright.schedules.collectives.operations import BALANCED, DENSE_GATHER
 
 Key: TypeAlias = tuple[str, str, int, torch.dtype, Codec, bool]
-"""Key of a kind of coded collective: operation, algorithm, length, dtype, codec, whether ranks have chosen before."""
+"""Key of a kind of coded collective: operation, algorithm, length, dtype, codec, and whether ranks have already chosen
+elements."""
 CodedKind: TypeAlias = ChunksKind | RoundsKind
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -40,11 +41,11 @@ def kind_of(
     codec: Codec,
     has_chosen: bool,
 ) -> CodedKind:
-    """The state that coded collectives with these properties share on one rank. ``has_chosen``: ranks have chosen
-    their elements before; then messages inside boxes are coded too.
+    """The state that coded collectives with these properties share on one rank. ``has_chosen``: ranks have already
+    chosen their elements. Messages inside boxes are then coded too.
 
     Raises:
-        ScheduleError: the codec may not ride the algorithm, or there is no such algorithm.
+        ScheduleError: the algorithm cannot carry the codec, or there is no such algorithm.
         PlanError: the codec has no collective of its own, or the dtype cannot be coded; the codec chooses no elements.
     """
     kind, carrier = str(dtype).removeprefix("torch."), codec.exchange
@@ -56,7 +57,7 @@ def kind_of(
         raise PlanError("it has no collective of its own", where=f"codec {codec}", remedy=remedy)
     if has_chosen and carrier != "merges":
         raise PlanError("it chooses no elements", where=f"codec {codec}", remedy="give a selection, such as topk(1%)")
-    # Parts that are balanced are cut later: one element stands for each.
+    # Balanced parts are cut later. Until then, one element stands for each part.
     balances = algorithm == BALANCED and carrier == "merges"
     steps = coded(
         operations.build(operation, algorithm, num_ranks, num_ranks if balances else length),

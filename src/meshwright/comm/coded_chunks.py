@@ -1,8 +1,9 @@
-"""Runs the steps of a coded collective on lanes, if the number of elements alone says how many bytes a message has.
+"""Runs the steps of a coded collective on lanes, for codecs whose message sizes follow from the number of elements
+alone.
 
-A chunk is encoded straight before it is put into a lane, and decoded from the lane's memory. The error of each encoding
-is added to the residual of the rank that encodes. So what all ranks receive, plus all new residuals, is what all ranks
-contributed, plus all old residuals.
+A chunk is encoded immediately before it is put into a lane, and decoded directly from the lane's memory. The error of
+each encoding is added to the residual of the rank that encodes. So errors are not lost: the received sums plus all new
+residuals equal the contributions plus all old residuals.
 """
 
 import time
@@ -22,8 +23,8 @@ from meshwright.schedules.collectives.coded import CodedSteps
 
 
 class CodedStep(NamedTuple):
-    """A :class:`~meshwright.comm.compiled.CompiledStep` with its lane. ``stored``: the place of its bytes in the
-    store, if they are sent again. ``in_use``: the encoded elements must become the decoded elements."""
+    """A :class:`~meshwright.comm.compiled.CompiledStep` with its lane. ``stored``: the position of its bytes in the
+    store, if they are sent again. ``in_use``: the elements must be replaced by the decoded elements."""
 
     kind: int
     lane: Any
@@ -64,12 +65,12 @@ class ChunksKind(Named):
         self.ahead, self.rest_puts = program.ahead, program.rest_puts
         self.settles = tuple(lanes.values()) if expects else ()
         longest = max((step.end - step.begin for step in program.steps if step.code >= 0), default=0)
-        with torch.inference_mode(False):  # inference tensors could not be written to where gradients are wanted
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             self.message = torch.empty(coder.num_bytes(longest) if longest else 0, dtype=torch.uint8)
             self.decoded = torch.empty(longest, dtype=dtype)
 
     def run(self, exchange: Exchange, number: int, label: str, wait: Wait) -> "ChunksRun":
-        """A collective of this kind; ``wait`` finishes it after those that were started before."""
+        """Start a collective of this kind. ``wait`` finishes it, after all collectives that were started earlier."""
         return ChunksRun(self, exchange, number, label, wait)
 
 
@@ -151,11 +152,11 @@ class ChunksRun(CodedRun):
             lane.release()
 
     def _expect(self, step: CodedStep, exchange: Exchange) -> None:
-        """Announce a message; lanes need its size and dtype only for the room that it takes, which is the largest."""
+        """Announce a message to its lane. The lane only needs the largest size and dtype, to reserve room."""
         step.lane.expect(step.end - step.begin, exchange.memory)
 
     def _coded(self, step: CodedStep, exchange: Exchange) -> Tensor:
-        """The message of a step that puts. Encoding adds the error to the residual."""
+        """The message of a step that sends. Encoding adds the error to the residual."""
         what, _, begin, end, code, stored, in_use = step
         elements = exchange.memory[begin:end]
         if what == PUT:

@@ -1,4 +1,4 @@
-"""What a rank holds during an exchange of elements whose coded size is not known in advance."""
+"""The state of a rank during an exchange of elements whose coded size is not known in advance."""
 
 from collections.abc import Sequence
 
@@ -66,7 +66,7 @@ class Elements:
 
 
 def sent_again(rank: int, coded: CodedSteps) -> frozenset[int]:
-    """The encodings whose bytes a rank sends, after it has sent or received them."""
+    """The encodings whose bytes a rank sends once more, after it has sent or received them."""
     known: set[int] = set()
     again: set[int] = set()
     for moves in coded.rounds:

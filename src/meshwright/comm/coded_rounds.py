@@ -1,7 +1,7 @@
-"""Runs the steps of a coded collective round by round, if ranks do not know in advance how many bytes a message has.
+"""Runs the steps of a coded collective round by round, for codecs whose message sizes ranks do not know in advance.
 
-In each round, ranks first send the sizes of their coded messages, 8 bytes for each piece, then the bytes. All ranks
-order their messages as in ``comm/compiled.py``, so that the rank that is furthest behind can always continue.
+In each round, ranks first send the sizes of their coded messages, with 8 bytes for each piece, and then the contents.
+All ranks order their messages as in ``comm/compiled.py``, so that the slowest rank can always continue.
 """
 
 import time
@@ -23,7 +23,7 @@ from meshwright.schedules.collectives.operations import BALANCED
 
 
 class Message(NamedTuple):
-    """The moves of one round between this rank and a peer. ``is_coded``: else the elements travel as they are."""
+    """The moves of one round between this rank and a peer. ``is_coded``: whether the elements are coded."""
 
     lane: Lane
     moves: tuple[CodedMove, ...]
@@ -31,7 +31,7 @@ class Message(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[Part, bool]]:
-        """The parts of all moves, each with whether it is added."""
+        """The parts of all moves. Each has a flag that says whether the receiver adds it."""
         return [(part, move.adds) for move in self.moves for part in move.parts]
 
 
@@ -43,16 +43,16 @@ class Round(NamedTuple):
 
 
 class Holder(Protocol):
-    """What a rank holds of each atom during a collective, and how it is coded."""
+    """The state of a rank during a collective: each atom, and how it is coded."""
 
     def num_pieces(self, part: Part, adds: bool) -> int:
-        """The number of pieces of a coded part, each of which has a size of its own."""
+        """The number of pieces of a coded part. Each piece has its own size."""
 
     def encode(self, part: Part, adds: bool) -> Sequence[Tensor]:
         """The bytes of each piece of a part that this rank sends."""
 
     def decode(self, part: Part, pieces: Sequence[Tensor], adds: bool) -> None:
-        """Add a received part to this rank's, or keep it."""
+        """Add a received part to this rank's part, or store it."""
 
     def elements(self, part: Part) -> Tensor:
         """The elements of an atom, in memory, for a message that is not coded."""
@@ -62,8 +62,8 @@ class Holder(Protocol):
 
 
 class RoundsKind(Named):
-    """The state that coded collectives of one kind share: this rank's messages, round by round. ``hold`` makes what a
-    rank holds in one collective."""
+    """The state that coded collectives of one kind share: this rank's messages, round by round. ``hold`` makes the
+    state of a rank for one collective."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RoundsKind(Named):
         self.most_ahead = AHEAD if self.expects else SLOTS - 1
 
     def run(self, exchange: Exchange, number: int, label: str, wait: Wait) -> "RoundsRun":
-        """A collective of this kind; ``wait`` finishes it after those that were started before."""
+        """Start a collective of this kind. ``wait`` finishes it, after all collectives that were started earlier."""
         return RoundsRun(self, exchange, number, label, wait)
 
 
@@ -103,7 +103,7 @@ def _round(rank: int, moves: Sequence[CodedMove], lanes: Mapping[int, Lane]) -> 
 
 
 class _Outgoing(NamedTuple):
-    """What a rank puts in a round: the sizes of pieces, and the contents, each with its lane."""
+    """The messages that a rank sends in a round: the sizes of pieces, and the contents, each with its lane."""
 
     sizes: list[tuple[Lane, Tensor]]
     contents: list[tuple[Lane, Tensor]]
@@ -185,7 +185,7 @@ class RoundsRun(CodedRun):
         self.coding_s += time.perf_counter() - begun
 
     def _coded(self, this: Round) -> _Outgoing:
-        """Encode what this rank sends in a round."""
+        """Encode the parts that this rank sends in a round."""
         outgoing, holder, begun = _Outgoing([], []), self._held(), time.perf_counter()
         for lane, moves, is_coded in this.puts:
             if is_coded:
@@ -226,7 +226,7 @@ class RoundsRun(CodedRun):
         return found
 
     def _swap(self, this: Round, outgoing: _Outgoing, early: int, sizes: list[list[int]]) -> None:
-        """Exchange the contents. Elements that are not coded are taken straight from the lane's memory."""
+        """Exchange the contents. Elements that are not coded are read directly from the lane's memory."""
         holder, each = self._held(), iter(sizes)
         incoming: list[tuple[Lane, Tensor, bool]] = []
         coded: list[tuple[Message, list[int], Tensor]] = []
@@ -266,8 +266,8 @@ class RoundsRun(CodedRun):
 
 
 def _messages(kind: int, contents: Sequence[tuple[Lane, Tensor]]) -> list[list[CompiledStep]]:
-    """The steps that put or take contents, in messages that lanes can carry; one list for each lane. ``peer`` is the
-    index of the content."""
+    """The steps that send or receive contents, in messages of sizes that lanes can carry. There is a list for each
+    lane. ``peer`` is the index of the content."""
     by_lane: dict[Lane, list[CompiledStep]] = {}
     for at, (lane, content) in enumerate(contents):
         most = MESSAGE_BYTES // content.element_size()

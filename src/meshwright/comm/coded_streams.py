@@ -1,4 +1,4 @@
-"""What a rank holds during an exchange of selections: streams of indices and values, or elements."""
+"""The state of a rank during an exchange of selections: streams of indices and values, or dense elements."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,10 +19,10 @@ from meshwright.schedules.collectives.steps import Span
 
 
 class Streams:
-    """The atoms of one rank: each a stream, or elements in memory.
+    """The atoms of one rank. Each is a stream, or dense elements in memory.
 
-    A rank chooses its elements before their first coded message: from the whole vector at once, or from each atom that
-    crosses between boxes. What it does not choose is left in its residual.
+    A rank chooses its elements before they are coded for the first time: from the whole vector at once, or from each
+    atom that is sent between boxes. Elements that are not chosen stay in its residual.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Streams:
         self._held: list[Stream | None] = [None for _ in coded.atoms]
         self._kept: dict[int, Sequence[Tensor]] = {}
         self._chunk = coder.chunk if coder is not None else CHUNK
-        self._most = 0  # elements that a rank keeps of its sum; 0: all
+        self._most = 0  # the number of elements that a rank keeps of its sum; 0: all
         self._chosen: Stream | None = None
         self._feedback = msgspec.structs.replace(codec, feedback=True, momentum=0.0, warmup=0)
         if not whole:
-            exchange.begin()  # the residual is in the sum of the box, from which elements are chosen
+            exchange.begin()  # the box's sum, from which elements are chosen, includes the residuals
         if self._algorithm == BALANCED:
             self._chosen = exchange.chosen or self._choose((0, exchange.memory.numel()))
         elif whole:
@@ -67,8 +67,9 @@ class Streams:
         return torch.cat((torch.tensor([count]), positions))
 
     def balance(self, samples: Sequence[Tensor]) -> None:
-        """Cut the vector so that each rank's part holds about equally many chosen elements of all ranks, by the samples
-        of all ranks. A rank later keeps at most twice its share of the largest number that a rank has chosen."""
+        """Cut the vector so that the parts of all ranks contain about equal numbers of chosen elements, according to
+        the samples of all ranks. Later, a rank keeps at most twice its share of the largest number of elements that any
+        rank has chosen."""
         chosen, num_ranks = self._chosen, len(samples)
         assert chosen is not None, "chosen at the beginning"
         positions = torch.cat([each[1:] for each in samples])
@@ -85,7 +86,7 @@ class Streams:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def num_pieces(self, part: Part, adds: bool) -> int:
-        """One, or the number of chunks of elements."""
+        """The number of pieces: 1, or the number of chunks of dense elements."""
         return len(self._chunks(part.atom)) if self._goes_dense(adds) else 1
 
     def encode(self, part: Part, adds: bool) -> Sequence[Tensor]:
@@ -104,7 +105,7 @@ class Streams:
         return self._kept[code]
 
     def decode(self, part: Part, pieces: Sequence[Tensor], adds: bool) -> None:
-        """Merge a received stream with this rank's, or keep it."""
+        """Merge a received stream with this rank's stream, or store it."""
         begin, end = self._atoms[part.atom]
         if self._goes_dense(adds):
             for (first, last), piece in zip(self._chunks(part.atom), pieces, strict=True):
@@ -141,31 +142,32 @@ class Streams:
         return list(chunks(self._atoms[atom], self._chunk))
 
     def _stream(self, atom: int) -> Stream:
-        """The stream of an atom; chosen now if it is still elements."""
+        """The stream of an atom. If the atom is still dense, its elements are chosen now."""
         stream = self._held[atom]
         if stream is None:
             stream = self._held[atom] = self._choose(self._atoms[atom])
         return stream
 
     def _choose(self, span: Span) -> Stream:
-        """Choose elements, of the sum of elements and residual; the others stay in the residual."""
+        """Choose elements from the sum of elements and residual. The others stay in the residual."""
         elements, residual = self._exchange.memory[slice(*span)], self._exchange.residual_of(span)
         before = self._exchange.before_of(span)
         if residual is None or before is None:
             return Stream.select(elements, self._codec)
         stream = select_with_feedback(elements, {"residual": residual}, self._feedback, 0, before={"residual": before})
         if not bool(stream.values.isfinite().all()):
-            residual.nan_to_num_(0, 0, 0)  # there may have been more of them than are chosen
+            residual.nan_to_num_(0, 0, 0)  # there may be more such elements than are chosen
         return stream
 
     def _sparse(self, atom: int, stream: Stream, adds: bool, draw: int) -> Tensor:
-        """The bytes of a stream. What they leave out goes to the residual, and the stream becomes what they say."""
+        """The bytes of a stream. The difference goes to the residual, and the stream is replaced by its decoded
+        form."""
         if self._most and not adds and len(stream.values) > self._most:
             stream = self._largest(atom, stream, self._most)
         item_bytes, length = stream.values.itemsize, stream.length
         sparse_bytes = self._codec.sparse_bytes(len(stream.values), item_bytes)
         if stream.indices is not None and self._codec.value_bytes(length, item_bytes) < sparse_bytes:
-            stream = Stream(length, None, stream.dense())  # quantized elements are shorter than their indices
+            stream = Stream(length, None, stream.dense())  # quantized elements take fewer bytes than their indices
         decoded, message = recode(stream, self._codec, draw)
         if decoded is not stream:
             self._add_error(atom, Stream(stream.length, stream.indices, stream.values - decoded.values))
@@ -183,7 +185,8 @@ class Streams:
         return Stream(stream.length, indices[kept], stream.values[kept])
 
     def _dense(self, atom: int, stream: Stream, draw: int) -> Sequence[Tensor]:
-        """The bytes of all elements of a stream, in chunks. The elements in memory become what they say."""
+        """The bytes of all elements of a stream, in chunks. The elements in memory are replaced by their decoded
+        form."""
         memory, pieces = self._exchange.memory, []
         _write(stream, memory[slice(*self._atoms[atom])])
         self._held[atom] = None
@@ -212,7 +215,7 @@ class Streams:
 
 
 def _write(stream: Stream, elements: Tensor) -> None:
-    """Make the elements those of a stream, chunk by chunk: each is written while it lies in the cache."""
+    """Copy a stream to the elements, chunk by chunk, so that each chunk is written while it is in the cache."""
     if stream.indices is None:
         elements.copy_(stream.values)
         return

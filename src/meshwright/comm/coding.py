@@ -1,6 +1,7 @@
-"""How a bucket crosses between ranks in coded form, by the algebra of its codec (decision 0047).
+"""Sends buckets in coded form, by the method that their codec allows (decision 0047).
 
-A codec's vector is in float32 at least: residuals of 16-bit gradients would lose what they are kept for.
+A codec uses vectors of at least float32 precision, because 16-bit residuals would lose the small errors that they exist
+for.
 """
 
 import time
@@ -26,11 +27,11 @@ from meshwright.ir.codec import Select, codec_of
 
 _SALT = 0x5EED
 NORM_EVERY = 64
-"""Of so many collectives with one label, one measures the norm of its residual."""
+"""For each label, one of this number of collectives measures the norm of its residual."""
 
 
 Sums: TypeAlias = Collectives | Native | Mpi
-"""What adds up coded vectors: any object that runs dense all-reduces."""
+"""An object that adds up coded vectors: any object that runs dense all-reduces."""
 
 
 class Coding:
@@ -38,12 +39,13 @@ class Coding:
 
     Args:
         text: the codec.
-        before: what the codec keeps (``Codec.state_lengths``), as the step before left it; None if it keeps nothing.
-        state: memory for what the codec keeps from now on. All of it is written. It may be ``before`` itself.
-        draw: decides the random numbers; equal on all ranks of the group.
+        before: the state that the codec has kept from the previous step (``Codec.state_lengths``); None if it keeps
+            nothing.
+        state: memory for the new state. All of it is written. It may be the same tensor as ``before``.
+        draw: the seed of the random numbers, equal on all ranks of the group.
         shapes: the shapes of the gradients in the vector.
         num_ranks: the number of ranks of the group.
-        measured: what this collective has done, for the ledger.
+        measured: measurements of this collective, for the ledger.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Coding:
         return dict(zip(lengths, state.split([*lengths.values()]), strict=True))
 
     def all_reduce(self, value: Tensor, ours: Collectives, sums: Sums, algorithm: str, label: str) -> Work:
-        """Sum a contiguous tensor over the group, in place. ``algorithm`` carries coded elements; ``sums`` adds up
+        """Sum a contiguous tensor over the group, in place. ``algorithm`` carries the coded elements; ``sums`` adds up
         coded vectors."""
         vector, write = self._vector(value)
         if self._codec.exchange == "sums":
@@ -100,7 +102,7 @@ class Coding:
 
     @staticmethod
     def _vector(value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """The elements in float32 at least, and what writes them back."""
+        """The elements in at least float32, and a function that writes them back."""
         wide = torch.promote_types(value.dtype, torch.float32)
         if wide == value.dtype:
             return value, lambda: None
@@ -118,16 +120,18 @@ class Coding:
 
     @property
     def _is_dense_yet(self) -> bool:
-        """Whether the codec waits for the end of its warm-up. Selections choose more elements instead."""
+        """Whether exchanges are still dense, because the codec's warm-up has not ended. Selections have no dense phase:
+        they choose more elements during the warm-up."""
         return self._codec.select is None and self._steps < self._codec.warmup
 
     # --- momentum ----------------------------------------------------------------------------------------------------
 
     def _begin(self, vector: Tensor) -> Stream | None:
-        """Turn gradients into what is exchanged: with 1-bit Adam, this rank's term of the momentum.
+        """Turn gradients into the values to exchange. With 1-bit Adam, these are this rank's terms of the momentum.
 
-        Returns the elements that this rank sends, if it chooses them before the collective: because its own momentum
-        becomes 0 there and nowhere else, or because each step of the warm-up chooses another number of them."""
+        Returns the elements that this rank sends, if it must choose them before the collective. There are two reasons:
+        its own momentum becomes 0 at exactly these elements, or each step of the warm-up chooses another number of
+        elements."""
         codec, beta = self._codec, self._codec.momentum
         self._note_norm(vector)
         if codec.shares_momentum and not self._is_dense_yet:
@@ -143,7 +147,8 @@ class Coding:
         return chosen
 
     def _drop_what_is_not_finite(self) -> None:
-        """Leave it out of residual and momentum: it has arrived in the result, and would stay for ever."""
+        """Remove infinities and NaN from residual and momentum. They have already reached the result, and would
+        otherwise stay for ever."""
         for name in self._kept.keys() & {"residual", "momentum"}:
             torch.nan_to_num_(self._kept[name], 0.0, 0.0, 0.0)
 
@@ -154,7 +159,7 @@ class Coding:
         self._coding_s += time.perf_counter() - begun
 
     def _note(self, vector: Tensor, work: Work | None) -> None:
-        """Note what the collective has done. Norms take time: they are measured at times only."""
+        """Record measurements of the collective. Norms are measured only sometimes, because that takes time."""
         measured = self._measured
         measured.num_bytes = vector.nbytes
         if isinstance(work, CodedRun):
@@ -167,7 +172,7 @@ class Coding:
         measured.count += 1
 
     def _note_norm(self, vector: Tensor) -> None:
-        """Measure the norm of this rank's gradients, at times."""
+        """Measure the norm of this rank's gradients, in some of the calls."""
         if self._residual is not None and self._measured.count % NORM_EVERY == 0:
             self._norm = float(vector.norm())
 
@@ -178,10 +183,10 @@ class Coding:
             old = self._old["momentum"]
             assert old is not momentum, "momenta of the sum are exchanged once a step"
             new = torch.lerp(old, vector, 1 - beta) if self._is_dense_yet else vector
-            # Elements that are not finite arrive in the result, and leave the momentum of later steps as it was.
+            # Infinities and NaN reach the result, but do not change the momentum of later steps.
             torch.where(new.isfinite(), new, old, out=momentum)
             if not self._is_dense_yet:
-                # The optimizer makes the new momentum of this gradient, because it holds the old momentum.
+                # The optimizer computes the new momentum from this gradient, because it holds the old momentum.
                 vector.sub_(old, alpha=beta).div_(1 - beta)
         write()
 
@@ -201,13 +206,13 @@ class Coding:
         return self._sum_factors(flat, write, sums, algorithm, label)
 
     def _sum_chosen(self, flat: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
-        """Random elements, equal on all ranks."""
+        """Sum random elements, which are the same on all ranks."""
         share = share_of(self._codec, self._steps)
         assert share is not None, "of a threshold only"
         with self._timed():
             count = Select("randk", share).count(flat.numel())
             chosen = random_indices(flat.numel(), count, draw_of(self._draw, _SALT))
-            # An element that is not finite must arrive, also if it is not chosen.
+            # An element that is not finite must reach the result even if it is not chosen.
             coded = flat[chosen] if bool(flat.isfinite().all()) else flat.new_full(chosen.shape, torch.nan)
             if self._residual is not None:
                 self._residual.copy_(flat)
@@ -226,8 +231,9 @@ class Coding:
         return UnderWay(finish, flat, coded, works=(sums.all_reduce(coded, "sum", algorithm, label),))
 
     def _sum_factors(self, flat: Tensor, write: Callable[[], object], sums: Sums, algorithm: str, label: str) -> Work:
-        """PowerSGD: P = M Q of all ranks, orthogonal; then Q = Mᵀ P of all ranks. A rank's residual is M - P Pᵀ M, so
-        that the result and all residuals add up to all gradients and all old residuals."""
+        """Sum by PowerSGD: P is the sum of M Q over all ranks, made orthogonal; then Q is the sum of Mᵀ P over all
+        ranks. A rank's residual is M - P Pᵀ M, so that the result and all residuals add up to all gradients and all old
+        residuals."""
         tensors = [
             part.view(shape) for part, shape in zip(flat.split([*map(prod, self._shapes)]), self._shapes, strict=True)
         ]

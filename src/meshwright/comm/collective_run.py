@@ -1,4 +1,4 @@
-"""Collectives that have been started: how one is begun, and how its remaining steps are run."""
+"""Collectives that have been started, and the methods that begin them and run their remaining steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from meshwright.comm.collective_kind import Kind, LaneStep, Named
 from meshwright.comm.compiled import ADD, EXPECT, KEEP, PUT
 
 Wait = Callable[[Any], None]
-"""Finishes a started collective, after those that were started before it."""
+"""A function that finishes a started collective, after the collectives that were started before it."""
 
 
 class Run(ABC):
@@ -63,7 +63,7 @@ class DenseRun(Run):
         finish: Callable[[], object] | None,
     ) -> None:
         super().__init__(kind, number, label, wait)
-        self._means, self._kept = kind.tensors, memory  # kept: an array over the memory does not keep it alive
+        self._means, self._kept = kind.tensors, memory  # an array over the memory would not keep it alive
         self._memory: Any = memory
         if kind.arrays is not None and isinstance(memory, Tensor) and memory.is_cpu and memory.is_contiguous():
             self._means, self._memory = kind.arrays, kind.array(memory)
@@ -102,7 +102,7 @@ class DenseRun(Run):
 
     def _do(self, steps: tuple[LaneStep, ...]) -> None:
         memory, tag, whole = self._memory, self.tag, self.kind.whole
-        dtype, reduce, keep = self._means  # whole: making a view takes longer than sending a short message
+        dtype, reduce, keep = self._means  # no view: making one takes longer than sending a short message
         for what, lane, begin, end, into in steps:
             if what == ADD:
                 target = memory if whole else self._into(begin, end)

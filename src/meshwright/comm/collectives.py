@@ -70,7 +70,7 @@ class Collectives:
         length, begin, end = flat.numel(), self.rank * part.numel(), (self.rank + 1) * part.numel()
         kind = self._kind(("reduce_scatter", algorithm, length, value.dtype, op, 0, None))
         if all(begin <= first and last <= end for first, last in kind.writes):
-            # The steps write only this rank's part. It is summed directly in ``into``: the rest needs no copy.
+            # The steps write only this rank's part. It is summed directly in ``into``, so that the rest needs no copy.
             part.copy_(flat[begin:end])
             return self._start("reduce_scatter", algorithm, length, Written(flat, part, begin), op, label)
         memory = flat.clone()
@@ -83,15 +83,16 @@ class Collectives:
         return self._start("all_gather", algorithm, into.numel(), into.view(-1), "sum", label)
 
     def all_gather_parts(self, memory: Tensor, counts: Sequence[int], algorithm: str = "star", label: str = "") -> Work:
-        """Collect the parts of a flat tensor in place: rank r has its ``counts[r]`` elements behind those of the ranks
-        before it. All ranks pass the same counts."""
+        """Collect the parts of a flat tensor in place. The part of rank r has ``counts[r]`` elements, and follows the
+        parts of the ranks before it. All ranks pass the same counts."""
         return self._start("all_gather", algorithm, memory.numel(), memory, "sum", label, counts=(tuple(counts),))
 
     def reduce_scatter_parts(
         self, memory: Tensor, counts: Sequence[int], algorithm: str = "star", label: str = ""
     ) -> Work:
-        """Sum a flat tensor in place: rank r ends with the sums of its ``counts[r]`` elements, which lie behind those
-        of the ranks before it. Its other elements are undefined afterwards. All ranks pass the same counts."""
+        """Sum a flat tensor in place. Rank r gets the sums of its part, which has ``counts[r]`` elements and follows
+        the parts of the ranks before it. Its other elements are undefined afterwards. All ranks pass the same
+        counts."""
         return self._start("reduce_scatter", algorithm, memory.numel(), memory, "sum", label, counts=(tuple(counts),))
 
     def broadcast(self, value: Tensor, root: int = 0, algorithm: str = "tree", label: str = "") -> Work:
@@ -146,16 +147,16 @@ class Collectives:
         """Sum a contiguous tensor in place, in coded form. All ranks end with the same bits.
 
         ``residual`` has the shape of ``value``. It is added to the value, and then receives the errors of this rank's
-        encodings, so that all values plus all residuals are as before; None: errors are lost. ``before``: what is added
-        in place of the residual, which is then only written. ``draw`` decides the random numbers, with the rank. With
-        one rank nothing happens.
+        encodings, so that the sum of all values and residuals does not change. None: errors are lost. ``before``: a
+        tensor that is added instead of the residual. The residual is then only written. ``draw`` and the rank are the
+        seed of the random numbers. With a single rank, nothing happens.
 
-        ``chosen``: what this rank has chosen of the value and residual already, for codecs that select; the residual
-        holds the rest, and the value is only written. Else ranks choose before their first coded message: along levels,
-        from the sum of a box.
+        ``chosen``: for codecs that select elements, the elements that this rank has already chosen from value and
+        residual. The residual then holds the other elements, and the value is only written. Without ``chosen``, ranks
+        choose before their first coded message. In a hierarchical algorithm, they choose from the sum of a box.
 
         Raises:
-            ScheduleError: the codec may not ride the algorithm.
+            ScheduleError: the algorithm cannot carry the codec.
             PlanError: the residual has another length or dtype.
         """
         flat = value.view(-1)
@@ -174,8 +175,8 @@ class Collectives:
         before: Tensor | None = None,
     ) -> CodedRun:
         """Sum a contiguous tensor ``[size, ...]`` in coded form, and write this rank's row to ``into``; ``value`` is
-        unchanged. The row is not coded at the end. ``residual`` has the shape of ``value``, as in
-        ``coded_all_reduce``; ``chosen`` and ``before`` are as there."""
+        unchanged. The result is not encoded. ``residual`` has the shape of ``value``. ``residual``, ``chosen`` and
+        ``before`` have the same meaning as in ``coded_all_reduce``."""
         memory, part = value.view(-1).clone(), into.view(-1)
         row = memory[self.rank * part.numel() : (self.rank + 1) * part.numel()]
         finish = partial(part.copy_, row)
@@ -195,7 +196,8 @@ class Collectives:
     ) -> CodedRun:
         """Collect every rank's ``value``, coded and decoded, in ``into``, a contiguous tensor ``[size, ...]``.
 
-        ``value`` is unchanged. ``residual`` has the shape of ``value``, as in ``coded_all_reduce``."""
+        ``value`` is unchanged. ``residual`` has the shape of ``value``, and the same meaning as in
+        ``coded_all_reduce``."""
         into[self.rank].copy_(value)
         flat = into.view(-1)
         return self._start_coded("all_gather", algorithm, flat, residual, codec, draw, label)
@@ -289,7 +291,8 @@ class Collectives:
             self._open.popleft()
 
     def _fail(self, error: MeshwrightError, run: Run) -> NoReturn:
-        """Raise an error, now and for every later collective: it is unknown which messages are still under way."""
+        """Raise an error, now and for every later collective, because it is unknown which messages are still on their
+        way."""
         self._failed = self._report(error, run)
         raise self._failed from error
 

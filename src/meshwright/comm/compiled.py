@@ -6,8 +6,8 @@ one message while the next message is under way:
     put 0   put 1   put 2   take 0   put 3   take 1   put 4   take 2   take 3   take 4
 
 All ranks order their messages alike: by round, then by the fraction of the lane's messages that precede the message. So
-the rank that is furthest behind can always continue. The message that it waits for has been put, and the lane that it
-puts into holds at most ``LAG`` messages that have not been taken. A lane therefore needs room for ``LAG`` + 1 messages.
+the slowest rank can always continue: the message that it waits for has already been sent, and the lane into which it
+sends holds at most ``LAG`` messages that have not been taken. A lane therefore needs room for ``LAG`` + 1 messages.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,10 @@ class CompiledStep(NamedTuple):
     this rank will take a message of this length from ``peer``. ADD takes a message and reduces it into the elements.
     KEEP takes a message and overwrites the elements with it. COPY copies the elements to position ``into``.
 
-    In coded collectives, ENCODE and FORWARD put the elements in coded form: ENCODE encodes them, FORWARD puts the bytes
-    of an earlier ENCODE or DECODE. DECODE_ADD and DECODE take such a message and add up, or keep, the decoded elements.
-    ``code`` is the encoding (``schedules/collectives/coded.py``); with ``begin`` it identifies these bytes."""
+    In coded collectives, ENCODE and FORWARD send the elements in coded form. ENCODE encodes them, and FORWARD sends the
+    bytes of an earlier ENCODE or DECODE. DECODE_ADD and DECODE receive such a message, and add or store the decoded
+    elements. ``code`` is the encoding (``schedules/collectives/coded.py``); ``code`` and ``begin`` identify these
+    bytes."""
 
     kind: int
     peer: int
@@ -41,7 +42,7 @@ class CompiledStep(NamedTuple):
 
 
 PUTS = (PUT, ENCODE, FORWARD)
-"""The kinds of steps that put a message."""
+"""The kinds of steps that send a message."""
 
 
 class Compiled(NamedTuple):
@@ -93,7 +94,7 @@ def compiled_coded(
     rank: int, coded: CodedSteps, num_per_message: int, chunk: int, most_ahead: int, *, expects: bool
 ) -> Compiled:
     """Turn a rank's part of a coded collective into steps, as ``compiled`` does. Each coded message is one chunk of an
-    atom, at most ``chunk`` elements; other messages have at most ``num_per_message`` elements.
+    atom, with at most ``chunk`` elements. Other messages have at most ``num_per_message`` elements.
 
     Raises:
         ScheduleError: a round would overwrite elements before it has sent them.

@@ -1,4 +1,4 @@
-"""What a coded collective works on, and how it is run: the part that all executors of coded collectives share."""
+"""The tensors of a coded collective, and the part of its execution that all executors share."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,13 +16,14 @@ from meshwright.schedules.collectives.steps import Span
 class Exchange:
     """The tensors of one coded collective.
 
-    ``memory``: the elements, summed in place. ``residual``: the errors of this rank's encodings, for the elements from
-    ``offset`` on; None: errors are lost. ``before``: the residual of the step before, which is added to the elements
-    and does not change; None: it is in ``residual``. ``draw`` decides the random numbers. ``finish`` is called at the
-    end. ``chosen``: the elements that this rank has chosen already; the residual then holds the others.
+    ``memory``: the elements, which are summed in place. ``residual``: the errors of this rank's encodings, for the
+    elements from ``offset`` on. None: errors are lost. ``before``: the residual of the previous step, which is added to
+    the elements and does not change. None: it is in ``residual``. ``draw`` is the seed of the random numbers.
+    ``finish`` is called at the end. ``chosen``: the elements that this rank has already chosen. The residual then holds
+    the other elements.
 
     Raises:
-        PlanError: the residual has another length or dtype than the elements that this rank contributes.
+        PlanError: the residual does not have the length or dtype of the elements that this rank contributes.
     """
 
     def __init__(
@@ -48,23 +49,23 @@ class Exchange:
             )
 
     def begin(self) -> None:
-        """Add the residual to the elements; errors are then collected from 0 on."""
+        """Add the residual to the elements. After that, the residual collects errors, beginning with 0."""
         if self.residual is not None and self._before is not None:
             self._own.add_(self._before)
             self._before = self.residual.zero_()
 
     def keep(self) -> None:
-        """Leave the residual as the step before left it."""
+        """Leave the residual unchanged since the previous step."""
         if self.residual is not None and self._before is not None and self.chosen is None:
             self.residual.copy_(self._before)
 
     def before_of(self, span: Span) -> Tensor | None:
-        """The residual of these elements that is not yet added to them."""
+        """The residual of these elements, if it has not been added to them yet."""
         return None if self._before is None else self._before[span[0] - self.offset : span[1] - self.offset]
 
     def add_error(self, begin: int, error: Tensor) -> None:
-        """Add the error of elements from ``begin`` on to the residual. What is not finite is left out: it has
-        arrived in the result, and would stay in the residual for ever. ``error`` is overwritten."""
+        """Add the error of elements from ``begin`` on to the residual. Infinities and NaN are left out: they have
+        already reached the result, and would otherwise stay in the residual for ever. ``error`` is overwritten."""
         residual = self.residual_of((begin, begin + error.numel()))
         if residual is not None:
             residual.add_(torch.nan_to_num_(error, 0, 0, 0))
@@ -82,13 +83,13 @@ class Exchange:
 
 
 def _described(tensor: Tensor) -> str:
-    """The length and dtype of a flat tensor in words."""
+    """The length and dtype of a flat tensor as text."""
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class CodedRun(Run):
-    """A coded collective that has been started. ``sent_bytes`` counts the bytes of its messages, and ``coding_s`` the
-    seconds in which this rank chose, encoded and decoded elements."""
+    """A coded collective that has been started. ``sent_bytes`` counts the bytes of its messages. ``coding_s`` is the
+    time, in seconds, in which this rank chose, encoded and decoded elements."""
 
     __slots__ = ("_begun", "_exchange", "coding_s", "sent_bytes")
 
@@ -99,7 +100,8 @@ class CodedRun(Run):
         self.sent_bytes, self.coding_s = 0, 0.0
 
     def _is_idle(self, num_steps: int) -> bool:
-        """Whether nothing is sent, so that elements and residual stay as they are: one rank, or no elements."""
+        """Whether no message is sent, so that elements and residual stay unchanged: there is only one rank, or no
+        elements."""
         return not num_steps and (self._exchange is None or self._exchange.chosen is None)
 
     def _prepared(self) -> Exchange:

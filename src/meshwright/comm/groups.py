@@ -156,7 +156,7 @@ def started(group: dist.ProcessGroup, operation: str, value: Tensor, algorithm: 
 
 
 def codings_of(groups: Mapping[str, AxisGroup]) -> dict[tuple[str, str], MeasuredCoding]:
-    """What coded collectives did, by axis and label."""
+    """Measurements of coded collectives, by axis and label."""
     return {
         (axis, label): measured
         for axis, axis_group in groups.items()
@@ -240,7 +240,7 @@ def _connected(group: dist.ProcessGroup, name: str, peers: Iterable[int], slots:
     attendance = attend()
     assert attendance is not None, "there are peers"
     lanes: dict[int, SharedMemory | None] = {}
-    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks could wait for each other in a circle
+    ordered = sorted(peers, key=lambda peer: sorted((rank, peer)))  # else ranks could wait in a circle
     for peer in ordered:
         try:
             lanes[peer] = SharedMemory.connect(store, name, rank, peer, timeout_s, slots, attendance.check)
@@ -353,7 +353,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
             box[0] = make()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
             own = error
-            text = f"it failed: {type(error).__name__}: {error}"  # text can always be pickled, the error may not
+            text = f"it failed: {type(error).__name__}: {error}"  # text can always be pickled, errors may not
             words = RankError(text, where="rank 0", remedy="look at the error that rank 0 raised")
             box[1] = error if isinstance(error, MeshwrightError) else words
     dist.broadcast_object_list(box, src=0)

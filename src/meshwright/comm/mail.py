@@ -1,4 +1,5 @@
-"""The mailbox between real processes: ZeroMQ carries letters between boxes, shared memory carries tensors inside a box.
+"""The mailbox between real processes. ZeroMQ carries letters between boxes; inside a box, shared memory carries their
+tensors.
 
     sender                                             receiver
     send ── copies the tensors into a block ──▶
@@ -6,8 +7,8 @@
             lends the block again           ◀──────── Reply: so many letters taken
 
 Between boxes, the tensors follow the head in the same message. A letter is *under way* until the receiver has taken it.
-The receiver takes letters in ``receive``, and also while it waits in ``send`` and ``leave``, into its own memory: so
-participants that send to each other do not wait for each other forever.
+The receiver takes letters into its own memory in ``receive``, and also while it waits in ``send`` and ``leave``. So
+participants that send to each other at the same time do not wait for each other for ever.
 """
 
 import atexit
@@ -31,10 +32,9 @@ from meshwright.comm.transport.zeromq import NAMES, Hello, connection, zmq
 from meshwright.errors import LostRankError, RankError
 
 SILENCE_S = 5.0
-"""Seconds without a sign of life after which a participant of another box counts as dead, unless another time is
-given."""
+"""The default time, in seconds, after which a participant in another box counts as dead if it shows no sign of life."""
 MOST_BYTES, MOST_LETTERS = 2**28, 64
-"""Upper limits on the bytes and letters under way to one participant. A larger letter is under way alone."""
+"""Upper limits on the bytes and letters under way to one participant. A larger letter is sent alone."""
 
 MOST_SLEEP_S = 3600.0
 
@@ -42,25 +42,26 @@ MOST_SLEEP_S = 3600.0
 class ZmqMailbox(Mailbox):
     """The mailbox of one rank of a participant. Only one thread may use it.
 
-    Participants meet through ``store``, of torch.distributed, whose host must outlive them. Those of ``names`` begin
-    together: they are the members of the first view. A participant that was started again, or has no ``names``, joins
-    those that are there.
+    Participants meet through ``store``, a store of torch.distributed whose host must outlive them. All participants in
+    ``names`` begin together: they are the members of the first view. A participant that was restarted, or is made
+    without ``names``, joins the participants that are already there.
 
     Args:
         store: the same store, with the same prefix, for all ranks of all participants.
         name: the participant's name.
         names: the names of all participants of the first view; None: join.
-        life: how often this participant was started before; a greater number than any former life of this name had.
-        column, num_columns: the rank in this participant, and the number of its ranks. Ranks of equal columns write to
-            each other. The participant is a member as a whole: if one of its ranks dies, it is removed from the view.
-        host: the address of this box for others.
-        silence_s: the time without a sign of life after which a participant of another box counts as dead.
-        wait_s: how long to wait for others to come, and to take letters.
-        most_bytes, most_letters: upper limits on what is under way to each participant.
+        life: how often this participant was started before. It must be larger than in any earlier life of this name.
+        column, num_columns: the rank in this participant, and the number of its ranks. Ranks with equal columns send
+            letters to each other. The participant is a member as a whole: if one of its ranks dies, it is removed from
+            the view.
+        host: the address of this box for other boxes.
+        silence_s: the time after which a participant in another box counts as dead if it shows no sign of life.
+        wait_s: how long to wait for others to appear, and to take letters.
+        most_bytes, most_letters: upper limits on the bytes and letters under way to each participant.
 
     Raises:
-        LostRankError: another participant does not come; and in every method, when others have declared this
-            participant dead, or the store does not answer.
+        LostRankError: another participant does not appear. In every method: others have declared this participant dead,
+            or the store does not answer.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class ZmqMailbox(Mailbox):
 
     @property
     def view(self) -> View:
-        """The newest view that ``receive`` has announced. It changes nowhere else."""
+        """The newest view that ``receive`` has announced. It changes only there."""
         return self._view
 
     def _advance(self) -> None:
-        """Go on to the next view: greet its new members, and forget letters of former lives."""
+        """Move to the next view: connect with its new members, and forget letters of earlier lives."""
         membership = self._membership
         entry = membership.entries[self._num_seen]
         self._view = entry.view(membership.joined + self._num_seen)
@@ -130,14 +131,14 @@ class ZmqMailbox(Mailbox):
             return
         near = place.box == self._place.box
         socket, events = connection(self._context, place.near if near else place.far, self._silence_s, watched=not near)
-        if events is not None:  # inside a box, the watcher watches the process
+        if events is not None:  # inside a box, the watcher thread watches the process
             self._membership.watch(name, joined, events, self._silence_s)
         probe = self._probe.handle if near else None
         hello = Hello(self.name, self._membership.joined, place.secret, os.getpid(), probe)
         self._peers[name] = Outgoing(name, joined, socket, hello, self._blocks)
 
     def _lives(self, peer: Outgoing) -> bool:
-        """Whether a participant is in the newest view; else forget it."""
+        """Whether a participant is in the newest view. If not, forget it."""
         lives = self._membership.newest.has(peer.name, peer.joined)
         if not lives and self._peers.get(peer.name) is peer:
             self._peers.pop(peer.name).close()
@@ -148,7 +149,7 @@ class ZmqMailbox(Mailbox):
     def send(
         self, to: str, kind: str, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = (), text: str = ""
     ) -> None:
-        """As the base says. While it waits, it takes letters of all participants."""
+        """Send a letter, as described in the base class. While it waits, it takes letters of all participants."""
         if self._left:
             return
         self._check()
@@ -173,8 +174,8 @@ class ZmqMailbox(Mailbox):
         peer.send(kind, tuple(numbers), tensors, text, num_bytes)
 
     def _wait_for(self, peer: Outgoing, few: int, few_bytes: int = 0) -> bool:
-        """Wait until no letters, or fewer than ``few`` with up to ``few_bytes`` together, are under way to ``peer``;
-        False if it is gone. Meanwhile take letters of all."""
+        """Wait until no letters are under way to ``peer``, or fewer than ``few`` letters with at most ``few_bytes`` in
+        total. Returns False if the peer is gone. While waiting, take letters from all participants."""
         deadline = time.monotonic() + self._wait_s
         while self._lives(peer):
             if peer.take_replies():
@@ -192,7 +193,8 @@ class ZmqMailbox(Mailbox):
     # --- receiving ---------------------------------------------------------------------------------------------------
 
     def receive(self, wait_s: float = 0.0) -> Letter | None:
-        """As the base says. A view comes before the letters that wait."""
+        """Receive a letter, as described in the base class. A new view is announced before waiting letters are
+        returned."""
         deadline = time.monotonic() + wait_s
         while not self._left:
             self._check()
@@ -207,20 +209,20 @@ class ZmqMailbox(Mailbox):
         return None
 
     def _next(self) -> Letter | None:
-        """The first letter that has come and that the present view permits."""
+        """The first letter that has arrived and that the present view permits."""
         letters, index = self._incoming.letters, 0
         while index < len(letters):
             joined, letter = letters[index]
-            if joined > self._view.epoch:  # the view in which its sender joined is still to come
+            if joined > self._view.epoch:  # the view in which its sender joined has not been announced yet
                 index += 1
                 continue
             del letters[index]
-            if joined == self._last_joined.get(letter.sender):  # else it is of a former life
+            if joined == self._last_joined.get(letter.sender):  # otherwise the letter belongs to an earlier life
                 return letter
         return None
 
     def _sleep(self, deadline: float, *sockets: Any) -> bool:
-        """Sleep until there is something new; False if the deadline has passed."""
+        """Sleep until there is news. Returns False if the deadline has passed."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return False
@@ -234,9 +236,9 @@ class ZmqMailbox(Mailbox):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Wait until all letters under way are taken, and until all ranks of this participant want to leave. Raise a
-        LostRankError, and leave all the same, if that takes too long, or if letters are lost because this participant
-        was declared dead; but not if another method has told so before."""
+        """Wait until all letters under way are taken, and until all ranks of this participant want to leave. If this
+        takes too long, or if letters are lost because this participant was declared dead, leave anyway and raise a
+        LostRankError, unless another method has already raised it."""
         if self._left:
             return
         if self._told:
@@ -252,7 +254,7 @@ class ZmqMailbox(Mailbox):
             self.close("it has left")
 
     def _wait_to_be_removed(self) -> None:
-        """Wait until the last rank of this participant is ready to leave. Take letters meanwhile."""
+        """Wait until the last rank of this participant is ready to leave. Take letters while waiting."""
         deadline = time.monotonic() + self._wait_s
         while not self._membership.trouble and self._membership.is_member:
             while self._incoming.take():
@@ -262,7 +264,7 @@ class ZmqMailbox(Mailbox):
                 raise LostRankError(problem, where=self.name, remedy=REMEDY)
 
     def close(self, why: str = "it has given up") -> None:
-        """Stop at once, as if this participant had died: letters under way may be lost."""
+        """Stop immediately, as if this participant had died. Letters under way may be lost."""
         if self._left:
             return
         self._left = True
@@ -275,12 +277,12 @@ class ZmqMailbox(Mailbox):
         self._membership.close()
 
     def _end_with_program(self) -> None:
-        """Stop the threads that sleep in the store: they must end before the interpreter does. A thread may still use
-        the mailbox, so its sockets stay."""
+        """Stop the threads that wait in the store, because they must end before the interpreter does. A thread may
+        still use the mailbox, so its sockets stay open."""
         self._leave_view("its program has ended without leaving")
 
     def _leave_view(self, why: str) -> None:
-        with suppress(RuntimeError):  # the store may be gone
+        with suppress(RuntimeError):  # the store may be gone already
             self._membership.leave(f"{self.name}: {why}")
         self._membership.stop()
 

@@ -1,6 +1,7 @@
-"""Letters between replicas, which may be late, die and join: no process group could carry them.
+"""Letters between replicas. Replicas may be late, die and join, so a process group could not carry their messages.
 
-A participant (a replica, or a server) has one mailbox on each rank; ranks of the same index write to each other.
+A participant (a replica or a server) has one mailbox on each of its ranks. Ranks with the same index send letters to
+each other.
 """
 
 from abc import ABC, abstractmethod
@@ -12,12 +13,12 @@ from torch import Tensor
 from meshwright.errors import LostRankError
 
 WAIT_S = 600.0
-"""Seconds that a participant waits for the others, unless it is given another time."""
+"""The default time, in seconds, that a participant waits for the others."""
 
 
 class Letter(NamedTuple):
-    """A message. ``kind`` says how to read ``numbers``, ``text`` and ``tensors`` (one-dimensional, on the CPU). The
-    receiver may keep and change the tensors."""
+    """A message. ``kind`` decides how to read ``numbers``, ``text`` and ``tensors`` (one-dimensional, on the CPU). The
+    receiver may keep the tensors and change them."""
 
     sender: str
     kind: str
@@ -27,9 +28,9 @@ class Letter(NamedTuple):
 
 
 class View(NamedTuple):
-    """Who lives, as all participants see it: views follow each other, and everybody sees the same ones. ``epoch`` is
-    the number of the view. ``members`` are the names of those that live and have not left: ``replica 0``,
-    ``server 0.1``. ``joined`` has the epoch in which each member joined."""
+    """The participants that are alive, as all participants agree. All participants see the same sequence of views.
+    ``epoch`` is the number of the view. ``members`` are the names of the participants that are alive and have not left:
+    ``replica 0``, ``server 0.1``. ``joined`` has, for each member, the epoch in which it joined."""
 
     epoch: int
     members: tuple[str, ...]
@@ -37,18 +38,18 @@ class View(NamedTuple):
 
 
 class Mailbox(ABC):
-    """Sends letters to other participants, and receives theirs.
+    """Sends letters to other participants, and receives letters from them.
 
-    Letters of one sender arrive in the order in which they were sent, once, or, if a participant dies, a first part of
-    them. A letter to a participant that is dead or has left is dropped. Letters of a participant that has died may
-    still arrive after the view that says so, but not after the view in which it joins again; its letters of the new
-    life arrive after that view, and none that were sent to its former life.
+    Letters from one sender arrive once and in the order of sending. If a participant dies, only its first letters may
+    arrive. A letter to a participant that is dead or has left is discarded. Letters of a dead participant may still
+    arrive after the view that announces its death, but not after the view in which it joins again. Letters of its new
+    life arrive after that view, and letters to its earlier life never arrive.
     """
 
     name: str
     """The name of the participant to which this mailbox belongs."""
     sent_bytes: int = 0
-    """The bytes of tensors that were sent so far, without letters that were dropped."""
+    """The bytes of tensors that were sent so far, without discarded letters."""
 
     @property
     @abstractmethod
@@ -60,25 +61,28 @@ class Mailbox(ABC):
         self, to: str, kind: str, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = (), text: str = ""
     ) -> None:
         """Send a letter. The tensors are one-dimensional and on the CPU; afterwards they may be overwritten. Waits if
-        too many letters to this participant are under way (back pressure), but never for one that has died."""
+        too many letters to this participant are under way (back pressure), but never waits for a dead participant."""
 
     @abstractmethod
     def receive(self, wait_s: float = 0.0) -> Letter | None:
-        """The next letter, in the order of arrival. Without a letter, wait up to ``wait_s`` seconds; return None if
-        none has come, or as soon as the view has changed. ``view`` changes here alone, by one view at a time."""
+        """The next letter, in the order of arrival. If there is no letter, wait up to ``wait_s`` seconds. Return None
+        if no letter has arrived, or as soon as the view has changed. Only this method changes ``view``, by one view at
+        a time."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave: all later views are without this participant. What was sent before still arrives. Afterwards, letters
-        are neither sent nor received."""
+        """Leave: all later views are without this participant. Letters that were sent earlier still arrive. After
+        leaving, no letters are sent or received."""
 
     def receive_until(
         self, done: Callable[[], bool], take: Callable[[Letter], object], what: str, wait_s: float = WAIT_S
     ) -> None:
-        """Give letters to ``take`` until ``done()``, which is asked after each letter and each change of the view.
+        """Pass letters to ``take`` until ``done()`` is true. It is called after each letter and each change of the
+        view.
 
         Raises:
-            LostRankError: not done, and no letter and no change for ``wait_s`` seconds. ``what`` says what was awaited.
+            LostRankError: for ``wait_s`` seconds there was no letter and no change of the view, and ``done()`` is
+                false. ``what`` describes what this rank waits for.
         """
         while not done():
             epoch = self.view.epoch
@@ -91,7 +95,7 @@ class Mailbox(ABC):
 
 
 def replica_name(replica: int) -> str:
-    """The name of a replica, as a participant."""
+    """The name of a replica as a participant."""
     return f"replica {replica}"
 
 
@@ -101,5 +105,5 @@ def replica_number(name: str) -> int:
 
 
 def replicas_of(members: Sequence[str]) -> list[int]:
-    """The numbers of the replicas among participants, in rising order."""
+    """The numbers of the replicas among the participants, in rising order."""
     return sorted(replica_number(name) for name in members if name.startswith("replica "))

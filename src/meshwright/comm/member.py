@@ -27,9 +27,10 @@ TOLD = 4096
 
 @dataclass
 class MeasuredCoding:
-    """What the coded collective of a label did: how often it ran, and the bytes of the vector, the bytes sent and the
-    seconds of coding of the last time. ``residual_share``: the norm of the residual over that of the gradients.
-    Vectors that are added up in coded form may be sent by another library: the bytes are then those of a ring."""
+    """Measurements of the coded collective with a label: the number of runs, and, for the last run, the bytes of the
+    vector, the sent bytes and the seconds of coding. ``residual_share``: the norm of the residual divided by the norm
+    of the gradients. If vectors are added up in coded form, another library may send them. The sent bytes are then
+    those of a ring."""
 
     count: int = 0
     num_bytes: int = 0
@@ -44,9 +45,9 @@ class GroupState:
     ``axis`` is a text such as ``axis dp`` that names the group's mesh axis; it is empty if the group has no axis.
     ``watch`` measures the group's collectives if their algorithm may change. ``begun`` is the number of collectives
     begun so far. ``blocks`` is memory that results of collectives reuse. ``progress`` holds this rank's streams, which
-    all groups share. ``coded`` has the last coded collective of every label. For the world only, ``has_links`` tells
-    whether any watched group spans several boxes, ``attendance`` (set by ``attend``) tells which ranks are gone, and
-    ``meshes`` has the groups of meshes that are made once.
+    are shared by all groups. ``coded`` has the last coded collective of every label. For the world only, ``has_links``
+    tells whether any watched group spans several boxes, ``attendance`` (set by ``attend``) tells which ranks are gone,
+    and ``meshes`` has the groups of meshes that are made once.
     """
 
     def __init__(self, progress: RankStreams) -> None:

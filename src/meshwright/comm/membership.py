@@ -1,14 +1,14 @@
-"""A participant's part in the views: it meets the others, follows the log, and notices who dies.
+"""A participant's role in the views: it meets the others, follows the log, and detects deaths.
 
-Two threads sleep beside the mailbox, and go on while its replica computes:
+Two threads wait in the background, also while the replica computes:
 
     follower   sleeps in the store until the log has a next view, then wakes the mailbox
     watcher    sleeps until a process of this box ends, or a connection to another box breaks, then proposes a view
 
 A replica of several ranks has a mailbox on each of them (a column). There is one log for all columns. Each rank watches
-the ranks of its own column, of all other participants; so if any rank of a replica dies, ranks of other replicas notice
-it, and propose a view without that replica. Its remaining ranks read this view, as everybody does, and give up.
-Ranks of one replica need not watch each other: if no other participant is left, nobody is there to be told.
+the ranks of its column in all other participants. So if any rank of a replica dies, ranks of other replicas notice it,
+and propose a view without that replica. The remaining ranks of this replica read this view like all others, and give
+up. Ranks of the same replica need not watch each other: if no other participant is left, no one depends on the news.
 """
 
 import os
@@ -30,19 +30,19 @@ from meshwright.comm.views import Entry, Member, ViewLog, key
 from meshwright.errors import LostRankError
 
 LOOK_S = 0.02
-"""Seconds between looks into the store while participants meet."""
+"""Seconds between two checks of the store while participants meet."""
 LOOK_WITHOUT_DESCRIPTOR_S = 0.5
-"""Seconds between looks at processes for which the kernel refuses a descriptor."""
+"""Seconds between two checks of a process for which the kernel refuses a descriptor."""
 QUIET_S = 20 * 86400.0
-"""Seconds after which a thread that waits for the next view asks anew."""
+"""Seconds after which a thread that waits for the next view repeats its request."""
 STOP_S = 5.0
-"""Seconds in which the threads end, if the store answers."""
+"""Seconds within which the threads end, if the store answers."""
 REMEDY = "look at what the others do; MESHWRIGHT_TIMEOUT_S sets how long replicas wait for each other"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where one rank of a participant is: its addresses for processes of its box and of others, its box, its process
-    id, and a secret that letters to it must know."""
+    """The location of one rank of a participant: its addresses for processes inside and outside of its box, its box,
+    its process id, and a secret that letters to it must contain."""
 
     near: str
     far: str
@@ -52,13 +52,13 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Membership:
-    """One rank's part in the views. ``begin`` or ``join`` first.
+    """One rank's role in the views. Call ``begin`` or ``join`` first.
 
     Attributes:
         joined: the epoch in which this participant joined.
-        entries: the views from ``joined`` on, in order; the follower's thread appends.
-        bell: a file descriptor that is readable when there is something new: a view, or trouble.
-        trouble: why views no longer come; empty if they do.
+        entries: the views from ``joined`` on, in order. The follower thread appends new views.
+        bell: a file descriptor that is readable if there is news: a view, or trouble.
+        trouble: the reason why no more views arrive; empty if views arrive.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Membership:
         self.entries: list[Entry] = []
         self.bell, self._watchers_bell = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
         self._column, self._num_columns, self._wait_s = column, num_columns, wait_s
-        # connections of their own: the follower's is blocked while it waits
+        # separate connections, because the follower's connection is blocked while it waits
         self._store, self._followed = store.clone(), store.clone()
         self._log = ViewLog(self._store)
         self._places: dict[tuple[str, int], Place] = {}
@@ -86,17 +86,17 @@ class Membership:
         """Meet the participants of the first view.
 
         Raises:
-            LostRankError: a participant does not come within the time.
+            LostRankError: a participant does not appear within the time limit.
         """
         self._publish()
         self._log.begin(names)
         self._start()
 
     def join(self) -> None:
-        """Become a participant of the next view. The rank of column 0 proposes it, when all columns have come.
+        """Become a participant of the next view. The rank of column 0 proposes this view when all columns are ready.
 
         Raises:
-            LostRankError: a rank of this participant, or its view, does not come within the time.
+            LostRankError: a rank of this participant, or its view, does not appear within the time limit.
         """
         self._publish()
         if self._column == 0:
@@ -123,7 +123,7 @@ class Membership:
             time.sleep(LOOK_S)
 
     def _start(self) -> None:
-        """Wait until the members of the own first view have come or are removed; then follow the log."""
+        """Wait until all members of the participant's first view have appeared or were removed. Then follow the log."""
         entry = self._log.read(self.joined)
         for name, member in entry.members.items():
 
@@ -142,15 +142,17 @@ class Membership:
 
     @property
     def newest(self) -> Entry:
-        """The newest view that has come."""
+        """The newest view that has arrived."""
         return self.entries[-1]
 
     def place(self, name: str, joined: int) -> Place | None:
-        """Where the participant's rank of this column is; None if it was removed before it came."""
+        """The location of the participant's rank in this column; None if the participant was removed before it
+        appeared."""
         return self._places.get((name, joined))
 
     def watch(self, name: str, joined: int, events: Any, silence_s: float) -> None:
-        """Take over the events of a connection to a participant of another box: an event is its death."""
+        """Watch the events of a connection to a participant in another box. An event means that the participant is
+        dead."""
         why = f"no sign of life for {silence_s:g} s, or the connection to it has broken"
         with self._lock:
             self._new_connections.append((name, joined, events, why))
@@ -162,7 +164,8 @@ class Membership:
         return self.newest.has(self.name, self.joined)
 
     def ready_to_leave(self) -> bool:
-        """Say that this rank is ready to leave. Return whether it is the last rank of this participant that does."""
+        """Announce that this rank is ready to leave. Returns whether it is the last rank of this participant to do
+        so."""
         ready = 0
         try:
             ready = self._store.add(f"ready to leave/{self.name}/{self.joined}", 1)
@@ -176,7 +179,7 @@ class Membership:
         self._log.remove(self.name, self.joined, why)
 
     def check(self) -> None:
-        """Raise a LostRankError if this participant is no longer a member, or views no longer come."""
+        """Raise a LostRankError if this participant is no longer a member, or no more views arrive."""
         if self.trouble:
             raise LostRankError(self.trouble, where=self.name, remedy="look at the process that keeps the store")
         if not self.is_member:
@@ -195,8 +198,8 @@ class Membership:
             thread.join(STOP_S)
 
     def close(self) -> None:
-        """Free what remains after ``stop``."""
-        if not any(thread.is_alive() for thread in self._threads):  # else the store does not answer
+        """Free everything that remains after ``stop``."""
+        if not any(thread.is_alive() for thread in self._threads):  # otherwise the store does not answer
             for bell in (self.bell, self._watchers_bell):
                 os.close(bell)
 
@@ -208,7 +211,7 @@ class Membership:
             while self.is_member:
                 epoch += 1
                 while not self._followed.check([key(epoch)]):
-                    with suppress(dist.DistStoreError):  # nothing has changed for so long
+                    with suppress(dist.DistStoreError):  # there was no change for a long time
                         self._followed.wait([key(epoch)], timedelta(seconds=QUIET_S))
                 self._see(ViewLog(self._followed).read(epoch))
         except (RuntimeError, msgspec.MsgspecError) as error:
@@ -219,7 +222,7 @@ class Membership:
         _ring(self.bell)
 
     def _see(self, entry: Entry) -> None:
-        """Add a view, and look after its new members."""
+        """Add a view, and start to watch its new members."""
         members = {(name, member.joined): member.life for name, member in entry.members.items()}
         ended = []
         for (name, joined), life in members.items():
@@ -274,7 +277,7 @@ class Membership:
                     continue
                 if recv_monitor_message(events)["event"] != zmq.EVENT_MONITOR_STOPPED:
                     self._declare_dead(name, joined, f"{name}: {why}")
-                else:  # not sooner: ZeroMQ's thread would wait forever to tell a closed socket of its events
+                else:  # only now, because ZeroMQ's thread would wait for ever to report events to a closed socket
                     del connections[events]
                     events.close()
 
@@ -288,7 +291,7 @@ class Membership:
 
 
 def silence(bell: int) -> None:
-    """Make a bell unreadable, until it rings again."""
+    """Make a bell unreadable until it rings again."""
     with suppress(BlockingIOError):
         os.eventfd_read(bell)
 

@@ -1,11 +1,12 @@
-"""The log of views: who lives, in an order that all participants see alike. It lies in a store of torch.distributed.
+"""The log of views: which participants are alive, in a sequence that is the same for all participants. The log is kept
+in a store of torch.distributed.
 
     view/0   replica 0, replica 1, replica 2
     view/1   replica 0, replica 2              replica 1: its process has ended
     view/2   replica 0, replica 1, replica 2   replica 1 has joined (its life 1)
 
-A view is written once, by ``compare_set``: of several participants that propose a next view, one succeeds, and the
-others read its view before they propose another. So there is one sequence, whoever dies when.
+A view is written once, by ``compare_set``. If several participants propose a next view, one of them succeeds, and the
+others read its view before they propose another. So there is a single sequence of views, whichever participants die.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,20 +18,20 @@ from meshwright.comm.mailbox import View
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A participant in a view: the epoch in which it joined, and its life (how often it was restarted)."""
+    """A participant in a view: the epoch in which it joined, and its life (the number of restarts)."""
 
     joined: int
     life: int
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A view in the log. ``change`` says why it differs from the view before."""
+    """A view in the log. ``change`` says how the view differs from the previous view, and why."""
 
     members: dict[str, Member]
     change: str = ""
 
     def view(self, epoch: int) -> View:
-        """The view that participants see."""
+        """The view in the form in which participants see it."""
         return View(epoch, tuple(sorted(self.members)), {name: member.joined for name, member in self.members.items()})
 
     def has(self, name: str, joined: int) -> bool:
@@ -39,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class ViewLog:
-    """Reads and continues the log in ``store``. Threads may share it."""
+    """Reads and continues the log in ``store``. Several threads may use it."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -62,7 +63,7 @@ class ViewLog:
         return msgspec.json.decode(self._store.get(key(epoch)), type=Entry)
 
     def epochs_of(self, name: str, life: int) -> Iterator[int]:
-        """The epoch in which a life joined, again and again; -1 as long as it has not joined."""
+        """Yield the epoch in which a life joined, each time that it is asked; -1 as long as the life has not joined."""
         epoch = 0
         while True:
             if not self._store.check([key(epoch)]):
@@ -73,8 +74,7 @@ class ViewLog:
                 epoch += 1
 
     def remove(self, name: str, joined: int, why: str) -> None:
-        """Continue the log by a view without the participant that joined in epoch ``joined``, unless it is removed
-        already."""
+        """Append a view without the participant that joined in epoch ``joined``, unless it was removed already."""
         while True:
             epoch, entry = self.newest()
             if not entry.has(name, joined):
@@ -84,8 +84,8 @@ class ViewLog:
                 return
 
     def join(self, name: str, life: int) -> int:
-        """Continue the log by a view with a new participant; return its epoch. A former life that is still a member is
-        removed first, in a view of its own."""
+        """Append a view with a new participant, and return its epoch. If an earlier life is still a member, it is
+        removed first, in a separate view."""
         while True:
             epoch, entry = self.newest()
             if name in entry.members:
@@ -96,11 +96,11 @@ class ViewLog:
                 return epoch + 1
 
     def _propose(self, epoch: int, entry: Entry) -> bool:
-        """Write an entry, unless there is another one of this epoch. Return whether the log has this entry."""
+        """Write an entry, unless this epoch already has an entry. Return whether the log now has this entry."""
         text = msgspec.json.encode(entry)
         return bool(self._store.compare_set(key(epoch), "", text.decode()) == text)
 
 
 def key(epoch: int) -> str:
-    """Where in the store a view lies."""
+    """The key of a view in the store."""
     return f"view/{epoch}"

@@ -116,7 +116,7 @@ class Watch:
             elif max(now_s, usual_s) <= FACTOR * min(now_s, usual_s) or abs(now_s - usual_s) <= LEAST_S:
                 self._doubted.discard(key)
             elif key not in self._doubted:
-                self._doubted.add(key)  # the machine may have been busy for a moment
+                self._doubted.add(key)  # the machine may have been busy only for a moment
             else:
                 self._doubted.remove(key)
                 switches.append(self._again(step, key, usual_s, now_s))
@@ -126,7 +126,7 @@ class Watch:
         before, seconds = self._names[key], self._measured(key)
         after = min(seconds, key=seconds.__getitem__)
         self.amended[key] = after
-        del self._usual[key]  # learned anew
+        del self._usual[key]  # it is learned again
         return Switch(step, key, before, after, usual_s, now_s, seconds[after])
 
     def _measured(self, key: Key) -> Mapping[str, float]:
@@ -140,7 +140,7 @@ class Watch:
             if name == MPI or (in_pieces(name) and num_bytes < LONG_BYTES):
                 continue
             tries = []
-            for _ in range(1 + TRIES):  # the first one is slower
+            for _ in range(1 + TRIES):  # the first run is slower
                 dist.all_gather_object([None] * self._group.size(), None, self._group)
                 begun = time.perf_counter()
                 work = self._start(key.operation, value, name)

@@ -1,1 +1,2 @@
-"""Codecs at work: pure functions that encode, decode and merge flat buffers, and what they keep between steps."""
+"""Implementations of codecs: pure functions that encode, decode and merge flat buffers, and the state that they keep
+between steps."""

@@ -1,4 +1,4 @@
-"""Small integers packed into bytes by kernels on planes: a vector is cut into as many planes as a byte has codes.
+"""Small integers packed into bytes by tensor operations. A vector is cut into planes: as many as a byte has codes.
 
 Each byte holds one code of every plane:
 
@@ -38,8 +38,8 @@ def pack(codes: Tensor, bits: int, into: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
-    """Read codes: int8 [length], each in the highest ``bits`` bits of its byte, so that it has its sign. They are
-    2**(8 - bits) times as large as they were."""
+    """Read codes: int8 [length], each in the highest ``bits`` bits of its byte, so that it has its sign. They are 2**(8
+    - bits) times as large as the original codes."""
     if bits == 8:
         return packed.view(torch.int8)
     top = 8 - bits
@@ -55,7 +55,8 @@ def unpack_flags(packed: Tensor, length: int) -> Tensor:
 
 
 def set_places(flags: Tensor) -> Tensor:
-    """Where flags (bool, flat) are set: int64, ascending. On the CPU, words of eight unset flags are skipped."""
+    """The positions of the flags (bool, flat) that are set: int64, ascending. On the CPU, words of eight unset flags
+    are skipped."""
     if flags.device.type != "cpu" or len(flags) % 8:
         return flags.nonzero().view(-1)
     array = flags.numpy()

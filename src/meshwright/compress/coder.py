@@ -1,8 +1,9 @@
-"""Coders: what a rank does with the elements that it sends, and with the bytes that it receives, under a codec of hops.
+"""Coders apply a codec of hops to the elements that a rank sends, and to the bytes that it receives.
 
-A vector is coded in chunks, each of which is read and written while it lies in the cache. A coded chunk begins with the
-scales of its buckets, if its codec has any, followed by its codes. If the size of a coded chunk depends on its values,
-a header (int64) holds the number of bytes after the header, as a negative number if these are compressed without loss.
+A vector is coded in chunks. A chunk is small enough to stay in the cache while it is read and written. A coded chunk
+begins with the scales of its buckets, if its codec has any, followed by its codes. If the size of a coded chunk depends
+on its values, a header (int64) holds the number of bytes after the header, as a negative number if these are compressed
+without loss.
 """
 
 from abc import ABC, abstractmethod
@@ -30,16 +31,16 @@ class Coder(ABC):
         self.codec = codec
         self.dtype = dtype
         self.is_fixed = codec.is_fixed
-        """Whether the number of elements alone says how many bytes a coded chunk has."""
+        """Whether the number of elements determines the number of bytes of a coded chunk."""
         self.chunk = chunk_of(codec, dtype.itemsize)
         """Elements of a chunk, a multiple of the codec's bucket. The last chunk of a vector may be shorter."""
 
     def num_bytes(self, length: int) -> int:
-        """Bytes of a coded chunk of ``length`` elements; the most, if not ``is_fixed``."""
+        """Bytes of a coded chunk of ``length`` elements. If not ``is_fixed``, this is the maximum."""
         return self.codec.message_bytes(length, self.dtype.itemsize)
 
     def coded_bytes(self, message: Tensor, length: int) -> int:
-        """Bytes of the coded chunk of ``length`` elements with which ``message`` begins."""
+        """Bytes of the coded chunk of ``length`` elements at the begin of ``message``."""
         return self.num_bytes(length) if self.is_fixed else HEADER_BYTES + abs(_header(message))
 
     @abstractmethod
@@ -49,7 +50,7 @@ class Coder(ABC):
         Args:
             values: at most ``chunk`` elements, flat and contiguous.
             into: uint8, at least ``num_bytes`` of the values; it may begin at any byte.
-            draw: decides the random numbers (``draw_of``): equal draws and values give equal bytes on every rank.
+            draw: the seed of the random numbers (``draw_of``). Equal draws and values give equal bytes on every rank.
 
         Returns:
             The number of bytes written.
@@ -77,7 +78,7 @@ def coder_of(codec: Codec, dtype: torch.dtype) -> Coder:
 
 
 class PlainCoder(Coder):
-    """Elements as they are: what a codec that is only lossless compresses."""
+    """Elements without a change of their format, for a codec that is only lossless."""
 
     def __init__(self, codec: Codec, dtype: torch.dtype) -> None:
         super().__init__(codec, dtype)
@@ -88,7 +89,7 @@ class PlainCoder(Coder):
         return length * self.dtype.itemsize
 
     def encode(self, values: Tensor, into: Tensor, draw: int) -> int:
-        """See ``Coder``; ``draw`` decides nothing."""
+        """See ``Coder``; ``draw`` has no effect."""
         num_bytes = len(values) * self.dtype.itemsize
         into[:num_bytes] = values.view(torch.uint8)
         return num_bytes
@@ -103,10 +104,10 @@ class PlainCoder(Coder):
 
 
 class CastCoder(Coder):
-    """Elements in a 16-bit format. Elements beyond its range arrive as infinite."""
+    """Elements in a 16-bit format. Elements beyond the range of the format are infinite at the receiver."""
 
     def encode(self, values: Tensor, into: Tensor, draw: int) -> int:
-        """See ``Coder``; ``draw`` decides nothing."""
+        """See ``Coder``; ``draw`` has no effect."""
         num_bytes = 2 * len(values)
         if into.storage_offset() % 2:
             into[:num_bytes] = values.to(self._coded).view(torch.uint8)
@@ -132,7 +133,8 @@ class CastCoder(Coder):
 class QuantizeCoder(Coder):
     """Elements rounded at random to multiples of their bucket's scale (``quantize.py``).
 
-    With Elias' code, a chunk has it only where it is shorter. A chunk of the most bytes holds plain codes.
+    Elias' code is used for a chunk only if it makes the chunk shorter. A chunk with the maximal number of bytes holds
+    plain codes.
     """
 
     def encode(self, values: Tensor, into: Tensor, draw: int) -> int:
@@ -169,7 +171,7 @@ class OneBitCoder(Coder):
     """Signs, and two means for each bucket (``onebit.py``)."""
 
     def encode(self, values: Tensor, into: Tensor, draw: int) -> int:
-        """See ``Coder``; ``draw`` decides nothing."""
+        """See ``Coder``; ``draw`` has no effect."""
         return encode_signs(values, self._bucket, into)
 
     def decode(self, message: Tensor, into: Tensor, *, add: bool) -> None:
@@ -238,7 +240,7 @@ def _header(message: Tensor) -> int:
 
 
 def draw_of(*numbers: int) -> int:
-    """An integer of 63 bits that decides random numbers, mixed from integers such as seed, step, rank and chunk.
+    """An integer of 63 bits, used as a seed. It is mixed from integers such as seed, step, rank and chunk.
 
     The mixing function is that of SplitMix64 (Steele, Lea and Flood 2014).
     """

@@ -1,8 +1,9 @@
-"""Small integers in Elias' gamma code, all at once: the code is cut in two, so that no code waits for those before it.
+"""Small integers in Elias' gamma code, processed in parallel. The code is cut in two parts, so that a code can be
+decoded before the preceding codes.
 
-A level becomes z = 1, 2, 3, 4, 5, ... for 0, 1, -1, 2, -2, ...; its code has 2 floor(log2 z) + 1 bits. First stand the
-lengths of all codes in unary (floor(log2 z) zeros and a one), then the bits of all z below their highest bit. The
-positions of the ones tell all lengths, and their sums tell where each z stands.
+A level becomes z = 1, 2, 3, 4, 5, ... for 0, 1, -1, 2, -2, ...; its code has 2 floor(log2 z) + 1 bits. The first part
+has the lengths of all codes in unary (floor(log2 z) zeros and a one). The second part has the bits of all z below their
+highest bit. The positions of the ones give all lengths, and the sums of lengths give the position of each z.
 """
 
 import torch
@@ -41,8 +42,8 @@ def read_gamma(message: Tensor, count: int) -> Tensor:
 
 
 def _low_bits(places: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of all codes below their highest, in the order in which they are written: the index of a bit's code, and
-    the bit's place in it (int32)."""
+    """The bits of all codes below their highest bit, in the order in which they are written: the index of a bit's code,
+    and the bit's place in that code (int32)."""
     code = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32, device=places.device), places)
     first = (places.cumsum(0) - places).int()
     place = torch.arange(len(code), dtype=torch.int32, device=places.device) - first.index_select(0, code)
@@ -50,7 +51,7 @@ def _low_bits(places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _looked_up(table: Tensor, levels: Tensor) -> Tensor:
-    """The numbers (int32) of a table of all levels from -128 on."""
+    """The entries (int32) of a table that has an entry for each level from -128 on."""
     return table.to(levels.device).index_select(0, levels.int() + 128)
 
 

@@ -1,7 +1,8 @@
-"""Lossless compression of bytes on the CPU: the bytes of equal significance stand together, then zstandard.
+"""Lossless compression of bytes on the CPU: bytes of equal significance are grouped, and then compressed with
+zstandard.
 
-The exponents of gradients have few bits of information, and the other bytes are noise: Gaussian float32 compresses by
-at most 1.2, bfloat16 by at most 1.5.
+Only the exponents of gradients can be compressed; the other bytes are noise. Gaussian float32 compresses by at most
+1.2, bfloat16 by at most 1.5.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ def require_zstandard() -> None:
     """Check that zstandard can be imported.
 
     Raises:
-        MeshwrightError: it cannot.
+        MeshwrightError: zstandard cannot be imported.
     """
     try:
         import zstandard  # noqa: F401
@@ -31,11 +32,11 @@ def require_zstandard() -> None:
 
 
 def compress(plain: Tensor, item_bytes: int) -> Tensor:
-    """Compressed bytes.
+    """Compress bytes.
 
     Args:
-        plain: uint8, flat, on the CPU. If ``item_bytes`` divides their number, they are items of so many bytes, and the
-            bytes of equal significance are compressed together.
+        plain: uint8, flat, on the CPU. If ``item_bytes`` divides their number, they are items of this size, and the
+            bytes of equal significance are grouped.
 
     Raises:
         MeshwrightError: the bytes are not on the CPU.
@@ -54,7 +55,7 @@ def compress(plain: Tensor, item_bytes: int) -> Tensor:
 
 
 def decompress(message: Tensor, item_bytes: int) -> Tensor:
-    """The bytes that ``compress`` was given."""
+    """The original bytes of a message of ``compress``."""
     import zstandard
 
     plain = _tensor(zstandard.ZstdDecompressor().decompress(message.contiguous().numpy().data))

@@ -1,11 +1,12 @@
-"""Matrices as products of two thin factors, with the right factor of the step before (PowerSGD, Vogels et al. 2019).
+"""Matrices as products of two thin factors. A step begins with the right factor of the previous step (PowerSGD, Vogels
+et al. 2019).
 
-A step of power iteration, arXiv:1905.13727, algorithm 1. The ranks' products are summed where the arrows are:
+A step of power iteration, arXiv:1905.13727, algorithm 1. The products of the ranks are summed at the arrows:
 
     left = matrix @ right  -> sum -> orthogonalize        right = matrix^T @ left  -> sum        left @ right^T
 
-The product is then the sum of all ranks' matrices, projected on the columns of ``left``. It is exact if the rank of
-this sum is at most the number of columns, and ``right`` reaches all of it.
+The result is the sum of all ranks' matrices, projected on the columns of ``left``. It is exact if the rank of this sum
+is at most the number of columns, and ``right`` reaches its whole row space.
 """
 
 from collections.abc import Sequence
@@ -18,16 +19,16 @@ def start_right(matrices: Sequence[tuple[int, int]], rank: int, draw: int, dtype
     """The right factors [columns, rank] of the first step: random, and equal on all ranks for equal draws.
 
     Args:
-        matrices: rows and columns of each.
+        matrices: rows and columns of each matrix.
     """
     generator = torch.Generator().manual_seed(draw)
     return [torch.randn(columns, rank, generator=generator, dtype=dtype) for _, columns in matrices]
 
 
 def renew_right(right: Tensor, draw: int) -> None:
-    """Replace the columns of a right factor of the step before that are 0 or not finite by random ones, in place.
+    """Replace columns of the previous step's right factor by random columns, in place, if they are 0 or not finite.
 
-    Left as they are, such columns would stay so. Ranks have equal factors, and so replace the same columns.
+    Without this, such columns would never change. Ranks have equal factors, so they replace the same columns.
     """
     fresh = torch.randn(right.shape, generator=torch.Generator().manual_seed(draw), dtype=right.dtype)
     size = right.abs().amax(0)
@@ -47,13 +48,13 @@ def right_factors(matrices: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[T
 def orthogonalize(factor: Tensor) -> None:
     """Make the columns of a factor [rows, rank] orthonormal, in place: modified Gram-Schmidt, twice.
 
-    A column that is 0, or nearly in the span of those before it, becomes 0: it adds nothing to the projection. The loop
-    is over columns. NaN stays NaN.
+    A column that is 0, or nearly in the span of the preceding columns, becomes 0: it adds nothing to the projection.
+    The loop is over columns. NaN stays NaN.
     """
     tiny = torch.finfo(factor.dtype).eps * 8
     for place in range(factor.shape[1]):
         column, before = factor[:, place], factor[:, :place]
-        # A scale of 1 first: squares of tiny elements would be 0.
+        # First scale to 1: the squares of tiny elements would be 0.
         largest = column.abs().amax() if len(column) else column.sum()
         column.div_(torch.where(largest == 0, 1.0, largest))
         norm = _norm(column)
@@ -65,5 +66,5 @@ def orthogonalize(factor: Tensor) -> None:
 
 
 def _norm(column: Tensor) -> Tensor:
-    """Summed in float64: in float32, the norm of a million elements is wrong by 2e-4."""
+    """The norm of a column, summed in float64: in float32, the norm of a million elements is wrong by 2e-4."""
     return torch.linalg.vector_norm(column, dtype=torch.float64)

@@ -10,8 +10,8 @@ from meshwright.compress.quantize import matrices, read_floats, write_floats
 
 
 def encode_signs(values: Tensor, bucket: int, into: Tensor) -> int:
-    """Write the means of all buckets' elements without a sign, the means of their negative elements (float32), then a
-    bit for each element: 1 if it is negative. Returns the number of bytes.
+    """For all buckets, write the mean of the elements without a sign, then the mean of the negative elements (float32),
+    then a bit for each element: 1 if it is negative. Returns the number of bytes.
 
     A bucket with NaN or an infinite element has a mean that is NaN or infinite.
 
@@ -37,7 +37,8 @@ def encode_signs(values: Tensor, bucket: int, into: Tensor) -> int:
 
 
 def decode_signs(message: Tensor, bucket: int, into: Tensor, *, add: bool) -> None:
-    """Write the elements of a message of ``encode_signs``, or ``add`` them. ``into`` has as many elements as it had."""
+    """Write the elements of a message of ``encode_signs``, or ``add`` them. ``into`` has as many elements as the
+    encoded vector."""
     length = len(into)
     num_buckets = -(-length // bucket)
     means, head = read_floats(message, 2 * num_buckets)
@@ -50,7 +51,7 @@ def decode_signs(message: Tensor, bucket: int, into: Tensor, *, add: bool) -> No
     for begin, end, width in matrices(length, bucket):
         buckets = slice(begin // bucket, -(-end // bucket))
         rows = words[begin:end].view(-1, width)
-        # The bits of one mean or of the other, exactly.
+        # Select the bits of one mean or of the other, exactly.
         rows.mul_((positive ^ negative)[buckets, None]).bitwise_xor_(positive[buckets, None])
     if add:
         into.add_(values)
@@ -59,10 +60,10 @@ def decode_signs(message: Tensor, bucket: int, into: Tensor, *, add: bool) -> No
 
 
 def _counts(signs: Tensor, width: int) -> Tensor:
-    """How many flags of each row of ``width`` are set: int64 [rows]."""
+    """The number of set flags in each row of ``width`` flags: int64 [rows]."""
     if width % 8:
         return signs.view(-1, width).sum(1)
-    # Eight flags at once, as the bytes of a word: a byte holds the sum of up to 255 flags.
+    # Count eight flags at once, as the bytes of a word: a byte holds the sum of up to 255 flags.
     group = gcd(width // 8, 128)
     sums = signs.view(torch.int64).view(-1, group).sum(1)
     return sums.view(torch.uint8).view(-1, width // group).sum(1)

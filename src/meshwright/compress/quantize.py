@@ -2,7 +2,7 @@
 
 An element x of a bucket of scale s becomes s * floor(x / s + u), u uniform on [0, 1): its mean is x, and its variance
 s**2 f (1 - f), where f is the fraction of x / s. (The paper rounds the magnitude; the distribution is the same.) The
-numbers u are a window of one table. The draw says where the window begins: over all windows, each element meets each
+numbers u are a window of one table. The draw gives the begin of the window. Over all windows, each element meets each
 number of the table equally often.
 """
 
@@ -16,11 +16,12 @@ from meshwright.compress.bits import pack, packed_bytes, unpack
 from meshwright.ir.codec import SCALE_BYTES, Quantize
 
 _WINDOWS = 2**19
-"""Windows of the table of random numbers, and the most elements of a window."""
+"""The number of windows of the table of random numbers, and the largest number of elements in a window."""
 _STEPS = 2**14
-"""Different numbers in the table. So many sum exactly with levels in float32."""
+"""The number of different values in the table. With so few values, their sums with levels are exact in float32."""
 _BIAS = 256.0
-"""Added before elements are rounded toward 0, so that all are positive. The lowest 8 bits of a level stay the same."""
+"""Added before elements are rounded toward 0, to make all of them positive. It does not change the lowest 8 bits of a
+level."""
 _LARGEST = 1e38
 """Upper limit of the inverse of a scale. Buckets of magnitudes below 1e-36 decode to (nearly) 0."""
 
@@ -28,18 +29,18 @@ _LARGEST = 1e38
 def quantize(values: Tensor, part: Quantize, into: Tensor, draw: int) -> int:
     """Write the scales of all buckets (float32), then the packed levels. Returns the number of bytes.
 
-    A bucket with NaN or an infinite element has no finite scale, and all of it decodes to NaN.
+    A bucket with NaN or an infinite element has no finite scale, and all its elements decode to NaN.
 
     Args:
         values: flat and contiguous, at most 2**19 elements, of any floating dtype. Buckets start at element 0, and the
-            last bucket may be shorter. Magnitudes beyond float32 are infinite.
+            last bucket may be shorter. Magnitudes beyond the range of float32 count as infinite.
         into: uint8.
-        draw: decides the rounding.
+        draw: the seed of the rounding.
     """
     length, bits = len(values), part.bits
     values = values.float()
     work = torch.empty(length, device=values.device)
-    # The float32 before the number of levels: rounding cannot carry an element beyond the last level.
+    # The largest float32 below the number of levels: rounding cannot move an element beyond the last level.
     below = torch.tensor(part.levels * (1 - 2**-24), device=values.device)
     scales = []
     for begin, end, width in matrices(length, part.bucket):
@@ -64,7 +65,8 @@ def quantize(values: Tensor, part: Quantize, into: Tensor, draw: int) -> int:
 
 
 def dequantize(message: Tensor, part: Quantize, into: Tensor, *, add: bool) -> None:
-    """Write the elements of a message of ``quantize``, or ``add`` them. ``into`` has as many elements as it had."""
+    """Write the elements of a message of ``quantize``, or ``add`` them. ``into`` has as many elements as the encoded
+    vector."""
     length = len(into)
     scales, head = read_floats(message, -(-length // part.bucket))
     codes = unpack(message[head : head + packed_bytes(length, part.bits)], part.bits, length)
@@ -82,14 +84,14 @@ def dequantize(message: Tensor, part: Quantize, into: Tensor, *, add: bool) -> N
 
 
 def read_levels(message: Tensor, part: Quantize, length: int) -> tuple[int, Tensor]:
-    """The bytes of the scales of a message of ``quantize``, and its levels (int8)."""
+    """The number of bytes of the scales in a message of ``quantize``, and its levels (int8)."""
     head = SCALE_BYTES * -(-length // part.bucket)
     codes = unpack(message[head : head + packed_bytes(length, part.bits)], part.bits, length)
     return head, codes.bitwise_right_shift(8 - part.bits)
 
 
 def write_floats(columns: list[Tensor], into: Tensor) -> int:
-    """Write float32 columns one after the other at any byte of a message. Returns the number of bytes."""
+    """Write float32 columns one after the other to a message, from any byte on. Returns the number of bytes."""
     if not columns:
         return 0
     flat = torch.cat(columns).view(-1).view(torch.uint8)
@@ -98,14 +100,14 @@ def write_floats(columns: list[Tensor], into: Tensor) -> int:
 
 
 def read_floats(message: Tensor, count: int) -> tuple[Tensor, int]:
-    """Read ``count`` float32 from the start of a message: their values, and their bytes."""
+    """Read ``count`` float32 values from the start of a message. Returns the values and their bytes."""
     size = SCALE_BYTES * count
     return message[:size].clone().view(torch.float32), size
 
 
 def matrices(length: int, bucket: int) -> Iterator[tuple[int, int, int]]:
-    """The vector as matrices with a row for each bucket: begin, end and width of a matrix of whole buckets, and of a
-    matrix of the last bucket, if it is shorter."""
+    """The vector as matrices with a row for each bucket: begin, end and width of a matrix of all whole buckets, and of
+    a matrix of the last bucket, if that is shorter."""
     whole = length - length % bucket
     if whole:
         yield 0, whole, bucket
@@ -115,7 +117,8 @@ def matrices(length: int, bucket: int) -> Iterator[tuple[int, int, int]]:
 
 @cache
 def _dither(device: torch.device) -> Tensor:
-    """The table: numbers uniform on [0, 1) in random order, plus ``_BIAS``; as many again as a window is long."""
+    """The table: numbers uniform on [0, 1) in random order, plus ``_BIAS``. It has them twice, so that a window can
+    begin at each of them."""
     order = torch.randperm(_WINDOWS, generator=torch.Generator().manual_seed(0))
     numbers = (order % _STEPS + 0.5) / _STEPS + _BIAS
     return torch.cat([numbers, numbers]).to(device)

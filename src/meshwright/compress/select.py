@@ -1,7 +1,7 @@
-"""Selections: which elements of a vector are sent, exactly and the same in every run.
+"""Selections: the elements of a vector that are sent, selected exactly and equally in every run.
 
-Magnitudes are compared as integers: without its sign bit, a floating number's bits are in the order of magnitudes, and
-NaN is larger than infinity.
+Magnitudes are compared as integers: without the sign bit, the bits of floating numbers have the order of the
+magnitudes, and NaN is larger than infinity.
 """
 
 from math import ceil, inf
@@ -14,27 +14,27 @@ from meshwright.compress.bits import set_places
 from meshwright.ir.codec import Codec, Select
 
 _CHUNK = 2**18
-"""Elements that are compared at a time."""
+"""The number of elements that are compared at a time."""
 _SAMPLE = 2**14
-"""Elements, at least, of the sample of a long vector."""
+"""The least number of elements in the sample of a long vector."""
 _MARGIN = 1.15
-"""Candidates for each element that is selected."""
+"""The number of candidates for each element that is selected."""
 _FIRST_SHARE = 0.25
 """Share of elements at the start of a warm-up (Lin et al. 2018, "Deep Gradient Compression", section 3.3)."""
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as a floating number."""
+"""The integer type with as many bytes as a floating number."""
 _INFINITY = {
     dtype: int(torch.tensor(inf, dtype=dtype).view(_WORDS[dtype.itemsize]))
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-"""Infinity's bits. All larger integers are NaN."""
+"""The bits of infinity, as an integer. All larger integers are NaN."""
 
 
 def share_of(codec: Codec, step: int) -> float | None:
     """The share of elements that are sent in a step; None for a threshold.
 
-    During the warm-up, it falls exponentially from 25 % to the codec's share, unless this is larger.
+    During the warm-up, it falls exponentially from 25 % to the codec's share, unless the codec's share is larger.
     """
     part = codec.select
     assert part is not None
@@ -50,8 +50,8 @@ def chosen(values: Tensor, part: Select, share: float | None, draw: int) -> Tens
 
     Args:
         values: flat and contiguous, fewer than 2**31 elements.
-        share: in place of the part's own.
-        draw: decides the elements of ``randk``.
+        share: replaces the share of ``part``.
+        draw: the seed for ``randk``.
     """
     if part.rule == "threshold":
         least = torch.tensor(part.amount, dtype=values.dtype).view(_WORDS[values.dtype.itemsize])
@@ -63,10 +63,11 @@ def chosen(values: Tensor, part: Select, share: float | None, draw: int) -> Tens
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Indices (int32, ascending) of the ``count`` elements of largest magnitude, of equal ones those that come first.
+    """Indices (int32, ascending) of the ``count`` elements of largest magnitude. Of equal elements, the first are
+    selected.
 
-    A sample says which magnitude so many elements, and a few more, are likely to reach. The selection among those that
-    reach it is exact. If they are too few, the selection is among all elements.
+    From a sample, it estimates a magnitude that slightly more than ``count`` elements reach. The selection among these
+    candidates is exact. If there are too few candidates, the selection is among all elements.
     """
     if count >= len(values):
         return _every(values)
@@ -74,7 +75,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     above = _at_least(values, least + 1)
     if len(above) >= count:
         return _largest_of(values, above, count)
-    # Many elements are equal, such as zeros, or the sample misleads.
+    # Many elements are equal, such as zeros, or the sample is not representative.
     equal = _first_equal(values, least, count - len(above))
     if len(above) + len(equal) == count:
         return torch.cat([above, equal]).sort().values
@@ -101,7 +102,8 @@ def _every(values: Tensor) -> Tensor:
 
 
 def _largest_of(values: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Those ``count`` of the candidates (indices, ascending) whose elements are largest, of equal ones the first."""
+    """The ``count`` candidates (indices, ascending) with the largest elements. Of equal elements, the first are
+    selected."""
     magnitudes = _magnitudes(values.index_select(0, candidates))
     least = magnitudes.kthvalue(len(candidates) - count + 1).values
     selected = magnitudes > least
@@ -111,7 +113,8 @@ def _largest_of(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def _first_equal(values: Tensor, magnitude: int, count: int) -> Tensor:
-    """Indices (int32, ascending) of the first ``count`` elements of a magnitude, or of all if there are fewer."""
+    """Indices (int32, ascending) of the first ``count`` elements of a magnitude, or of all of them if there are
+    fewer."""
     found, missing = [], count
     for begin in range(0, len(values), _CHUNK):
         places = set_places(_magnitudes(values[begin : begin + _CHUNK]) == magnitude)[:missing]
@@ -128,7 +131,7 @@ def _magnitudes(values: Tensor) -> Tensor:
 
 
 def _sampled_threshold(values: Tensor, count: int) -> int:
-    """A magnitude that a few more than ``count`` elements have or exceed, if the sample is like the vector."""
+    """A magnitude that slightly more than ``count`` elements reach, if the sample is representative."""
     step = max(1, len(values) // _SAMPLE)
     sample = _magnitudes(values[::step].contiguous())
     expected = count * len(sample) / len(values)
@@ -141,7 +144,7 @@ def _at_least(values: Tensor, least: int) -> Tensor:
     if least == 0:
         return _every(values)
     word = _WORDS[values.dtype.itemsize]
-    # The number before it, which an element must exceed. hardshrink keeps NaN, and is faster than a comparison.
+    # The largest number below it, which an element must exceed. hardshrink keeps NaN, and is faster than a comparison.
     limit = float(torch.tensor(min(least, _INFINITY[values.dtype]) - 1, dtype=word).view(values.dtype))
     found = []
     for begin in range(0, len(values), _CHUNK):

@@ -1,7 +1,7 @@
-"""Streams: what a rank holds of a vector whose elements are mostly 0 (SparCML, Renggli et al. 2019, arXiv:1802.08021).
+"""Streams: vectors whose elements are mostly 0, as a rank stores them (SparCML, Renggli et al. 2019, arXiv:1802.08021).
 
-A stream is indices and values, or all elements as soon as these have fewer bytes. A message of a stream begins with the
-number of its entries (int64), which is -1 if all elements follow.
+A stream holds indices and values, or all elements as soon as that takes fewer bytes. A message of a stream begins with
+the number of its entries (int64), which is -1 if all elements follow.
 
     sparse      entries | indices (int32) | values
     dense       -1      | values
@@ -29,11 +29,11 @@ class Stream:
 
     @staticmethod
     def select(values: Tensor, codec: Codec, share: float | None = None, draw: int = 0) -> Stream:
-        """The elements that a codec selects.
+        """The stream of the elements that a codec selects.
 
         Args:
-            share: in place of the codec's own (``share_of`` in a warm-up).
-            draw: decides the elements of ``randk``.
+            share: replaces the codec's share (``share_of`` in a warm-up).
+            draw: the seed for ``randk``.
         """
         assert codec.select is not None
         indices = chosen(values, codec.select, share, draw)
@@ -77,12 +77,13 @@ class Stream:
 
 
 def merge(first: Stream, second: Stream) -> Stream:
-    """The sum of two streams of equal length. It is dense if the union of their indices says so."""
+    """The sum of two streams of equal length. It is dense if a dense stream takes fewer bytes than the union of the
+    indices with its values."""
     if first.indices is None or second.indices is None:
         total = first.dense().clone() if first.indices is None else second.dense().clone()
         (second if first.indices is None else first).add_to(total)
         return Stream(first.length, None, total)
-    # Sorting the indices of both takes less time than searching those of one among the other's.
+    # Sorting the indices of both streams takes less time than searching the indices of one stream in the other.
     indices, places = torch.cat([first.indices, second.indices]).unique(return_inverse=True)
     values = torch.cat([first.values, second.values])
     return Stream(first.length, indices, values.new_zeros(len(indices)).index_add_(0, places, values))
@@ -91,7 +92,7 @@ def merge(first: Stream, second: Stream) -> Stream:
 def recode(stream: Stream, codec: Codec, draw: int) -> tuple[Stream, Tensor]:
     """The message in which a codec writes a stream, and the stream that its receivers decode.
 
-    Values are quantized, cast or compressed as the codec's chain says: of a sparse stream the values alone.
+    Values are quantized, cast or compressed by the codec's chain. In a sparse stream, only the values are encoded.
     """
     dtype = stream.values.dtype
     inner = _values_codec(codec)
@@ -133,17 +134,18 @@ def select_with_feedback(
     value: Tensor, state: dict[str, Tensor], codec: Codec, step: int, draw: int = 0,
     before: dict[str, Tensor] | None = None,
 ) -> Stream:  # fmt: skip
-    """The elements that are sent in a step. Others stay in the residual: sent + new residual = value + old residual.
+    """The elements that are sent in a step. The other elements stay in the residual: sent + new residual = value + old
+    residual.
 
-    With a momentum, this is Deep Gradient Compression (Lin et al. 2018, arXiv:1712.01887, equations 4 to 6): a momentum
-    is added to the residual in place of the value, and both become 0 where an element is sent.
+    With a momentum, this is Deep Gradient Compression (Lin et al. 2018, arXiv:1712.01887, equations 4 to 6): the
+    momentum instead of the value is added to the residual, and momentum and residual become 0 where an element is sent.
 
     Args:
         value: flat and contiguous. It does not change.
-        state: ``residual`` and ``momentum``, where the codec has them, which are written.
-        before: these of the step before, which do not change; None: they are in ``state``.
+        state: ``residual`` and ``momentum``, as far as the codec has them. They are overwritten.
+        before: ``residual`` and ``momentum`` of the previous step, which do not change; None: they are in ``state``.
         step: counts from 0, for the warm-up.
-        draw: decides the elements of ``randk``.
+        draw: the seed for ``randk``.
     """
     share = share_of(codec, step)
     if not codec.feedback:
@@ -186,7 +188,7 @@ def _write(indices: Tensor | None, values: Tensor, into: Tensor) -> int:
 
 
 def _read_indices(message: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The indices of a message, and the bytes behind them."""
+    """The indices of a message, and the bytes after them."""
     entries = int(message[:HEADER_BYTES].clone().view(torch.int64))
     if entries < 0:
         return None, message[HEADER_BYTES:]
@@ -195,6 +197,6 @@ def _read_indices(message: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _values_codec(codec: Codec) -> Codec | None:
-    """The codec of a stream's values; None if they are written as they are."""
+    """The codec of a stream's values; None if they are not encoded."""
     parts = tuple(part for part in codec.parts if not isinstance(part, Select))
     return structs.replace(codec, parts=parts, feedback=False, momentum=0.0, warmup=0) if parts else None

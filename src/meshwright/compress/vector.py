@@ -1,4 +1,4 @@
-"""Whole tensors in coded form: one message of coded chunks, of a size that both ends know."""
+"""Whole tensors in coded form: one message of coded chunks, whose size is known to sender and receiver."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from meshwright.compress.coder import Coder, draw_of
 
 
 def coded_bytes(coder: Coder, length: int) -> int:
-    """Bytes of a vector of ``length`` elements; the coder must be of a codec of fixed size."""
+    """Bytes of a vector of ``length`` elements. The coder's codec must have a fixed size."""
     return sum(coder.num_bytes(end - begin) for begin, end in _chunks(coder, length))
 
 

@@ -1,4 +1,4 @@
-"""What all consistency rules have in common: a replica's part of a rule, which the trainer calls in every step."""
+"""The base class of all consistency rules: a replica's part of a rule. The trainer calls it in every step."""
 
 from abc import ABC
 from collections import Counter
@@ -14,7 +14,7 @@ from meshwright.schedules.clocks import may_proceed, staleness
 R = TypeVar("R", bound=Consistency)
 
 Snapshot = Callable[[], tuple[list[Tensor], str]]
-"""A function that returns all that a joining replica needs: flat tensors, and a text that says what they are."""
+"""A function that returns the state for a joining replica: flat tensors, and a text that describes them."""
 
 
 class Exchange(ABC, Generic[R]):
@@ -22,14 +22,16 @@ class Exchange(ABC, Generic[R]):
 
     In every step the trainer calls ``begin``, computes gradients, makes one optimizer step for each list of gradients
     that ``updates`` yields, and calls ``end``. Parameters and gradients are lists of flat tensors on the CPU, the same
-    list in all replicas. They are changed in place.
+    list in all replicas. Methods change them in place.
 
     Attributes:
         rule: the rule.
         replica: the number of this replica.
-        clocks: maps the replicas that live to their clocks, as far as this replica knows.
-        staleness: how often a step began with which staleness (the slowest replica was so many steps behind).
-        snapshot: set by the trainer: what a joining replica gets.
+        clocks: maps the living replicas to their clocks, as far as this replica knows. The clock of a replica is the
+            number of steps that it has made.
+        staleness: maps each staleness to the number of steps that began with it. The staleness is the number of steps
+            by which the slowest replica was behind.
+        snapshot: returns the state for a joining replica; set by the trainer.
     """
 
     def __init__(self, rule: R, mailbox: Mailbox, replica: int, num_replicas: int, *, wait_s: float = WAIT_S) -> None:
@@ -41,7 +43,8 @@ class Exchange(ABC, Generic[R]):
     # --- what the trainer calls --------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """This replica comes later than others. Call this first, and then ask a living replica for its state."""
+        """Take part as a replica that joins later than others. Call this first, and then ask a living replica for its
+        state."""
 
     def begin(self, parameters: Sequence[Tensor]) -> bool:
         """Wait until this replica may begin its next step. Return whether ``parameters`` have changed."""
@@ -50,29 +53,30 @@ class Exchange(ABC, Generic[R]):
         return False
 
     def updates(self, gradients: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """The gradients with which the trainer's optimizer makes steps, one list a step."""
+        """The gradients with which the trainer's optimizer makes steps: one list for each step."""
         yield gradients
 
     def end(self, parameters: Sequence[Tensor]) -> bool:
-        """The step is done: hand over its result. Return whether ``parameters`` have changed."""
+        """End a step, and hand over its result. Return whether ``parameters`` have changed."""
         self.clocks[self.replica] += 1
         return False
 
     def settle(self, parameters: Sequence[Tensor]) -> bool:
-        """Wait for what this replica's last step was for, before its parameters are saved or evaluated. Return whether
+        """Wait for the answer to this replica's last step, before its parameters are saved or evaluated. Return whether
         ``parameters`` have changed."""
         return False
 
     def leave(self) -> None:
-        """This replica makes no more steps; others go on without it."""
+        """End this replica's part: it makes no more steps, and the others go on without it."""
         self.mailbox.leave()
 
     def state(self) -> dict[str, Tensor]:
-        """What the rule keeps between steps, by name, for checkpoints."""
+        """The state that the rule keeps between steps, by name, for checkpoints."""
         return {}
 
     def handover(self) -> dict[str, Tensor]:
-        """The same for a replica that joins. It asks nobody, since this replica may just be waiting for others."""
+        """The state for a replica that joins, by name. It is made without messages, because this replica may be waiting
+        for others."""
         return self.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -82,30 +86,30 @@ class Exchange(ABC, Generic[R]):
 
     @property
     def members(self) -> list[int]:
-        """The replicas that live, this replica included."""
+        """The living replicas, including this replica."""
         return replicas_of(self.mailbox.view.members)
 
     def living_clocks(self) -> dict[int, int]:
-        """The clocks of the replicas that live."""
+        """The clocks of the living replicas."""
         return {replica: self.clocks.get(replica, 0) for replica in self.members}
 
     def take(self, letter: Letter) -> None:
-        """Act on a letter. Rules override this, and call it for kinds that they do not know."""
-        if letter.kind == "state?":  # a replica that joins has no state yet: another must be asked
+        """Act on a letter. Rules override this method, and call it for the kinds of letters that they do not know."""
+        if letter.kind == "state?":  # a replica that joins has no state yet, so another replica must be asked
             tensors, text = self.snapshot() if self.snapshot is not None else ([], "")
             self.mailbox.send(letter.sender, "state", (self.clocks[self.replica],), tensors, text)
 
     def look(self) -> None:
-        """See whether there is a new view. Whoever waits calls this whenever the view may have changed."""
+        """Check whether there is a new view. Code that waits calls this whenever the view may have changed."""
 
     def tell(self, kind: str, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = ()) -> None:
-        """Send a letter to all other replicas that live."""
+        """Send a letter to all other living replicas."""
         for peer in self.members:
             if peer != self.replica:
                 self.mailbox.send(replica_name(peer), kind, numbers, tensors)
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
-        """Act on letters until ``done()``. First act on all letters that have come."""
+        """Act on letters until ``done()`` is true. First act on all letters that have arrived."""
 
         def is_done() -> bool:
             self.look()

@@ -10,8 +10,8 @@ from meshwright.ir.codec import Codec
 def encoded(values: Tensor, codec: Codec, draw: int, *, select: bool) -> tuple[Tensor, Tensor]:
     """The message (uint8) of a flat vector, and the vector that its receivers decode.
 
-    ``select``: the codec chooses among the elements, if it is a selection. Otherwise all that are not 0 are sent: the
-    sum of selections is no vector to choose from again.
+    ``select``: the codec selects elements, if it is a selection. Otherwise all elements that are not 0 are sent. This
+    is for sums of selections, which are not selected again.
     """
     if not len(values):
         return torch.empty(0, dtype=torch.uint8), values

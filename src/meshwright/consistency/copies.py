@@ -1,15 +1,16 @@
-"""Servers, and the copies of a range that take over from each other when one dies (primary-backup replication).
+"""Servers, and the copies of a range, which replace each other when a copy dies (primary-backup replication).
 
     replica 0      server 0.0 (primary)    server 0.1 (backup)
        push ─────────▶ order 7 ──────────────▶ does it
                        waits for all copies ◀── has 7
        reply ◀──────── does it
 
-The oldest living copy of a range is its primary. It numbers the operations and orders the backups to do them; it does
-an operation itself, and replies, only when all living backups have done it. So whatever a replica has got a reply for
-is known to every copy, and all copies go through the same states bit for bit. When the primary dies, the oldest backup
-takes over and sends its state to the others, which drop theirs: an order that only some of them had was never replied
-to, and its replica sends it again. A copy that joins gets the state in the same way.
+The oldest living copy of a range is its primary. It numbers the operations and orders the backups to do them. It does
+an operation itself, and replies, only when all living backups have done it. So every copy has done each operation to
+which a replica has got a reply, and all copies go through the same states bit for bit. When the primary dies, the
+oldest backup becomes the primary and sends its state to the other backups, which drop their own state. An order that
+only some backups had was never replied to, so its replica sends the operation again. A copy that joins gets the state
+in the same way.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ from meshwright.errors import LostRankError
 
 
 def server_name(index: int, copy: int) -> str:
-    """The name of copy ``copy`` of range ``index``, as a participant."""
+    """The participant name of copy ``copy`` of range ``index``."""
     return f"server {index}.{copy}"
 
 
@@ -33,20 +34,20 @@ def range_of(server: str) -> int:
 
 
 def host(index: int, copy: int, num_replicas: int) -> int:
-    """The replica beside which a server runs: copies of a range run beside different replicas, and the ranges'
-    primaries are spread over them."""
+    """The replica beside which a server runs. Copies of a range run beside different replicas, and the primaries of the
+    ranges are spread over the replicas."""
     return (index + copy) % num_replicas
 
 
 def living_copies(view: View, index: int) -> list[str]:
-    """The copies of a range that live, the oldest first: it is the primary."""
+    """The living copies of a range, the oldest first. The oldest is the primary."""
     copies = [name for name in view.members if name.startswith(f"server {index}.")]
     return sorted(copies, key=lambda name: (view.joined[name], int(name.split(".")[1])))
 
 
 class _Entry(NamedTuple):
-    """An operation that may be done when all living backups have done the order ``number``. ``again``: it was done
-    already, or changes nothing, and only a reply is due."""
+    """An operation that this copy may do when all living backups have done the order ``number``. ``again``: the
+    operation was already done, or changes nothing, so only a reply is due."""
 
     number: int
     operation: Operation
@@ -54,8 +55,8 @@ class _Entry(NamedTuple):
 
 
 def serve(mailbox: Mailbox, state: RangeState, *, wait_s: float = WAIT_S) -> RangeState:
-    """Be the server whose name the mailbox has, until no replica lives any more. Return the last state. ``state``: as
-    it is before the first step; a server that joins later gets the state from the other copies.
+    """Serve the range in the mailbox's name until all replicas have died or left. Return the last state. ``state``: the
+    state before the first step. A server that joins later gets the state from the other copies.
 
     Raises:
         LostRankError: this server has joined, and the copies that had the state have died.
@@ -73,8 +74,8 @@ def serve(mailbox: Mailbox, state: RangeState, *, wait_s: float = WAIT_S) -> Ran
 
 
 class _Copy:
-    """One copy of a range. A *term* is the time of one primary, named by the epoch in which it began; orders of earlier
-    terms are void."""
+    """One copy of a range. A *term* is the time of one primary. Its number is the epoch in which it began. Orders of
+    earlier terms are void."""
 
     def __init__(self, mailbox: Mailbox, state: RangeState) -> None:
         self._mailbox, self._state, self._index = mailbox, state, range_of(mailbox.name)
@@ -110,8 +111,8 @@ class _Copy:
         self._advance()
 
     def _lacks_state(self, backups: Sequence[str]) -> bool:
-        """Whether this copy has joined and become the primary before it got the state. It asks the others then: whoever
-        has a state knows all that was replied to."""
+        """Whether this copy has joined and become the primary before it got the state. It then asks the other copies: a
+        copy with a state has done all operations that were replied to."""
         self._asked = {name: self._asked.get(name, False) for name in backups}
         if self._term >= 0:
             return False
@@ -127,7 +128,8 @@ class _Copy:
         )
 
     def _take_over(self, view: View, backups: Sequence[str]) -> None:
-        """Become the primary. Copies of the first view begin with equal states; later ones get this copy's."""
+        """Become the primary. Copies of the first view begin with equal states; copies that joined later get this
+        copy's state."""
         self._leads, self._last_ordered = True, self._last_done
         if view.epoch == 0:
             self._has = dict.fromkeys(backups, 0)
@@ -135,7 +137,7 @@ class _Copy:
             self._term, self._has = view.epoch, {}
 
     def _send_state(self, to: str) -> None:
-        """Give another copy the state, and the orders that follow it."""
+        """Send the state to another copy, and after it the following orders."""
         self._has[to] = -1
         self._mailbox.send(to, "state", (self._term, self._last_done), (packed(self._state.state()),))
         for number, operation, again in self._queue:
@@ -173,7 +175,7 @@ class _Copy:
                 if self._leads:
                     replica = replica_number(letter.sender)
                     self._ask(Operation(kind, replica, letter.numbers[0], letter.tensors, letter.text))
-                else:  # its sender has seen the view in which this copy leads before this copy has
+                else:  # the sender has seen the view in which this copy is the primary earlier than this copy
                     self._early.append(letter)
 
     def _confirm(self, primary: str, number: int) -> None:
@@ -183,7 +185,7 @@ class _Copy:
         self._mailbox.send(primary, "has", (self._term, number, view.joined[self._mailbox.name]))
 
     def _ask(self, operation: Operation) -> None:
-        """Order what a replica wants, or reply again."""
+        """Order an operation that a replica asks for, or reply again."""
         wanted = operation[:3]
         if any(entry.operation[:3] == wanted for entry in self._queue):
             return
@@ -194,7 +196,7 @@ class _Copy:
         self._advance()
 
     def _order_what_views_say(self) -> None:
-        """Order that replicas are gone which the view does not have."""
+        """Order the removal of replicas that the view no longer contains."""
         view, going = self._mailbox.view, {entry.operation[:3] for entry in self._queue}
         for replica, joined in self._state.joined.items():
             name = replica_name(replica)
@@ -219,7 +221,7 @@ class _Copy:
             number, operation, again = self._queue.popleft()
             replies = self._state.again(operation) if again else self._state.apply(operation)
             self._last_done = number
-            if operation.kind == "join":  # it may have died since
+            if operation.kind == "join":  # the replica may have died since
                 self._order_what_views_say()
             for replica, numbers, tensors in replies:
                 self._mailbox.send(replica_name(replica), "reply", numbers, tensors)

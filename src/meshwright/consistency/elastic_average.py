@@ -15,8 +15,9 @@ from meshwright.ir.consistency import ElasticAverage
 
 
 class ElasticAverageExchange(MeanExchange[ElasticAverage]):
-    """``easgd(alpha, every=H)``: all replicas at once, before every step that follows H others. Each has the center,
-    with the same bits: c <- c + beta (mean x_i - c), beta = P alpha. The mean is made while gradients are computed.
+    """``easgd(alpha, every=H)``: all replicas at once, before every step that follows H others. Every replica has the
+    center, with the same bits: c <- c + beta (mean x_i - c), beta = P alpha. The mean is computed while gradients are
+    computed.
 
     Attributes:
         center: c, for each flat tensor.
@@ -28,10 +29,10 @@ class ElasticAverageExchange(MeanExchange[ElasticAverage]):
         super().__init__(rule, mailbox, replica, num_replicas, wait_s=wait_s)
         self.center: list[Tensor] = []
         self._sent: tuple[int, int, list[Tensor]] | None = None
-        """The clock and the number of the round under way, and this replica's parameters in it."""
+        """The clock and the number of the current round, and this replica's parameters in it."""
 
     def meet(self, parameters: Sequence[Tensor]) -> None:
-        """See ``PeerExchange``. At first the center is at the replicas' equal parameters."""
+        """See ``PeerExchange``. The center starts at the replicas' parameters, which are equal."""
         if not self.center:
             self.center = [parameter.clone() for parameter in parameters]
 
@@ -55,13 +56,13 @@ class ElasticAverageExchange(MeanExchange[ElasticAverage]):
         return True
 
     def take(self, letter: Letter) -> None:
-        """See ``Exchange``. A contribution says which clock its sender has reached."""
+        """See ``Exchange``. A contribution contains the clock of its sender."""
         if letter.kind == "mean+":
             self.heard(replica_number(letter.sender), (letter.numbers[0] + 1) * self.rule.every)
         super().take(letter)
 
     def state(self) -> dict[str, Tensor]:
-        """See ``Exchange``. Between two steps no round is under way."""
+        """See ``Exchange``. Between two steps no round is in progress."""
         return super().state() | {f"center.{index}": flat for index, flat in enumerate(self.center)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

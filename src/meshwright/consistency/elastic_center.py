@@ -1,20 +1,22 @@
-"""The rule ``easgd(..., mode=async)``: each replica attracts the center, and is attracted, when it comes.
+"""The rule ``easgd(..., mode=async)``: each replica exchanges with the center on its own, without waiting for other
+replicas.
 
-The center is kept by the two replicas that have lived longest, a head and a tail, so that either may die:
+The center is kept by the two replicas that have lived longest, a head and a tail, so that either of them may die:
 
     replica --- x_i ---> head            e = alpha (x_i - c), c <- c + e
                          head --- e ---> tail       c <- c + e
     replica <------------- e ----------- tail       x_i <- x_i - e
     replica --- got it > head --- got it > tail
 
-An exchange has a serial number for each replica, and is applied once. Both keepers remember e until the replica has got
-it. A replica whose head has died asks the next head again, which answers with the e that it remembers, if any. If the
-tail dies, the head sends the next tail the center and all e that it remembers, and the next tail answers with them.
-The sum of all x_i and c, less all e under way, is conserved. If head and tail die before a new tail has the center, it
-begins again at the new head's parameters.
+Each replica numbers its exchanges (the serial number), and each exchange is applied once. Head and tail remember e
+until the replica has received it. If the head dies, the replica asks the next head again. That head answers with the e
+that it remembers, if any. If the tail dies, the head sends the next tail the center and every e that it remembers, and
+the next tail answers with them. The sum of all x_i and c, minus every e that is still on its way, is conserved. If head
+and tail die before a new tail has the center, the center starts again at the new head's parameters.
 
-Nobody waits: an answer is subtracted at the end of the step in which it has come. The optimizer has made steps
-meanwhile; e is of the x_i that was sent. A replica asks again only after it has got the answer.
+No replica waits: it subtracts an answer at the end of the step in which the answer arrives. The optimizer has made
+steps in the meantime; e belongs to the x_i that was sent. A replica sends its next request only after it has received
+the answer.
 """
 
 import logging
@@ -36,7 +38,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
     """``easgd(alpha, every=H, mode=async)``.
 
     Attributes:
-        center: c, for each flat tensor; empty where this replica does not keep it.
+        center: c, for each flat tensor; empty if this replica does not keep it.
         applied: maps replicas to the serial number of their last exchange with this replica's center.
     """
 
@@ -54,23 +56,23 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
         """The tail that has the center, if this replica is the head."""
         self._serial = mailbox.view.joined[mailbox.name] << 32
         self._request: list[Tensor] | None = None
-        """This replica's parameters in the exchange that is under way."""
+        """This replica's parameters in the current exchange."""
         self._answer_come: Sequence[Tensor] | None = None
         self._unconfirmed: dict[tuple[int, int], list[Tensor]] = {}
-        """As keeper: the changes that replicas have not confirmed, by replica and serial number."""
+        """On head and tail: the changes that replicas have not confirmed, by replica and serial number."""
         self._early: list[Letter] = []
-        """Requests to this replica as head that came before the view in which it is."""
+        """Requests to this replica as head that arrived before the view in which it is the head."""
 
     # --- as a replica ------------------------------------------------------------------------------------------------
 
     def meet(self, parameters: Sequence[Tensor]) -> None:
-        """See ``PeerExchange``. At first the center is at the replicas' equal parameters."""
+        """See ``PeerExchange``. The center starts at the replicas' parameters, which are equal."""
         begins, self._parameters = not self._parameters, parameters
         if begins:
             if self.replica in self._first_keepers and not self.has_joined and not self.center:
                 self.center = [parameter.clone() for parameter in parameters]
             self._keep()
-            if self._request is not None:  # of a run that went on from a checkpoint
+            if self._request is not None:  # of a run that continues from a checkpoint
                 self._ask()
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
@@ -91,15 +93,16 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
         return True
 
     def leave(self) -> None:
-        """See ``Exchange``. First this replica's last exchange comes to its end."""
+        """See ``Exchange``. First this replica's last exchange is completed."""
         with suppress(LostRankError):
             self._wait(lambda: self._request is None or self._answer_come is not None, "the last change of the center")
         self.mix(self._parameters)
         super().leave()
 
     def state(self) -> dict[str, Tensor]:
-        """See ``Exchange``. Replicas save their states at different moments: an exchange that the center counts and the
-        replica does not, is answered again, if the center's keeper had not forgotten it when it saved its state."""
+        """See ``Exchange``. Replicas save their states at different moments. An exchange may be in the saved center but
+        not in the replica's saved state. It is then answered again, if the head or tail still remembered it when it
+        saved its state."""
         pairs = [[replica, serial] for replica, serial in self.applied.items()]
         result = {"serial": torch.tensor([self._serial]), "applied": torch.tensor(pairs).reshape(-1, 2).long()}
         lists = {"center": self.center, "request": self._request or []}
@@ -109,7 +112,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """See ``Exchange``. A replica that joins keeps no center."""
+        """See ``Exchange``. A replica that joins does not keep the center."""
         if not self.has_joined:
             lists: dict[str, list[Tensor]] = {}
             for name in sorted(state, key=lambda name: (len(name), name)):
@@ -155,7 +158,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
                 self._confirm(letter.numbers[0], letter.numbers[1])
             case "elastic!":
                 self._answered_with(letter.numbers[0], letter.tensors)
-            case "center" if not self._is_head:  # else the last head has died, and the center has begun again
+            case "center" if not self._is_head:  # otherwise the last head has died, and the center has started again
                 self._take_center(letter)
             case _:
                 super().take(letter)
@@ -174,7 +177,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
         return self._keepers[1], self.mailbox.view.joined[replica_name(self._keepers[1])]
 
     def _keep(self) -> None:
-        """As head in a new view: see that the tail has the center."""
+        """As head in a new view: make sure that the tail has the center."""
         if not self._is_head or not self._parameters:
             return
         if not self.center:
@@ -195,7 +198,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
             self.take(letter)
 
     def _take_center(self, letter: Letter) -> None:
-        """As the next tail: take the center, and answer with the changes that replicas have not confirmed."""
+        """As the next tail: take the center, and send the changes that replicas have not confirmed."""
         count, *numbers = letter.numbers
         pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
         self.center, changes = list(letter.tensors[:count]), letter.tensors[count:]
@@ -207,23 +210,23 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
             self._reply(replica, serial, change)
 
     def _exchange(self, replica: int, serial: int, theirs: Sequence[Tensor]) -> None:
-        """As head: let the center and a replica's parameters attract each other, or answer once more."""
+        """As head: move the center and a replica's parameters toward each other, or send the earlier answer again."""
         if (change := self._unconfirmed.get((replica, serial))) is not None:
             self._reply(replica, serial, change)
-        elif self.applied.get(replica, 0) >= serial:  # it was forgotten before a checkpoint: go on without
+        elif self.applied.get(replica, 0) >= serial:  # it was forgotten before a checkpoint: continue without it
             self._reply(replica, serial, [torch.zeros_like(own) for own in theirs])
         else:
             change = [(own - center) * self.rule.alpha for own, center in zip(theirs, self.center, strict=True)]
             self._pass_on(replica, serial, change)
 
     def _pass_on(self, replica: int, serial: int, change: Sequence[Tensor]) -> None:
-        """Change the center, and tell the tail; as tail, answer the replica."""
+        """Change the center, and tell the tail; on the tail, answer the replica."""
         if self.applied.get(replica, 0) >= serial or not self.center:
             return
         self.applied[replica] = serial
         for center, each in zip(self.center, change, strict=True):
             center.add_(each)
-        # A replica asks again only after it has got the last answer.
+        # A replica sends its next request only after it has received the last answer.
         self._unconfirmed = {key: value for key, value in self._unconfirmed.items() if key[0] != replica}
         self._unconfirmed[replica, serial] = list(change)
         if self._is_head and len(self._keepers) > 1:
@@ -238,7 +241,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
             self.mailbox.send(replica_name(replica), "elastic!", (serial,), change)
 
     def _answered_with(self, serial: int, change: Sequence[Tensor]) -> None:
-        """As a replica: the answer has come."""
+        """As a replica: take the answer."""
         if serial == self._serial and self._request is not None and self._answer_come is None:
             self._answer_come = change
             if self._is_head:
@@ -247,7 +250,7 @@ class ElasticCenterExchange(PeerExchange[ElasticAverage]):
                 self.mailbox.send(replica_name(self._keepers[0]), "elastic.", (self.replica, serial))
 
     def _confirm(self, replica: int, serial: int) -> None:
-        """As keeper: a replica has got its answer."""
+        """On head and tail: a replica has received its answer."""
         self._unconfirmed.pop((replica, serial), None)
         if self._is_head and len(self._keepers) > 1:
             self.mailbox.send(replica_name(self._keepers[1]), "elastic.", (replica, serial))

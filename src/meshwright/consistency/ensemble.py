@@ -1,4 +1,4 @@
-"""The rule ``ensemble``: members train alone, and predict together."""
+"""The rule ``ensemble``: members train independently, and predict together."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from meshwright.ir.consistency import Ensemble
 
 
 class Joint(NamedTuple):
-    """What the members of an ensemble predict together: the mean of their values, the standard deviation over members
-    (their spread), and the number of members."""
+    """The joint prediction of an ensemble: the mean of the members' values, the standard deviation over members (their
+    spread), and the number of members."""
 
     mean: Tensor
     spread: Tensor
@@ -19,7 +19,7 @@ class Joint(NamedTuple):
 
 
 class EnsembleExchange(MeanExchange[Ensemble]):
-    """``ensemble``: no exchange in training; ``joint`` says what the members predict together."""
+    """``ensemble``: no exchange in training; ``joint`` computes the joint prediction."""
 
     waits_for_all = False
 

@@ -1,7 +1,7 @@
 """The rule ``gossip``: replicas average with their neighbours (``schedules/mixing.py`` has the weights).
 
-Notation: X^k has a column of parameters for each replica before step k, U^k the changes that the optimizers make in
-step k (plain SGD: -eta G(X^k)), W the mixing matrix. After the optimizer's step, ``mix`` makes
+Notation: column i of X^k has the parameters of replica i before step k. U^k has the changes that the optimizers make in
+step k (plain SGD: -eta G(X^k)). W is the mixing matrix. After the optimizer's step, ``mix`` computes:
 
     staleness=0      X^(k+1) = (X^k + U^k) W. With W = 11'/P this is synchronous training.
     staleness=1      X^(k+1) = X^k W + U^k, D-PSGD as printed (Lian et al. 2017, algorithm 1): X^k is sent before step k
@@ -10,15 +10,15 @@ step k (plain SGD: -eta G(X^k)), W the mixing matrix. After the optimizer's step
                      for every doubly stochastic W: a mode of eigenvalue l decays iff |1 - l| / (2 d + 1) is less than
                      2 sin(phi / (2 d + 1)), phi = pi/2 - |arg(1 - l)|, and |1 - l| <= 2 sin(phi).
 
-In all three, the mean of X changes by the mean of U alone. A replica waits for neighbours that are more than s steps
+In all three cases, only the mean of U changes the mean of X. A replica waits for neighbours that are more than s steps
 behind.
 
-    staleness=any    a replica takes each neighbour's newest parameters that have come since its last step, if any, in
-                     place of the neighbour's: a stale average, whose mean drifts.
+    staleness=any a replica takes each neighbour's newest parameters that have arrived since its last step, if any.
+                     Without them it takes its own. This is an average of stale parameters, and its mean drifts.
 
-When the view changes, each replica says its clock to all. A replica waits for neighbours' clocks, as the topology over
-the living says; what a neighbour had no reason to send, it goes on without. So nobody waits for a letter that was never
-sent.
+When the view changes, each replica sends its clock to all others. A replica waits for the clocks of its neighbours in
+the topology over the living replicas. If a neighbour had no reason to send its parameters, the replica continues
+without them. So no replica waits for a letter that was never sent.
 """
 
 from collections.abc import Sequence
@@ -45,17 +45,18 @@ class GossipExchange(PeerExchange[Gossip]):
         self._came: dict[tuple[int, int], list[Tensor]] = {}
         """Neighbours' parameters, by clock and replica."""
         self._own: dict[int, list[Tensor]] = {}
-        """This replica's parameters that are not mixed yet, by clock."""
+        """This replica's parameters that are not yet mixed, by clock."""
         self._handed = 0
-        """The clock of the parameters that were handed over last."""
+        """The clock of the parameters that were last handed over."""
 
     def view_changed(self) -> None:
-        """See ``PeerExchange``. Nobody shall wait for a replica that has no state yet."""
+        """See ``PeerExchange``. No replica waits for a replica that has no state yet."""
         if not self.has_joined:
             self.tell("clock", (self._handed,))
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
-        """See ``PeerExchange``. Stale rules hand over the parameters before a step. At first all have equal ones."""
+        """See ``PeerExchange``. Stale rules hand over the parameters before a step. At first, all replicas have equal
+        parameters."""
         clock = self.clocks[self.replica]
         if self.rule.staleness != 0 and clock > self._handed:
             self._hand_over(parameters, clock)
@@ -87,17 +88,17 @@ class GossipExchange(PeerExchange[Gossip]):
             return
         sender, clock = replica_number(letter.sender), letter.numbers[0]
         self.heard(sender, clock)
-        if self.rule.staleness == ASYNC:  # the newest will do
+        if self.rule.staleness == ASYNC:  # only the newest is needed
             self._came = {key: value for key, value in self._came.items() if key[1] != sender}
         self._came[clock, sender] = list(letter.tensors)
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """See ``Exchange``. What others had not mixed yet, they do without."""
+        """See ``Exchange``. Parameters that other replicas had not yet mixed are lost for them."""
         super().load_state(state)
         self._handed = self.clocks[self.replica]
 
     def _hand_over(self, parameters: Sequence[Tensor], clock: int) -> None:
-        """Send parameters to those that mix them in, ``staleness`` steps later."""
+        """Send parameters to the replicas that mix them, ``staleness`` steps later."""
         step = clock + max(0, self.rule.staleness) - 1
         for peer in outgoing(self.rule, self.members, self.replica, step):
             self.mailbox.send(replica_name(peer), "gossip", (clock,), parameters)
@@ -106,7 +107,7 @@ class GossipExchange(PeerExchange[Gossip]):
     def _mix_what_has_come(self, parameters: Sequence[Tensor]) -> bool:
         came, self._came = sorted(self._came.items(), key=lambda item: item[0][1]), {}
         row = weights(self.rule, self.members, self.replica, self.clocks[self.replica] - 1)
-        if self.rule.topology in ("one-peer", "random"):  # the sender's step chose this replica
+        if self.rule.topology in ("one-peer", "random"):  # the sender's step has chosen this replica
             row = {peer: 1 / (1 + len(came)) for (_, peer), _ in came}
         _attract(parameters, list(parameters), [(row.get(peer, 0.0), theirs) for (_, peer), theirs in came])
         return bool(came)

@@ -1,4 +1,4 @@
-"""Rules under which replicas make several steps of their own, and then average: ``local`` and ``diloco``."""
+"""Rules under which replicas make several independent steps and then average: ``local`` and ``diloco``."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class MeanExchange(PeerExchange[R]):
         self.mean.join()
 
     def finish(self, number: int, clock: int) -> Result:
-        """Wait for a mean that replicas begin at a clock."""
+        """Wait for the mean that replicas begin at a clock."""
         self._wait(lambda: self.mean.is_finished(number), f"mean {number} over the replicas")
         result = self.mean.claim(number)
         for member in result.members:
@@ -72,16 +72,16 @@ class LocalExchange(MeanExchange[Local]):
 class DiLoCoExchange(MeanExchange[DiLoCo]):
     """``diloco(H)``: an outer optimizer makes a step with the mean change of the replicas' parameters.
 
-    Of a fragment whose turn it is at a clock, a replica sends d_i = old - own, where old are the outer optimizer's
-    parameters. ``delay`` steps later, all make the step of ``torch.optim.SGD(lr, momentum, nesterov=True)`` with the
-    mean d: b <- m b + d, old <- old - lr (d + m b). The replica's own parameters become
-    merge * own + (1 - merge) * old. Old and b have the same bits at all replicas.
+    When it is a fragment's turn, a replica sends d_i = old - own, where old are the outer optimizer's parameters.
+    ``delay`` steps later, all replicas make the step of ``torch.optim.SGD(lr, momentum, nesterov=True)`` with the mean
+    d: b <- m b + d, old <- old - lr (d + m b). The replica's own parameters become merge * own + (1 - merge) * old. All
+    replicas have the same bits of old and b.
 
-    Fragment f of F has part f of F equal parts of each flat tensor.
+    Fragment f of F consists of part f of F equal parts of each flat tensor.
 
     Attributes:
         old: the outer optimizer's parameters.
-        momentum: its b; empty without momentum.
+        momentum: the outer optimizer's b; empty without momentum.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class DiLoCoExchange(MeanExchange[DiLoCo]):
         self.old: list[Tensor] = []
         self.momentum: list[Tensor] = []
         self._sent: list[tuple[int, int]] = []
-        """The clocks and the numbers of the rounds that are not applied yet."""
+        """The clocks and the numbers of the rounds that are not yet applied."""
 
     def meet(self, parameters: Sequence[Tensor]) -> None:
-        """See ``PeerExchange``. At first, the outer optimizer's parameters are the replicas' equal ones."""
+        """See ``PeerExchange``. The outer optimizer's parameters start at the replicas' parameters, which are equal."""
         if not self.old:
             self.old = [parameter.clone() for parameter in parameters]
             self.momentum = [torch.zeros_like(parameter) for parameter in parameters if self.rule.momentum]

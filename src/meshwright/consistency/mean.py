@@ -1,26 +1,28 @@
-"""The mean of flat tensors over all replicas that live, by letters, with the same bits at all of them.
+"""The mean of flat tensors over all living replicas. It is computed with letters, and has the same bits on all
+replicas.
 
-A round is one mean. In it each replica owns a segment of every tensor. It gets that segment from all, adds them up in
-the order of replicas, and sends the mean of it to all: a reduce-scatter and an all-gather, in which a replica sends
-2 (P - 1) / P of the bytes of its tensors.
+A round computes one mean. In a round, each replica owns a segment of every tensor. It receives that segment from all
+replicas, adds the segments up in the order of replicas, and sends their mean to all. This is a reduce-scatter and an
+all-gather, in which a replica sends 2 (P - 1) / P of the bytes of its tensors.
 
     replica    0          1          2
     mean+      b c ->     a   c ->   a b   ->      contributions, to the owners of the segments a, b, c
     mean=      A   ->     B   ->     C     ->      means, to all
 
 Replicas may die in the middle of a round. An *attempt* of a round is among the members of one view, and needs a
-contribution of each. When the view changes, all that have not finished the round begin a new attempt. A replica that
-has finished never contributes again, so that a later attempt cannot end in another mean: to each contribution to it,
-it answers with the mean that it has (``mean!``). So all survivors end with one mean, of one set of contributors.
+contribution of each member. When the view changes, all replicas that have not finished the round begin a new attempt. A
+replica that has finished the round never contributes again, so a later attempt cannot produce another mean. It answers
+each contribution to a later attempt with its mean (``mean!``). So all survivors get the same mean, of the same
+contributors.
 
-A mean is kept until every member has said (``mean.``) that it has finished that round. A replica that has just joined
-takes part in the rounds of others without values of its own, until it has the state of one of them.
+A replica keeps a mean until every member has said (``mean.``) that it has finished the round. A replica that has just
+joined takes part in the rounds of others without values of its own, until it has received the state of another replica.
 
-Several rounds may be under way. Nothing happens between calls: ``take`` acts on a letter, ``look`` on a new view.
+Several rounds may be in progress. Nothing happens between calls: ``take`` acts on a letter, ``look`` on a new view.
 
-With a codec, contributions and means are coded. What a replica's messages leave out, as contributor and as owner, stays
-in its residual and is added to its next contribution to the same slot, if the codec has error feedback:
-count * mean + sum of new residuals = sum of values + sum of old residuals.
+With a codec, contributions and means are coded. A message leaves out a part of its values. A replica keeps what its
+messages leave out, as contributor and as owner, in its residual. If the codec has error feedback, it adds the residual
+to its next contribution to the same slot: count * mean + sum of new residuals = sum of values + sum of old residuals.
 """
 
 from collections.abc import Sequence
@@ -36,10 +38,10 @@ from meshwright.ir.codec import Codec, codec_of
 
 
 class Mean:
-    """One replica's part in means over replicas.
+    """A replica's part in means over replicas.
 
     Args:
-        codec: of contributions and means; empty: as they are.
+        codec: the codec of contributions and means; empty: they are not encoded.
     """
 
     def __init__(self, mailbox: Mailbox, replica: int, codec: str = "") -> None:
@@ -49,13 +51,13 @@ class Mean:
         self._early: dict[int, list[Letter]] = {}
         self._results: dict[int, Result] = {}
         self._unclaimed: dict[int, int] = {}
-        """The slots of the rounds whose mean this replica has not asked for."""
+        """The slots of the rounds whose mean this replica has not yet claimed."""
         self._next = 0
         self._over: set[int] = set()
         self._floor = 0
-        """All rounds below are over for everybody."""
+        """All rounds with a smaller number are finished at every replica."""
         self._needs: dict[int, int] = {}
-        """Of other replicas: the first round whose mean they may still need."""
+        """For each other replica: the first round whose mean it may still need."""
         self._residuals: dict[int, list[Tensor]] = {}
         self._seen = mailbox.view
 
@@ -66,23 +68,23 @@ class Mean:
 
         Args:
             values: flat tensors; they must not change until the round has finished.
-            slot: rounds with equal slots are of the same elements, and share a residual.
+            slot: rounds with equal slots have the same elements, and share a residual.
         """
         self.look()
         number, self._next = self._next, self._next + 1
         self._unclaimed[number] = slot
-        if number not in self._rounds and number not in self._results:  # it may have helped before
+        if number not in self._rounds and number not in self._results:  # this replica may have helped in it before
             self._begin(Round(number, slot, values))
         return number
 
     def is_finished(self, number: int) -> bool:
-        """Whether ``claim`` has a result. First look at the view."""
+        """Whether ``claim`` has a result. First check whether there is a new view."""
         self.look()
         return number in self._results
 
     def claim(self, number: int) -> Result:
-        """The mean of a finished round, once. Its tensors may be changed only if no other replica can ask for them:
-        copy what is to stay."""
+        """The mean of a finished round. It can be claimed once. Copy its tensors before you change them, unless no
+        other replica can still ask for them."""
         del self._unclaimed[number]
         result = self._results[number]
         self._forget()
@@ -105,12 +107,12 @@ class Mean:
         return True
 
     def look(self) -> None:
-        """Begin again what is under way, if the view has changed."""
+        """Begin the current rounds again, if the view has changed."""
         view = self._mailbox.view
         if self._seen.epoch == view.epoch:
             return
         for name, joined in view.joined.items():
-            if self._seen.joined.get(name) != joined and name.startswith("replica "):  # a new life
+            if self._seen.joined.get(name) != joined and name.startswith("replica "):  # the replica has joined again
                 self._needs.pop(replica_number(name), None)
         self._seen = view
         self._forget()
@@ -119,13 +121,14 @@ class Mean:
                 self._begin(self._rounds[number])
 
     def join(self) -> None:
-        """This replica has no state yet: until ``load_state``, it helps in rounds that it has not begun itself."""
+        """Take part as a replica that has joined. It has no state yet: until ``load_state``, it helps in rounds that it
+        has not begun itself."""
         self._joins = True
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """What this replica keeps between steps: residuals, and its part in the rounds under way."""
+        """The state that this replica keeps between steps: residuals, and its part in the current rounds."""
         result = {"next": torch.tensor([self._next])}
         for slot, tensors in self._residuals.items():
             result |= {f"residual.{slot}.{index}": tensor for index, tensor in enumerate(tensors)}
@@ -134,14 +137,14 @@ class Mean:
                 name, tensors = f"mean.{number}.{slot}.{finished.num_contributors}", finished.tensors
             elif number in self._rounds and (values := self._rounds[number].values) is not None:
                 name, tensors = f"values.{number}.{slot}.0", list(values)
-            else:  # others make the mean
+            else:  # the other replicas compute the mean
                 name, tensors = f"awaited.{number}.{slot}.0", [torch.empty(0)]
             result |= {f"{name}.{index}": tensor for index, tensor in enumerate(tensors)}
         return {name: tensor.clone() for name, tensor in result.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``. Rounds that were under way begin again. A replica that joins takes the means that
-        it was given, and gets those of the other rounds from all others."""
+        """The inverse of ``state``. Current rounds begin again. A replica that joins takes the means in the state, and
+        receives the means of the other rounds from all others."""
         self._next = int(state["next"])
         lists: dict[str, dict[int, Tensor]] = {}
         for name, tensor in state.items():
@@ -173,7 +176,7 @@ class Mean:
         return replicas_of(self._mailbox.view.members)
 
     def _begin(self, round_: Round) -> None:
-        """Begin an attempt among the members of the view: send each its segment."""
+        """Begin an attempt among the members of the view: send each member its segment."""
         self._rounds[round_.number] = round_
         view = self._mailbox.view
         round_.epoch, round_.members = view.epoch, replicas_of(view.members)
@@ -202,7 +205,7 @@ class Mean:
         vectors = [value.to(wide(value.dtype)) for value in values]
         if (residual := self._residuals.get(round_.slot)) is not None:
             vectors = [vector + left for vector, left in zip(vectors, residual, strict=True)]
-        if count == 1:  # nothing is sent, so nothing is coded
+        if count == 1:  # nothing is sent, so nothing is encoded
             round_.contributions[self._replica] = vectors
             round_.left_out[round_.epoch] = [torch.zeros_like(vector) for vector in vectors]
             return [[]]
@@ -236,14 +239,14 @@ class Mean:
             self._begin(Round(number, 0, None))
 
     def _go_on(self, round_: Round) -> None:
-        """Take the letters of this attempt that have come. Add up this replica's segment, and end the round, if all
-        parts are there."""
+        """Take the letters of this attempt that have arrived. Add up this replica's segment, and end the round, if all
+        parts have arrived."""
         self._take_early(round_)
         own, members = self._replica, round_.members
         if own not in round_.means and len(round_.contributions) == len(members):
             contributors = [member for member in members if round_.contributions[member] is not None]
             if not contributors:
-                return  # those that began the round have died
+                return  # the replicas that began the round have died
             self._add_up(round_, len(contributors))
         if len(round_.means) == len(members):
             columns = zip(*(round_.means[member] for member in members), strict=True)
@@ -281,7 +284,7 @@ class Mean:
         ]
 
     def _add_up(self, round_: Round, count: int) -> None:
-        """The mean of this replica's segment, for all."""
+        """Compute the mean of this replica's segment for all replicas."""
         kinds, members = round_.kinds, round_.members
         own = members.index(self._replica)
         spans, means, messages = kinds.segments(own, len(members)), [], []
@@ -342,7 +345,7 @@ class Mean:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the means that nobody asks for any more."""
+        """Forget the means that no replica can still ask for."""
         needed = min((self._needs.get(member, 0) for member in self._members if member != self._replica), default=2**62)
         for number in [each for each in self._results if each < needed and each not in self._unclaimed]:
             if not self._joins and number < self._next:

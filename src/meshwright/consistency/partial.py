@@ -12,7 +12,7 @@ from meshwright.ir.consistency import Partial
 
 
 class PartialExchange(Exchange[Partial]):
-    """Pushes its gradients to the server, waits until the round for which it has worked has closed, and yields the
+    """It pushes its gradients to the server, waits until the round of these gradients has closed, and yields the
     results of all rounds that have closed since its last step. So all replicas make the same steps, bit for bit; the
     clock of a replica is the number of rounds that it has applied.
     """
@@ -24,14 +24,14 @@ class PartialExchange(Exchange[Partial]):
         self._requests = Requests(rule.copies, mailbox)
 
     def join(self) -> None:
-        """From now on, the server keeps the rounds that living replicas may not have applied. So the state of any of
-        them is one from which this replica can go on."""
+        """From now on, the server keeps the rounds that living replicas may not have applied. So this replica can
+        continue from the state of any of them."""
         self._requests.ask(0, "join", self.mailbox.view.joined[self.mailbox.name])
         self._wait(self._requests.are_done, "the server")
         self._requests.taken("join")
 
     def begin(self, parameters: Sequence[Tensor]) -> bool:
-        """Act on letters that have come; nobody is awaited."""
+        """Act on the letters that have arrived; do not wait for any."""
         self._wait(lambda: True, "letters")
         return False
 
@@ -50,7 +50,7 @@ class PartialExchange(Exchange[Partial]):
             yield letter.tensors[(number - clock) * count : (number - clock + 1) * count]
 
     def end(self, parameters: Sequence[Tensor]) -> bool:
-        """Nothing: ``updates`` has moved the clock."""
+        """Do nothing: ``updates`` has already increased the clock."""
         return False
 
     def handover(self) -> dict[str, Tensor]:
@@ -58,8 +58,8 @@ class PartialExchange(Exchange[Partial]):
         return {"round": torch.tensor(self.clocks[self.replica])}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from the round that a living replica has handed over. After a checkpoint, rounds are counted anew, and
-        gradients that were pending are lost."""
+        """Continue from the round in the state that a living replica has handed over. After a checkpoint, rounds are
+        counted from the start again, and pending gradients are lost."""
         self.clocks[self.replica] = int(state.get("round", 0))
 
     def take(self, letter: Letter) -> None:

@@ -1,8 +1,8 @@
-"""What all rules of equal replicas have in common: clocks learnt from letters; replicas that die, join and leave.
+"""The base class of rules with equal replicas: clocks from letters; replicas that die, join and leave.
 
-A replica that leaves first says ``bye`` with its clock, and goes when all others have answered: then they have taken
-what they need of its last letters, and the last steps of a run are made by all. A replica that joins is waited for as
-soon as its clock is known.
+A replica that leaves first sends ``bye`` with its clock, and leaves when all others have answered. By then they have
+received everything that they need from it, and all replicas take part in the last steps of a run. Replicas wait for a
+replica that joins as soon as they know its clock.
 """
 
 from abc import abstractmethod
@@ -20,11 +20,11 @@ from meshwright.ir.consistency import Consistency
 R = TypeVar("R", bound=Consistency)
 
 FAR = 2**62
-"""The clock of a replica that makes no more steps: nobody waits for it."""
+"""The clock of a replica that makes no more steps: no replica waits for it."""
 
 
 class PeerExchange(Exchange[R]):
-    """One replica's part of a rule under which all replicas do the same. A rule says how it mixes in ``mix``."""
+    """One replica's part of a rule under which all replicas do the same. Subclasses define the exchange in ``mix``."""
 
     waits_for_all = True
     """Whether a replica that leaves waits until the others have made as many steps."""
@@ -33,7 +33,7 @@ class PeerExchange(Exchange[R]):
         super().__init__(rule, mailbox, replica, num_replicas, wait_s=wait_s)
         self._seen = mailbox.view
         self.has_joined = False
-        """Whether this replica came later than others, and has no state yet."""
+        """Whether this replica joined later than others, and has no state yet."""
         self._asked: list[Letter] = []
         self._byes: dict[int, int] = {}
         self._answered: set[int] = set()
@@ -46,7 +46,7 @@ class PeerExchange(Exchange[R]):
         self.has_joined, self.clocks = True, {self.replica: 0}
 
     def begin(self, parameters: Sequence[Tensor]) -> bool:
-        """See ``Exchange``. Between two steps, this replica also answers those that join."""
+        """See ``Exchange``. Between two steps, this replica also answers joining replicas."""
         self.meet(parameters)
         self._done = self.clocks[self.replica]
         self._wait(lambda: True, "")
@@ -69,13 +69,13 @@ class PeerExchange(Exchange[R]):
             self._done = FAR
             self._answer_byes()
             self.tell("bye", (self.clocks[self.replica],))
-            with suppress(LostRankError):  # another replica's last step is no reason to fail after this one's
+            with suppress(LostRankError):  # another replica's end must not make this replica fail
                 self._wait(self._may_leave, "the last step of other replicas")
         self.mailbox.leave()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """See ``Exchange``. ``clocks`` has this replica's clock. The replicas of a checkpoint have made equally many
-        steps."""
+        """See ``Exchange``. ``clocks`` has this replica's clock. The replicas of a checkpoint have made equal numbers
+        of steps."""
         clock = self.clocks[self.replica]
         if not self.has_joined:
             self.clocks = dict.fromkeys(self.clocks, clock)
@@ -87,22 +87,23 @@ class PeerExchange(Exchange[R]):
         """Called first in a step, before letters are read."""
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
-        """A step begins: send parameters that others will mix."""
+        """Called at the begin of a step: send parameters that others will mix."""
 
     @abstractmethod
     def mix(self, parameters: Sequence[Tensor]) -> bool:
-        """A step is done, and this replica's clock counts it: exchange. Return whether ``parameters`` have changed."""
+        """Called at the end of a step, when this replica's clock counts it: exchange. Return whether ``parameters``
+        have changed."""
 
     def view_changed(self) -> None:
-        """There is a new view."""
+        """Called when there is a new view."""
 
     def living_clocks(self) -> dict[int, int]:
-        """The clocks of the replicas that live. Nobody waits for a replica whose clock is not known yet."""
+        """The clocks of the living replicas. No replica waits for a replica whose clock is not yet known."""
         own = self.clocks[self.replica]
         return {replica: self.clocks.get(replica, own) for replica in self.members}
 
     def heard(self, replica: int, clock: int) -> None:
-        """A letter says that a replica has reached a clock."""
+        """Note that a replica has reached a clock, according to its letter."""
         self.clocks[replica] = max(clock, self.clocks.get(replica, 0))
 
     def take(self, letter: Letter) -> None:
@@ -124,19 +125,20 @@ class PeerExchange(Exchange[R]):
                 super().take(letter)
 
     def look(self) -> None:
-        """See whether there is a new view."""
+        """Check whether there is a new view."""
         view = self.mailbox.view
         if view.epoch == self._seen.epoch:
             return
         for name, joined in view.joined.items():
-            if name.startswith("replica ") and self._seen.joined.get(name) != joined:  # a new life
+            if name.startswith("replica ") and self._seen.joined.get(name) != joined:  # the replica has joined again
                 self.clocks.pop(replica_number(name), None)
                 self._answered.discard(replica_number(name))
         self._seen = view
         self.view_changed()
 
     def _answer(self) -> None:
-        """Give those that join this replica's state, if its view has them; an empty one, if it has none itself."""
+        """Send this replica's state to the joining replicas that its view contains. The state is empty if this replica
+        itself has none."""
         asked, self._asked = self._asked, []
         for letter in asked:
             if self.has_joined:

@@ -1,14 +1,14 @@
 """The rule ``gossip(..., push=on)``: push-sum (SGP, Assran et al. 2019), with weights that make up for shares that come
 unequally.
 
-A replica has a weight w, at first 1, and a mass x = w z, where z are its parameters. After a step, it divides both into
-equal shares: it keeps one, and sends one to each outgoing neighbour. x and w become the sums of the shares that have
-come, and z = x / w. No share is lost: the w of all replicas and of all letters under way sum up to P. Where every
-replica sends and gets equally many shares, all w stay 1.
+Each replica has a weight w, at first 1, and a mass x = w z, where z are its parameters. After a step, it divides both
+into equal shares. It keeps one share, and sends one share to each outgoing neighbour. x and w become the sums of its
+own share and the received shares, and z = x / w. No share is lost: the w of all replicas and of all letters on their
+way sum up to P. If every replica sends and receives the same number of shares, all w stay 1.
 
-A replica waits for neighbours that are more than ``staleness`` steps behind; their shares come late, or early, and
-count when they come. A replica that dies takes its mass with it; the others' z stay weighted means. A replica that
-joins begins with half of the mass of the replica that has lived longest.
+A replica waits for neighbours that are more than ``staleness`` steps behind. Their shares count when they arrive, late
+or early. The mass of a replica that dies is lost; the z of the others remain weighted means. A replica that joins
+begins with half of the mass of the replica that has lived longest.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from meshwright.schedules.clocks import may_proceed
 from meshwright.schedules.mixing import check_topology, outgoing, push_weight
 
 LEAST_WEIGHT = 2.0**-10
-"""A replica whose weight is below sends nothing until it has got shares: divided further and further, its weight would
-vanish."""
+"""A replica whose weight is below this value sends nothing until it has received shares. Without this limit, repeated
+divisions would make its weight vanish."""
 
 
 class PushSumExchange(PeerExchange[Gossip]):
@@ -43,7 +43,7 @@ class PushSumExchange(PeerExchange[Gossip]):
         self.weight = 1.0
         self._parameters: Sequence[Tensor] = ()
         self._came: list[tuple[int, int, tuple[Tensor, ...]]] = []
-        """Shares that are not added yet: the clock and the replica that sent them, and the tensors."""
+        """Shares that are not yet added: the clock and the replica that sent them, and the tensors."""
         self._begged: list[str] = []
         self._handed = 0
 
@@ -53,7 +53,7 @@ class PushSumExchange(PeerExchange[Gossip]):
         self.weight = 0.0
 
     def view_changed(self) -> None:
-        """See ``PeerExchange``. Nobody shall wait for a replica that has no state yet."""
+        """See ``PeerExchange``. No replica waits for a replica that has no state yet."""
         if not self.has_joined:
             self.tell("clock", (self._handed,))
 
@@ -89,7 +89,7 @@ class PushSumExchange(PeerExchange[Gossip]):
         return self._add_shares(clock if rule.staleness == 0 else 2**62)
 
     def leave(self) -> None:
-        """See ``Exchange``. Shares that come while this replica waits for the others count."""
+        """See ``Exchange``. Shares that arrive while this replica waits for the others count."""
         super().leave()
         self._add_shares(2**62)
 
@@ -98,7 +98,7 @@ class PushSumExchange(PeerExchange[Gossip]):
         match letter.kind:
             case "push":
                 sender, clock = replica_number(letter.sender), letter.numbers[0]
-                if clock:  # else it is a first mass
+                if clock:  # otherwise it is the first mass of this replica
                     self.heard(sender, clock)
                 self._came.append((clock, sender, letter.tensors))
             case "mass?":
@@ -108,11 +108,11 @@ class PushSumExchange(PeerExchange[Gossip]):
                 super().take(letter)
 
     def state(self) -> dict[str, Tensor]:
-        """See ``Exchange``. Shares under way are not in it: without staleness, they are sent again."""
+        """See ``Exchange``. Shares on their way are not part of it: without staleness, they are sent again."""
         return super().state() | {"weight": torch.tensor(self.weight, dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """See ``Exchange``. A replica that joins gets a weight of its own, with its mass."""
+        """See ``Exchange``. A replica that joins gets its own weight with its mass."""
         joins = self.has_joined
         super().load_state(state)
         if not joins:
@@ -120,13 +120,13 @@ class PushSumExchange(PeerExchange[Gossip]):
         self._handed = self.clocks[self.replica]
 
     def _push(self, to: str, weight: float, clock: int) -> None:
-        """Send so much weight, and the mass that belongs to it."""
+        """Send a part of the weight, and the mass that belongs to it."""
         mass = [parameter * weight for parameter in self._parameters]
         self.mailbox.send(to, "push", (clock,), [*mass, torch.tensor([weight], dtype=torch.float64)])
         self.weight -= weight
 
     def _give(self) -> None:
-        """Give half of mass and weight to each replica that has asked."""
+        """Give half of mass and weight to each replica that has asked for it."""
         while self._begged and self.weight and self._parameters:
             self._push(self._begged.pop(0), self.weight / 2, 0)
 

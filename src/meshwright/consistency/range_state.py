@@ -1,7 +1,7 @@
-"""What a server knows of one range, as a state machine: equal operations in equal order give equal states.
+"""The state of a range on a server, as a state machine: equal operations in equal order give equal states.
 
 Operations come from replicas (``push``, ``join``, ``load``) and from views (``gone``); replies go to replicas. A
-replica that has pushed waits for its reply; the rule says when it gets it. ``pull`` and ``save`` only read.
+replica that has pushed waits for its reply; the rule decides when the reply is due. ``pull`` and ``save`` only read.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ _MAPS = ("clocks", "pushed", "joined", "waits")
 
 
 class Operation(NamedTuple):
-    """What happens to a range. ``number``: the clock of a ``push``; the epoch in which the replica joined, of ``join``
+    """An operation on a range. ``number``: the clock of a ``push``; the epoch in which the replica joined, of ``join``
     and ``gone``; the version that is loaded. ``tensors``, ``text``: the gradients of a push and the hyperparameters for
     them; the state to load."""
 
@@ -32,8 +32,8 @@ class Operation(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a replica gets. ``numbers``: the kind (its place in ``KINDS``) and the number of the operation, the
-    replica's clock, the version of the state, and then the replicas that live and their clocks in turn."""
+    """The reply that a replica gets. ``numbers``: the kind (its index in ``KINDS``) and the number of the operation,
+    the replica's clock, the version of the state, and then pairs of a living replica and its clock."""
 
     replica: int
     numbers: tuple[int, ...]
@@ -41,14 +41,14 @@ class Reply(NamedTuple):
 
 
 class RangeState(ABC):
-    """The clocks of the replicas, and who waits for a reply.
+    """The clocks of the replicas, and the replicas that wait for a reply.
 
     Attributes:
-        clocks: maps the replicas that live to their clocks.
-        pushed: the clock of the last push of each replica, alive or dead: a push that comes again counts once.
+        clocks: maps the living replicas to their clocks.
+        pushed: the clock of the last push of each replica, alive or dead. A repeated push counts once.
         joined: the epoch in which each replica joined.
         waits: maps the replicas that wait for a reply to the kind and the number of their operation.
-        version: how many steps have been made.
+        version: the number of steps that the optimizer has made.
     """
 
     version = 0
@@ -63,14 +63,14 @@ class RangeState(ABC):
     # --- operations --------------------------------------------------------------------------------------------------
 
     def apply(self, operation: Operation) -> list[Reply]:
-        """Do an operation; return the replies that are due."""
+        """Do an operation, and return the replies that are due."""
         kind, replica, number, tensors, text = operation
         if self.is_done(operation):
             return []
         if kind == "push":
             self.pushed[replica] = number
             self._add(replica, number, tensors, text)
-            if replica in self.clocks:  # the last push of a replica that has died counts, but nobody waits for it
+            if replica in self.clocks:  # the last push of a replica that has died counts, but needs no reply
                 self.clocks[replica], self.waits[replica] = number, (kind, number)
         elif kind == "join":
             self.joined[replica] = number
@@ -82,7 +82,7 @@ class RangeState(ABC):
         return self._settle()
 
     def is_done(self, operation: Operation) -> bool:
-        """Whether this operation was done already, or changes nothing."""
+        """Whether this operation was already done, or changes nothing."""
         kind, replica, number, *_ = operation
         match kind:
             case "push":
@@ -95,8 +95,8 @@ class RangeState(ABC):
                 return True
 
     def again(self, operation: Operation) -> list[Reply]:
-        """The reply to an operation that changes nothing, or that was done already for a replica that did not get the
-        reply, if it is due."""
+        """The reply, if it is due, to an operation that changes nothing, or that was already done for a replica that
+        did not receive the reply."""
         kind, replica, number, *_ = operation
         if replica not in self.clocks or self.waits.get(replica) == (kind, number):
             return []
@@ -105,7 +105,7 @@ class RangeState(ABC):
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of the state, for another copy."""
+        """The complete state, for another copy."""
         return {"version": self.version} | {name: dict(getattr(self, name)) for name in _MAPS}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class RangeState(ABC):
 
     @abstractmethod
     def _settle(self) -> list[Reply]:
-        """Do what the rule permits now; return the replies that are due."""
+        """Do what the rule permits now, and return the replies that are due."""
 
     @abstractmethod
     def _reply(self, replica: int, kind: OperationKind, number: int) -> Reply:
@@ -137,7 +137,7 @@ class RangeState(ABC):
 
 
 def add_to(waiting: dict[int, list[Tensor]], replica: int, gradients: Sequence[Tensor]) -> None:
-    """Add gradients to those of this replica that wait."""
+    """Add gradients to the waiting gradients of this replica."""
     if replica in waiting:
         for mine, new in zip(waiting[replica], gradients, strict=True):
             mine += new
@@ -146,8 +146,8 @@ def add_to(waiting: dict[int, list[Tensor]], replica: int, gradients: Sequence[T
 
 
 def taken_mean(waiting: dict[int, list[Tensor]], num_replicas: int) -> list[Tensor]:
-    """Take all gradients that wait: their sum in the order of replicas, divided by the number of all replicas, so that
-    every gradient counts alike, whoever lives."""
+    """Take all waiting gradients: their sum in the order of replicas, divided by the number of all replicas. So every
+    gradient has the same weight, whichever replicas live."""
     first, *others = sorted(waiting)
     total = waiting.pop(first)
     for replica in others:

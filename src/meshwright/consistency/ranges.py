@@ -1,4 +1,4 @@
-"""Ranges of the parameters: flat tensors, laid end to end and cut into parts of equal length, one for each server."""
+"""Ranges of the parameters: flat tensors, concatenated and cut into parts of equal length, one for each server."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 def key_ranges(sizes: Sequence[int], servers: int) -> list[list[Span]]:
     """Cut flat tensors of these sizes into ``servers`` ranges. The lengths of two ranges differ by at most 1. A range
-    may have parts of several tensors, and of none if there are more servers than elements."""
+    may have parts of several tensors. It has no part if there are more servers than elements."""
     total = sum(sizes)
     bounds = [total * index // servers for index in range(servers + 1)]
     ranges: list[list[Span]] = []
@@ -54,8 +54,8 @@ def parts(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
 
 
 def pieces(named: Named, spans: Sequence[Span], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a range: the name of each, and the part that lies in the range, as a view of ``tensors``, the
-    elements of the range."""
+    """The parameters in a range: the name of each, and its part in the range, as a view of ``tensors``, the elements of
+    the range."""
     for (flat, begin, end), tensor in zip(spans, tensors, strict=True):
         first = 0
         for name, size in named[flat]:

@@ -1,4 +1,4 @@
-"""A replica's requests to servers, each of which waits for one reply."""
+"""A replica's requests to servers. Each request waits for one reply."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class _Request(NamedTuple):
 
 class Requests:
     """The requests of one replica, at most one of each kind to each range. If the primary of a range dies before it has
-    replied, the request goes to the next copy; servers do it once.
+    replied, the request is sent to the next copy; servers do it once.
 
     Attributes:
         replies: the replies so far, by range and kind.
@@ -35,7 +35,7 @@ class Requests:
     def ask(
         self, index: int, kind: OperationKind, number: int = 0, tensors: tuple[Tensor, ...] = (), text: str = ""
     ) -> None:
-        """Ask a range to do an operation. The tensors must not change until the reply has come."""
+        """Ask a range to do an operation. The tensors must not change until the reply has arrived."""
         to = self._primary(index)
         self._open[index, kind] = _Request(to, number, tensors, text)
         self._mailbox.send(to[0], kind, (number,), tensors, text)
@@ -52,7 +52,7 @@ class Requests:
         return True
 
     def are_done(self) -> bool:
-        """Whether all replies have come. Send requests again if there is another primary.
+        """Whether all replies have arrived. Send requests again if a range has a new primary.
 
         Raises:
             LostRankError: all copies of a range have died.

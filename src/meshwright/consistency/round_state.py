@@ -1,16 +1,16 @@
-"""The rounds of ``partial(...)``, on the server: which gradients make which step.
+"""The rounds of ``partial(...)``, on the server: the gradients that make each step.
 
-A replica that has applied round k - 1 works for round k. Round k closes as soon as so many living replicas as the rule
-wants have pushed gradients for it. It takes all gradients that are there, late ones of earlier rounds too, and its
-result is their sum, divided by the number of all replicas. So at any time, the sum of all results and what is pending
-is the sum of all gradients that were pushed.
+A replica that has applied round k - 1 computes gradients for round k. Round k closes as soon as the number of living
+replicas that the rule requires have pushed gradients for it. It takes all waiting gradients, including late gradients
+of earlier rounds. Its result is their sum, divided by the number of all replicas. So at any time, the sum of all
+results and the pending gradients equals the sum of all pushed gradients.
 
     replica 0   1 ──┐   2 ──┐   3 ──┐
     replica 1   1 ──┤   2 ──┤   3 ──┤
     replica 2   1 ──│───────┤   3 ──┤        its gradient for round 1 counts in round 2; it goes on with round 3
                   round 1  round 2  round 3
 
-One server closes the rounds of all parameters: servers of parts of them would not agree on who is in a round.
+One server closes the rounds of all parameters, because several servers would not agree on the contributors of a round.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from meshwright.ir.consistency import Partial
 from meshwright.schedules.clocks import may_proceed
 
 MOST_ROUNDS = 64
-"""Rounds that are kept for the slowest replica. The next one waits for it."""
+"""The number of rounds that are kept for the slowest replica. The next round waits for that replica."""
 
 
 class RoundState(RangeState):
-    """The state of ``partial(...)``. The clock of a replica is the round for which it has pushed last.
+    """The state of ``partial(...)``. The clock of a replica is the round of its last push.
 
     Attributes:
         version: the number of closed rounds.
@@ -55,7 +55,7 @@ class RoundState(RangeState):
         return replies
 
     def _may_close(self) -> bool:
-        """Whether the next round may close: whoever has pushed for it may proceed."""
+        """Whether the next round may close, so that all replicas that have pushed for it may continue."""
         number = self.version + 1
         fresh = [replica for replica, clock in self.clocks.items() if clock == number]
         if not fresh or number - min(self.clocks.values()) >= MOST_ROUNDS:
@@ -69,7 +69,8 @@ class RoundState(RangeState):
         return Reply(replica, self._numbers(replica, kind, number), results)
 
     def _clock_of_a_joining_replica(self) -> int:
-        """Every living replica has applied the round before its clock, and may give its state to one that joins."""
+        """Every living replica has applied the round before its clock, and may give its state to a replica that
+        joins."""
         return min(self.clocks.values(), default=max(self.pushed.values())) - 1
 
     def state(self) -> dict[str, Any]:

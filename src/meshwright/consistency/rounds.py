@@ -1,4 +1,4 @@
-"""Rounds of means over replicas: what a replica knows of one that is under way, and what one ends in."""
+"""Rounds of means over replicas: a replica's state of a current round, and the result of a round."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ Parts = list[Tensor]
 
 
 class Result(NamedTuple):
-    """A mean: the epoch of the view in which it was made, the members of that view, how many of them contributed, and
-    the mean of each tensor."""
+    """A mean: the epoch and the members of the view in which it was computed, the number of contributors, and the mean
+    of each tensor."""
 
     epoch: int
     members: tuple[int, ...]
@@ -32,7 +32,7 @@ class Round:
         self.means: dict[int, Parts] = {}
         self.count = 0
         self.left_out: dict[int, list[Tensor]] = {}
-        """By epoch of the attempt: what the messages of this replica left out."""
+        """By epoch of the attempt: the values that this replica's messages left out."""
 
 
 class Kinds(NamedTuple):
@@ -57,7 +57,7 @@ def segment(length: int, index: int, count: int) -> tuple[int, int]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which elements are added up: float32 at least."""
+    """The dtype in which elements are added up: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

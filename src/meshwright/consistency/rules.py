@@ -1,4 +1,4 @@
-"""From a consistency rule to one replica's part of it."""
+"""From a consistency rule to a replica's part of it."""
 
 from typing import Any
 
@@ -29,10 +29,10 @@ from meshwright.ir.consistency import (
 def exchange_of(
     rule: Consistency, mailbox: Mailbox, replica: int, num_replicas: int, *, wait_s: float = WAIT_S
 ) -> Exchange[Any]:
-    """The part of a replica in a rule. ``num_replicas``: those with which the run began.
+    """A replica's part of a rule. ``num_replicas``: the number of replicas at the start of the run.
 
     Raises:
-        LayoutError: there is one replica, or replicas do not exchange anything by this rule.
+        LayoutError: there is only one replica, or replicas do not exchange anything by this rule.
         PlanError: the rule's topology is not connected or its matrix not doubly stochastic, or its delay is too long.
     """
     if num_replicas < 2:
@@ -63,12 +63,12 @@ def _kind(rule: Consistency) -> type[Exchange[Any]]:
 
 
 def takes_gradients(rule: Consistency) -> bool:
-    """Whether replicas exchange gradients, and not parameters."""
+    """Whether replicas exchange gradients instead of parameters."""
     return isinstance(rule, Server | Partial)
 
 
 def participants(rule: Consistency, num_replicas: int) -> list[str]:
-    """The names of all participants of a rule among so many replicas."""
+    """The names of all participants of a rule with this number of replicas."""
     return [*(replica_name(replica) for replica in range(num_replicas)), *servers_of(rule)]
 
 

@@ -15,15 +15,15 @@ from meshwright.ir.consistency import Server
 
 
 class ServerExchange(Exchange[Server]):
-    """Pushes in ``updates``, for which the local optimizer makes no step, and waits in ``begin``.
+    """It pushes gradients in ``updates``, so the local optimizer makes no step, and waits in ``begin``.
 
-    A push is also the wish to pull: the server replies with the parameters as soon as the rule permits the next step.
-    So a replica has at most one push under way to each server, and waits for its reply before it makes another.
+    A push also asks for the parameters: the server replies with them as soon as the rule permits the next step. So a
+    replica has at most one push to each server without a reply, and waits for the reply before its next push.
 
     Attributes:
-        hyperparameters: set by the trainer: returns those of its optimizer (``server_state.hyperparameters``), so that
-            schedules of the learning rate reach the servers.
-        versions: the number of steps that the optimizer of each range had made when its parameters were pulled.
+        hyperparameters: returns the hyperparameters of the trainer's optimizer (``server_state.hyperparameters``), so
+            that schedules of the learning rate reach the servers. The trainer sets it.
+        versions: for each range, the number of steps that its optimizer had made when the parameters were pulled.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class ServerExchange(Exchange[Server]):
         self._has_loaded, self._num_reads = False, 0
 
     def join(self) -> None:
-        """See ``Exchange``. The parameters come in ``begin``."""
+        """See ``Exchange``. The parameters arrive in ``begin``."""
         self._ask_all("join", self.mailbox.view.joined[self.mailbox.name])
 
     def begin(self, parameters: Sequence[Tensor]) -> bool:
-        """Wait for the parameters that the last push was for."""
+        """Wait for the parameters that the last push asked for."""
         if not self.settle(parameters):
             self.staleness[0] += not self.clocks[self.replica]  # the first step
             return False
         return True
 
     def settle(self, parameters: Sequence[Tensor]) -> bool:
-        """The same without a step. ``begin`` does nothing more then."""
+        """Wait for the parameters without beginning a step. ``begin`` then does nothing."""
         self._wait(self._requests.are_done, "the parameters of the servers")
         if self._has_loaded:
             self._has_loaded = False
@@ -70,9 +70,9 @@ class ServerExchange(Exchange[Server]):
         return True
 
     def updates(self, gradients: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Push the gradients. There are none for the local optimizer."""
+        """Push the gradients. The local optimizer gets no gradients."""
         clock, text = self.clocks[self.replica] + 1, self.hyperparameters() if self.hyperparameters else ""
-        if self.rule.copies > 1:  # they may have to be sent again
+        if self.rule.copies > 1:  # it may be necessary to send them again
             gradients = [tensor.clone() for tensor in gradients]
         for index, spans in enumerate(self._ranges(gradients)):
             self._requests.ask(index, "push", clock, tuple(parts(gradients, spans)), text)
@@ -89,14 +89,15 @@ class ServerExchange(Exchange[Server]):
         }
 
     def handover(self) -> dict[str, Tensor]:
-        """Nothing: a replica that joins gets its parameters from the servers."""
+        """An empty state: a replica that joins gets its parameters from the servers."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Give the servers a state of a checkpoint. Before the first push they take it, if it is newer than theirs.
+        """Send the servers a state from a checkpoint. Before the first push, a server takes it if it is newer than its
+        own state.
 
         Raises:
-            CheckpointError: it is that of another number of servers.
+            CheckpointError: the state is of another number of servers.
         """
         if not state:
             return
@@ -124,7 +125,7 @@ class ServerExchange(Exchange[Server]):
         self._wait(self._requests.are_done, "the servers")
 
     def _next_read(self) -> int:
-        """A number that tells the replies to this read from others."""
+        """A number that distinguishes the replies to this read from other replies."""
         self._num_reads += 1
         return self._num_reads
 

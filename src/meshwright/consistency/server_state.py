@@ -1,9 +1,9 @@
 """The parameters and the optimizer of one range, on a server.
 
-Gradients are used as late as possible: they wait until a replica must get its reply. Then all that wait make one step
-of the optimizer, added in the order of replicas. So under ``server(sync)``, where the replies to all replicas are due
-at the same time, a step is the step of synchronous training bit for bit; under ``server(async)`` every push makes a
-step of its own.
+Gradients are used as late as possible: they wait until a reply to a replica is due. Then the optimizer makes one step
+with the sum of all waiting gradients, added in the order of replicas. Under ``server(sync)``, the replies to all
+replicas are due at the same time, so a step equals the step of synchronous training bit for bit. Under
+``server(async)``, every push makes its own step.
 """
 
 import json
@@ -21,8 +21,8 @@ from meshwright.ir.consistency import Server
 from meshwright.schedules.clocks import may_proceed
 
 Make = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
-"""A function that makes the optimizer over named one-dimensional pieces of parameters. It must update every element
-alone."""
+"""A function that makes the optimizer over named one-dimensional pieces of parameters. The optimizer must update every
+element independently of the others."""
 
 
 class ServerState(RangeState):
@@ -30,7 +30,7 @@ class ServerState(RangeState):
 
     Attributes:
         parameters: the elements of the range.
-        optimizer: over their pieces.
+        optimizer: the optimizer of these elements, cut into pieces of parameters.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class ServerState(RangeState):
         pieces: Iterable[tuple[str, Tensor]],
         make: Make,
     ) -> None:
-        """``parameters``: the elements of the range, which this state changes. ``pieces``: names, and views of them."""
+        """``parameters``: the elements of the range, which this state changes. ``pieces``: names, and views of these
+        elements."""
         super().__init__(rule, num_replicas)
         self.parameters = list(parameters)
         named = [(name, nn.Parameter(piece.detach())) for name, piece in pieces]
@@ -60,7 +61,8 @@ class ServerState(RangeState):
         return self.again(operation)
 
     def is_done(self, operation: Operation) -> bool:
-        """See ``RangeState``. The state of a checkpoint is loaded before the first push, if it is newer than this."""
+        """See ``RangeState``. A state from a checkpoint is loaded before the first push, if it is newer than this
+        state."""
         if operation.kind == "load":
             return any(self.pushed.values()) or operation.number <= self.version
         return super().is_done(operation)
@@ -114,7 +116,8 @@ class ServerState(RangeState):
         self._waiting = {replica: list(gradients) for replica, gradients in state["waiting"].items()}
 
     def _saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Gradients that wait are of a step that their replica has not saved yet."""
+        """The part of the state that a checkpoint contains. Waiting gradients are left out: they belong to a step that
+        their replica has not yet saved."""
         return {"parameters": self.parameters, "optimizer": self.optimizer.state_dict(), "version": self.version}
 
     def _take(self, saved: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What a step costs: compute, communication and memory in closed form, without running anything."""
+"""The costs of a step: compute, communication and memory in closed form, without running it."""

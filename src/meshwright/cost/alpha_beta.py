@@ -1,7 +1,8 @@
-"""Times of collectives that run step by step: latency α, seconds per byte β, seconds per added byte γ, by level.
+"""Times of collectives that run step by step, from latency α, seconds per byte β, and seconds per added byte γ of each
+level.
 
 A message of n bytes takes α + nβ, with α and β of the level that joins its two ranks, and nγ more if the receiver adds
-the bytes. A rank sends one message and receives one message at a time. The busiest rank determines the time of a
+the bytes. At any time, a rank sends one message and receives one message. The busiest rank determines the time of a
 collective. With p ranks on equal links and vectors of n bytes:
 
     butterfly     (α + nβ + nγ) lg p                     Thakur, Rabenseifner, Gropp 2005, section 4.4
@@ -23,8 +24,8 @@ from meshwright.schedules.collectives.hierarchy import Boxes, Leveled, nested, r
 
 
 class Hop(NamedTuple):
-    """A level of the cluster that a group crosses: the group's ranks within one unit of this level, and the latency
-    and seconds per byte of a message across it."""
+    """A level of the cluster that a group crosses. It has the number of the group's ranks within one unit of this
+    level, and the latency and seconds per byte of a message over the level."""
 
     ranks: int
     alpha_s: float
@@ -32,15 +33,15 @@ class Hop(NamedTuple):
 
 
 def gamma_s_per_byte(device: Device) -> float:
-    """Seconds to add a byte to another: two bytes are read and one is written, at the memory's bandwidth."""
+    """Seconds to add two vectors, per byte: two bytes are read and one is written, at the memory's bandwidth."""
     return 3 / device.memory_bandwidth_bytes_per_s
 
 
 class Round(NamedTuple):
-    """The messages that the busiest rank sends in a round: ``times`` messages to each rank at ``distances``, each with
-    the fraction ``share`` of the vector. ``adds``: the receiver adds them. Messages across different levels travel at
-    the same time. ``everyone``: ranks send across all levels up to the level of the distance, and the slowest level
-    counts."""
+    """The messages that the busiest rank sends in a round: ``times`` messages to each rank at ``distances``. Each
+    message carries the fraction ``share`` of the vector. ``adds``: the receiver adds the message to its own data.
+    Messages over different levels travel at the same time. ``everyone``: ranks send over all levels up to the level of
+    the distance, and the slowest level counts."""
 
     distances: tuple[int, ...]
     share: float
@@ -68,7 +69,7 @@ def _halving(p: int) -> list[Round]:
 
 
 def _around(p: int) -> list[Round]:
-    """Every rank sends each other rank the part that the receiver owns, one message each."""
+    """Every rank sends each other rank the part that this rank owns, in one message."""
     return [Round((p - 1,), 1 / p, True, p - 1, everyone=True)]
 
 
@@ -86,8 +87,8 @@ _ALL_REDUCES: Mapping[str, _Rounds] = {
 
 
 def rounds_of(operation: str, algorithm: str, p: int) -> list[Round] | None:
-    """The rounds of the busiest of ``p`` ranks; None without a closed form: ``p`` is not a power of two, or the
-    algorithm cuts the vector into pieces."""
+    """The rounds of the busiest of ``p`` ranks. None if there is no closed form, because ``p`` is not a power of two,
+    or the algorithm cuts the vector into pieces."""
     if p & (p - 1):
         return None
     algorithm = EXCHANGE.get(operation, "") if algorithm == "exchange" else algorithm
@@ -111,7 +112,7 @@ def steps_s(
     operation: str, algorithm: str, hops: Sequence[Hop], num_bytes: float, gamma_s_per_byte: float
 ) -> float | None:
     """Seconds of a collective by an algorithm of ``schedules.collectives``, without other traffic on the links.
-    ``hops`` are the levels that its ranks cross, innermost first. None if the algorithm has no closed form."""
+    ``hops`` are the levels that the ranks cross, innermost first. None if the algorithm has no closed form."""
     rounds = rounds_of(operation, algorithm, hops[-1].ranks)
     if rounds is None:
         return None
@@ -128,7 +129,8 @@ def steps_s(
 
 
 class Carried(NamedTuple):
-    """What a message carries of a byte of elements: ``bytes``, and the seconds to encode and to decode the byte."""
+    """The costs of coding per byte of elements: ``bytes`` that a message then has, and the seconds to encode and to
+    decode."""
 
     bytes: float
     encode_s: float = 0.0
@@ -145,9 +147,9 @@ def coded_steps_s(
 ) -> float | None:
     """Seconds of a collective whose messages are coded, as ``steps_s`` counts them.
 
-    ``carried`` says what a byte becomes in the sum of so many ranks' elements, in a message that is added up (True) or
-    kept. Along levels (``star+ring@2x4``), only messages across the outermost hop are coded. A sum is encoded once, and
-    forwarded as it is. None if the algorithm has no closed form.
+    ``carried`` gives these costs for a sum over a number of ranks. Its second argument says whether the receiver adds
+    the message (True) or stores it. In a hierarchical collective (``star+ring@2x4``), only messages over the outermost
+    hop are coded. A sum is encoded once, and then forwarded unchanged. None if the algorithm has no closed form.
     """
     num_ranks = hops[-1].ranks
     rounds = rounds_of(operation, algorithm, num_ranks)
@@ -161,14 +163,14 @@ def coded_steps_s(
         is_coded = leveled is None or max(this_round.distances) >= inside
         sent, gamma = this_round.share * num_bytes, gamma_s_per_byte if this_round.adds else 0.0
         if is_coded:
-            # A message of a ring carries the sum of as many ranks as it has passed; on average, of half of them.
+            # A message in a ring carries a sum over the ranks that it has passed: on average, over half of the ranks.
             passed = (this_round.times - 1) * inside // 2 if accumulates else 0
             mean = terms + passed if this_round.adds else num_ranks
             each = carried(max(1, mean), this_round.adds)
             bytes_sent, gamma = sent * each.bytes, each.decode_s
             if this_round.adds:
                 gamma += each.encode_s
-            elif terms:  # the complete sum is encoded once; what has been received is sent on as it came
+            elif terms:  # the complete sum is encoded once; received messages are forwarded unchanged
                 total, terms = total + sent * each.encode_s, 0
             terms = min(num_ranks, 2 * terms) if this_round.adds and len(this_round.distances) == 1 else terms
         else:
@@ -183,8 +185,8 @@ def coded_steps_s(
 
 
 def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
-    """The fan-outs of the levels, innermost first, if all boxes of a level are equal and hold neighbouring ranks; (0,)
-    otherwise, and if the vector is cut into pieces."""
+    """The fan-outs of the levels, innermost first, if all boxes of a level are equal and hold neighbouring ranks.
+    Otherwise, and if the vector is cut into pieces, (0,)."""
     sizes: list[int] = []
     unit: Boxes | int = leveled.boxes
     while not isinstance(unit, int):
@@ -194,9 +196,9 @@ def _fan_outs(leveled: Leveled) -> tuple[int, ...]:
 
 
 def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) -> list[Round]:
-    """The rounds of a reduce-scatter inside every level but the outermost, of ``across`` on the outermost level, and of
-    all-gathers back. In a reduce-scatter or an all-gather each rank owns a fixed part of the vector. The data for
-    another rank then lie in several pieces, and each piece is a message."""
+    """The rounds of a hierarchical collective: a reduce-scatter inside every level but the outermost, ``across`` on the
+    outermost level, and then all-gathers inside. In a reduce-scatter or an all-gather, each rank owns a fixed part of
+    the vector. The data for another rank then lie in several pieces, each of which is a message."""
     whole = operation == "all_reduce"
     up, stride, outside = list[Round](), 1, math.prod(fan_outs)
     for fan in fan_outs[:-1]:
@@ -212,7 +214,7 @@ def _along(operation: str, inside: str, across: str, fan_outs: Sequence[int]) ->
 
 
 def _wider(rounds: Sequence[Round], stride: int, pieces: int = 1) -> list[Round]:
-    """The rounds on an outer level, whose ranks are ``stride`` apart and hold 1 / ``stride`` of the vector each."""
+    """The rounds on an outer level, on which ranks are ``stride`` apart and each holds 1 / ``stride`` of the vector."""
     return [
         Round(
             tuple(distance * stride for distance in this_round.distances),

@@ -1,4 +1,4 @@
-"""The kernels of unfused attention, which writes its scores to memory, as in ``ops/library.py``."""
+"""The kernels of attention that is not fused and writes its scores to memory, as in ``ops/library.py``."""
 
 from collections.abc import Iterator
 
@@ -6,16 +6,16 @@ from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.kernel import AttentionSizes, Kernel, Product
 
 _PASSES = {False: {"pointwise": 6, "activation": 4, "reduction": 2}, True: {"pointwise": 9, "activation": 2}}
-"""How often the kernels between the products read or write the scores, by kind, in forward (False) and backward
-(True)."""
+"""The number of times that the kernels between the two products read or write the scores, by kind, in forward (False)
+and backward (True)."""
 _KERNELS = {False: 9, True: 12}
-"""The number of kernels between the products, in forward (False) and backward (True)."""
+"""The number of kernels between the two products, in forward (False) and backward (True)."""
 _CAST = {False: 3, True: 6}
-"""Additional passes over the scores in 16-bit attention, because its softmax is in float32."""
+"""Additional passes over the scores in 16-bit attention, whose softmax is computed in float32."""
 _DROPOUT = {False: 5, True: 8}
 """Additional passes over the scores if attention has dropout."""
 _HELD = {False: 2, True: 4}
-"""The number of tensors of scores that are in memory at once, in forward (False) and backward (True)."""
+"""The number of tensors of scores that are in memory at the same time, in forward (False) and backward (True)."""
 
 
 def score_kernels(kernel: Kernel) -> Iterator[Kernel]:

@@ -15,7 +15,7 @@ from meshwright.schedules.timing import order_of
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step. ``compute_s`` and ``communication_s`` are those of the busiest rank."""
+    """The time of a step in seconds. ``compute_s`` and ``communication_s`` are the times of the busiest rank."""
 
     step_s: float
     compute_s: float
@@ -28,20 +28,20 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_step(work: StepWork, schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Predicted:
-    """Predict a step of ``work`` under ``schedule``, which includes sends, with the time of the software that no
-    micro-batch explains (``Software.step_s``). Communication is assumed not to overlap compute. A transfer is assumed
-    to share links only with equal transfers of other groups, as in ``Network``."""
+    """Predict a step of ``work`` under ``schedule``, which includes sends. The result includes the software's time that
+    does not depend on micro-batches (``Software.step_s``). Communication is assumed not to overlap with compute. A
+    transfer is assumed to share links only with equal transfers of other groups, as in ``Network``."""
     (predicted,) = predict_steps(work, [schedule], mesh, cluster)
     return predicted
 
 
 def predict_steps(work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, cluster: Cluster) -> list[Predicted]:
-    """``predict_step`` for schedules that differ in their number of micro-batches only."""
+    """``predict_step`` for schedules that differ only in their number of micro-batches."""
     fabric, homes = Fabric(cluster, mesh), schedules[0].homes
 
     @cache
     def cost(number: int, kind: ActionKind) -> tuple[float, float]:
-        """The seconds of an action, and the part of them in which it computes."""
+        """The seconds of an action, and the seconds of computing in it."""
         stage = work.stages[number]
         sent = {ActionKind.SEND_F: (1, stage.sent_up_bytes), ActionKind.SEND_B: (-1, stage.sent_down_bytes)}
         if kind in sent:
@@ -78,8 +78,8 @@ def predict_steps(work: StepWork, schedules: Sequence[Schedule], mesh: Mesh, clu
 
 
 def pieces_s(pieces: Iterable[Piece], mesh: Mesh, network: Network) -> float:
-    """Seconds of pieces that run one after the other; a ``Wait`` takes no time, because its collective is counted
-    already."""
+    """Seconds of pieces that run one after the other. A ``Wait`` takes no time, because its collective was already
+    counted."""
     total = 0.0
     for piece in pieces:
         if not isinstance(piece, Wait):
@@ -92,5 +92,5 @@ def _computing_s(pieces: Iterable[Piece]) -> float:
 
 
 def collective_s(piece: Communicate, mesh: Mesh, network: Network) -> float:
-    """Seconds of a collective along one axis of the mesh, while all groups of the axis run theirs."""
+    """Seconds of a collective along one axis of the mesh, while all groups of the axis run it."""
     return piece_s(piece, network, axis_group(mesh, piece.axis, piece.members))

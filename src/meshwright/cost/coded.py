@@ -1,4 +1,4 @@
-"""The times of collectives whose elements are coded when they cross (``ir/codec.py``)."""
+"""The times of collectives whose elements are encoded for sending (``ir/codec.py``)."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,35 +15,36 @@ from meshwright.schedules.collectives.coded_bytes import chunk_of, sent_bytes
 from meshwright.schedules.collectives.operations import DENSE_GATHER, FOR_SELECTIONS, build
 
 PASSES = {Cast: (1.5, 1.5), Quantize: (4.0, 2.0), OneBit: (4.0, 2.0), Select: (6.0, 1.0), LowRank: (2.0, 2.0)}
-"""How often encoding and decoding read or write all elements: the count of the operators of each kernel. A calibration
-measures the times instead (``Cluster.codecs``)."""
+"""The number of times that encoding and decoding read or write all elements, counted from the operators of each kernel.
+A calibration measures the times instead (``Cluster.codecs``)."""
 LOSSLESS_S_PER_BYTE = (1 / 500e6, 1 / 1500e6)
-"""Seconds to compress and to decompress a byte on one core, by zstandard at its level 1 (its authors' benchmark)."""
+"""Seconds per byte to compress and to decompress on one core, for zstandard at level 1 (its authors' benchmark)."""
 LOSSLESS_BYTES = 0.83
-"""Bytes that are left of a byte of float32 gradients: the exponents of Gaussian numbers have 2.54 bits of information
-of 8, so at best 26.5 of 32 bits are left."""
+"""Compressed bytes per byte of float32 gradients. The 8 bits of an exponent of Gaussian numbers have 2.54 bits of
+information, so at best 26.5 of 32 bits remain."""
 
 
 ITEM = 4
-"""Bytes of an element: gradients of fewer bytes are coded in float32."""
+"""Bytes per element in coded form: gradients with fewer bytes are coded as float32."""
 MOST_RANKS = 64
 
 
 class CodecCosts:
-    """What codecs cost on a rank of a cluster."""
+    """The costs of codecs on a rank of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._bandwidth = cluster.device.memory_bandwidth_bytes_per_s
         self._measured = {codec_of(row.codec).parts: row for row in cluster.codecs}
 
     def assumed(self, texts: Iterable[str]) -> str:
-        """The rates at which codecs that were not measured are assumed to encode and to decode; empty if all were."""
+        """The rates that are assumed for codecs that were not measured, for encoding and decoding. Empty if all codecs
+        were measured."""
         unknown = [text for text in texts if codec_of(text).parts not in self._measured]
         rates = ((text, *self.seconds_per_byte(codec_of(text))) for text in unknown)
         return ", ".join(f"{text} {1e-9 / encode:.3g} and {1e-9 / decode:.3g} GB/s" for text, encode, decode in rates)
 
     def seconds_per_byte(self, codec: Codec) -> tuple[float, float]:
-        """The seconds to encode, and to decode, a byte of elements."""
+        """The seconds per byte of elements, to encode and to decode."""
         row = self._measured.get(codec.parts)
         if row is not None:
             return row.encode_s_per_byte, row.decode_s_per_byte
@@ -55,14 +56,14 @@ class CodecCosts:
 
 
 def coded_item_bytes(item_bytes: int) -> int:
-    """The bytes of an element as codecs meet it: elements of fewer bits than float32 are coded as float32."""
+    """The bytes per element for codecs. Elements with fewer bits than float32 are coded as float32."""
     return max(ITEM, item_bytes)
 
 
 def coded_s(
     network: Network, operation: CollectiveKind, num_bytes: float, group: Group, coding: CodedElements
 ) -> float:
-    """Seconds of a collective of a group whose elements are coded, while all groups of its axis run the same."""
+    """Seconds of a coded collective of a group, while all groups of its axis run the same collective."""
     codec, costs = codec_of(coding.codec), CodecCosts(network.cluster)
     item_bytes = coded_item_bytes(coding.item_bytes)
     encode, decode = costs.seconds_per_byte(codec)
@@ -78,21 +79,21 @@ def coded_s(
         if codec.lossless:
             coded = round(coded * LOSSLESS_BYTES)
         share = coded / num_bytes
-        if codec.exchange == "merges":  # chosen once, before the first message; then only chosen elements are touched
+        if codec.exchange == "merges":  # all elements are read only once, to choose some
             return Carried(share, 0.0, decode * share)
         return Carried(share, encode, decode)
 
     chosen_s = num_bytes * encode if codec.exchange == "merges" else 0.0
     algorithm = "shares" if coding.algorithm in FOR_SELECTIONS else coding.algorithm
-    # Sizes that the receiver does not know are sent in a round of their own.
+    # If the receiver does not know the sizes of messages, they are sent in an additional round.
     rounds = 1 if codec.is_fixed else 2
     return chosen_s + network.coded_steps_s(operation, algorithm, num_bytes, group, carried, rounds)
 
 
 def foretold(plan: Plan, cluster: Cluster, stored_bytes: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, float]]:
-    """The bytes that rank 0 sends in each coded collective of a plan, and its seconds of encoding and decoding, by axis
-    and label. Collectives over more ranks than ``MOST_RANKS``, whose steps are many, are left out.
-    ``stored_bytes`` has the bytes of an element of each parameter."""
+    """For each coded collective of a plan, by axis and label: the bytes that rank 0 sends, and its seconds of encoding
+    and decoding. Collectives over more than ``MOST_RANKS`` ranks, which have many steps, are left out. ``stored_bytes``
+    maps each parameter to its bytes per element."""
     result: dict[tuple[str, str], tuple[int, float]] = {}
     costs = CodecCosts(cluster)
     labeled = [(bucket, bucket.reduction) for bucket in plan.buckets] + [(each, each.label) for each in plan.gathers]
@@ -117,7 +118,7 @@ def sent_and_coding(
     rates: tuple[float, float],
 ) -> tuple[int, float]:  # fmt: skip
     """The bytes that rank 0 sends in a coded collective of ``length`` elements, and its seconds of encoding and
-    decoding. ``rates``: the seconds to encode, and to decode, a byte of elements."""
+    decoding. ``rates``: the seconds per byte of elements, to encode and to decode."""
     built = build(operation, algorithm, num_ranks, length)
     steps = coded(built, codec, everywhere=codec.chooses_first)
     sent = sent_bytes(steps, codec, item_bytes, chunk_of(codec, item_bytes))[0]

@@ -25,7 +25,7 @@ LARGE_BYTES = 16 * 2**20
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The ranks of a group along a mesh axis: ``size`` ranks, each ``stride`` ranks after the one before."""
+    """The ranks of a group along a mesh axis: ``size`` ranks with a distance of ``stride`` ranks."""
 
     size: int
     stride: int = 1
@@ -37,8 +37,8 @@ class Network:
 
     The bytes of a collective are those of the whole vector that each rank holds before an all-reduce, a reduce-scatter
     or an all-to-all, or after an all-gather or a broadcast. For a halo they are the bytes that the busiest rank
-    receives. Times measured in the cluster's file replace the model if they are for a group with the same number of
-    ranks at each level. The fastest measured algorithm counts; times between measured sizes are interpolated.
+    receives. If the cluster's file has measured times for a group with the same number of ranks at each level, they
+    replace the model. The fastest measured algorithm counts; times between measured sizes are interpolated.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -58,10 +58,10 @@ class Network:
         and the simulator all use this model.
 
         Measured times are used if the cluster has them. Otherwise the time follows from the steps of ``algorithm``
-        (``alpha_beta.py``). Native collectives, and algorithms without a closed form, are modelled as NCCL runs them:
-        an all-reduce over a ring or a pipelined tree, whichever is faster (Thakur et al. 2005); a reduce-scatter or an
-        all-gather over a ring; a broadcast down a tree; an all-to-all pairwise. A halo is modelled as simultaneous
-        messages to and from the neighbours, over the slowest level that has ranks on both sides.
+        (``alpha_beta.py``). Native collectives, and algorithms without a closed form, are modelled in the way in which
+        NCCL runs them: an all-reduce over a ring or a pipelined tree, whichever is faster (Thakur et al. 2005); a
+        reduce-scatter or an all-gather over a ring; a broadcast down a tree; an all-to-all pairwise. A halo is modelled
+        as simultaneous messages to and from the neighbours, over the slowest level that has ranks on both sides.
         """
         key = operation, num_bytes, group, algorithm
         if key not in self._known:
@@ -119,7 +119,8 @@ class Network:
         ]
 
     def _pairwise_s(self, num_bytes: float, group: Group) -> float:
-        """Seconds of an all-to-all: each rank sends a part to every other rank, over the level that joins the two."""
+        """Seconds of an all-to-all. Each rank sends a part to every other rank, over the level that joins the two
+        ranks."""
         seconds = 0.0
         for level, before, inside, unit in self._members(group):
             sent = num_bytes * (inside - before) / group.size
@@ -127,7 +128,7 @@ class Network:
         return seconds
 
     def _halo_s(self, num_bytes: float, group: Group) -> float:
-        # Only the group's ranks at a unit's border send out of the unit.
+        # Only the group's ranks at the border of a unit send messages out of the unit.
         times = (
             level.alpha_s + num_bytes * level.shared_beta_s_per_byte(max(1, unit // before))
             for level, before, _, unit in self._members(group)
@@ -180,7 +181,7 @@ class Network:
     def _tables(self, operation: str, group: Group) -> dict[str, list[tuple[float, float]]]:
         """Map each measured algorithm to its points (bytes, seconds)."""
         members = self._members(group) if self._measured else []
-        if not members or any(inside % before for _, before, inside, _ in members):  # unequal parts of the group
+        if not members or any(inside % before for _, before, inside, _ in members):  # the group's parts are unequal
             return {}
         return self._measured.get((operation, members[-1][0].name, self.fan_outs(group)), {})
 
@@ -202,7 +203,7 @@ class Network:
                 crossings.append((level, before, inside, below))
                 before = inside
             below = size
-        if before < group.size and self._levels:  # more ranks than the cluster's levels hold: the outermost joins them
+        if before < group.size and self._levels:  # the outermost level joins surplus ranks too
             crossings.append((self._levels[-1], before, group.size, below))
         return crossings
 

@@ -1,5 +1,5 @@
-"""Gradients that cross between data-parallel ranks, coded or not: the algorithm that takes the least time, seconds and
-bytes."""
+"""The exchange of gradients between data-parallel ranks, with or without a codec: the fastest algorithm, its seconds
+and bytes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,12 +22,13 @@ ALGORITHMS: dict[CollectiveKind, tuple[str, ...]] = {
     "reduce_scatter": HALVES,
     "all_gather": HALVES,
 }
-"""Algorithms that any codec may ride (decision 0047): no two ranks encode the same sum."""
+"""Algorithms that can carry any codec (decision 0047), because no two ranks encode the same sum."""
 ACROSS: dict[CollectiveKind, tuple[str, ...]] = {"all_reduce": ("ring", "rabenseifner"), "reduce_scatter": HALVES}
 
 
 def algorithms(codec: Codec, operation: CollectiveKind, num_ranks: int, fan_outs: Sequence[int] = ()) -> Iterator[str]:
-    """The algorithms that may carry coded elements between ranks. ``fan_outs``: the units that each level joins."""
+    """Yield the algorithms that may carry coded elements between ranks. ``fan_outs``: the numbers of units that each
+    level joins."""
     if codec.exchange == "sums":
         yield NATIVE
         return
@@ -36,14 +37,14 @@ def algorithms(codec: Codec, operation: CollectiveKind, num_ranks: int, fan_outs
         boxes = hierarchy.equal_boxes(fan_outs)
         names += [hierarchy.written("star", across, boxes) for across in ACROSS.get(operation, ())]
     if codec.exchange == "merges" and operation == "all_reduce":
-        # In a butterfly, several ranks hold the same sum: they may send it only if that loses nothing.
+        # In a butterfly, several ranks hold the same sum. They may send it only if the codec loses nothing.
         names += [DENSE_GATHER, *["butterfly"] * (codec.values is None)]
     powers = num_ranks & (num_ranks - 1) == 0
     yield from (name for name in names if powers or name not in ("rabenseifner", "halving", "butterfly"))
 
 
 def elements_of(text: str, algorithm: str, num_bytes: float, item_bytes: int) -> CodedElements:
-    """Coded elements of one vector of ``num_bytes``, whose shape is not known."""
+    """The coded elements of a single vector of ``num_bytes`` whose shape is unknown."""
     codec = codec_of(text)
     summed = codec.summed_lengths([(round(num_bytes / item_bytes),)]) if codec.exchange == "sums" else ()
     return CodedElements(text, algorithm, item_bytes, summed)
@@ -52,7 +53,7 @@ def elements_of(text: str, algorithm: str, num_bytes: float, item_bytes: int) ->
 def fastest(
     network: Network, text: str, operation: CollectiveKind, num_bytes: float, group: Group, item_bytes: int
 ) -> CodedElements:
-    """The coded elements of a collective, with the algorithm that carries them in the least time."""
+    """The coded elements of a collective, with the algorithm that is fastest for them."""
     every = [
         elements_of(text, name, num_bytes, item_bytes)
         for name in algorithms(codec_of(text), operation, group.size, network.fan_outs(group))
@@ -63,9 +64,9 @@ def fastest(
 
 
 class GradientExchange(msgspec.Struct, frozen=True, kw_only=True):
-    """How gradients cross between data-parallel ranks once: the codec (empty: none) and the algorithm, the seconds that
-    this takes, the bytes that a rank sends (None: not counted between so many ranks), and the seconds in which it
-    encodes and decodes."""
+    """One exchange of gradients between data-parallel ranks: the codec (empty: none), the algorithm, the seconds of the
+    exchange, the bytes that a rank sends (None: there are too many ranks to count them), and the seconds of encoding
+    and decoding."""
 
     codec: str
     algorithm: str
@@ -75,7 +76,8 @@ class GradientExchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exchange_s(setup: Setup, network: Network, num_bytes: float) -> float:
-    """Seconds in which data-parallel ranks sum gradients of ``num_bytes``, without the gather of parameters (ZeRO)."""
+    """The seconds in which data-parallel ranks sum gradients of ``num_bytes``, without the gather of parameters
+    (ZeRO)."""
     operation, group, elements = _exchanged(setup, network, num_bytes)
     if elements is None:
         return network.collective_s(operation, num_bytes, group)
@@ -83,7 +85,7 @@ def exchange_s(setup: Setup, network: Network, num_bytes: float) -> float:
 
 
 def gradient_exchange(setup: Setup, network: Network, num_bytes: float) -> GradientExchange:
-    """The exchange of gradients of ``num_bytes``, as ``exchange_s`` times it."""
+    """The exchange of gradients of ``num_bytes`` that ``exchange_s`` times."""
     operation, group, elements = _exchanged(setup, network, num_bytes)
     seconds, times = exchange_s(setup, network, num_bytes), 2 if operation == "all_reduce" else 1
     if elements is None:
@@ -104,7 +106,7 @@ def gradient_exchange(setup: Setup, network: Network, num_bytes: float) -> Gradi
 
 
 def shares_memory(network: Network, group: Group) -> bool:
-    """Whether the ranks of a group are CPU ranks of one box, which exchange nothing coded."""
+    """Whether the ranks of a group are CPU ranks of one box, between which codecs are not used."""
     levels = network.cluster.levels
     if network.cluster.device.kind != "cpu" or not levels or levels[0].name == NETWORK:
         return False
@@ -112,7 +114,8 @@ def shares_memory(network: Network, group: Group) -> bool:
 
 
 def data_group(setup: Setup) -> Group:
-    """The ranks that hold equal parameters, or equal parts of them: those of dp and cp, without the depth of a grid."""
+    """The ranks that hold equal parameters, or equal parts of them: the ranks of dp and cp, without the depth of a
+    grid."""
     return Group(setup.dp * setup.cp // setup.depth, setup.data_stride * setup.depth)
 
 

@@ -22,9 +22,9 @@ from meshwright.ir.program import Collective, Node, Program
 
 
 class Moment(NamedTuple):
-    """A piece of compute, and the event at its end. After ``compute_s`` seconds the stage waits for collectives of no
-    bucket (``others``: axis and seconds), needs the gathered parameters ``wanted``, or has computed the gradients of
-    the parameters ``made``."""
+    """A piece of compute, and the event at its end. After ``compute_s`` seconds, one of three events happens: the stage
+    waits for collectives that belong to no bucket (``others``: axis and seconds); it needs the gathered parameters
+    ``wanted``; or it has computed the gradients of the parameters ``made``."""
 
     compute_s: float
     others: tuple[tuple[str, float], ...] = ()
@@ -38,10 +38,11 @@ class Moment(NamedTuple):
 
 
 class BucketTransfer(NamedTuple):
-    """The collective of a bucket on ``axis``. It takes ``seconds``, then ``after_s`` for sums over other axes, which
-    overlap nothing. ``alone``: before the collective starts, compute waits until earlier reductions have ended. Without
-    ``hides``, compute waits for the collective at once, as on devices whose ranks move the bytes themselves.
-    ``charge_s``: seconds that a choice among several transfers must save at least (``least_exposed``)."""
+    """The collective of a bucket on ``axis``. It takes ``seconds``, then ``after_s`` for sums over other axes, which do
+    not overlap with anything. ``alone``: before the collective starts, compute waits until earlier reductions have
+    ended. Without ``hides``, compute waits for the collective immediately, as on devices whose ranks move the bytes
+    themselves. ``charge_s``: the time that this transfer must save, at least, when it is chosen among several
+    (``least_exposed``)."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -60,7 +61,8 @@ class Actions(NamedTuple):
 
 
 def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actions, ...]:
-    """The actions of a stage. The buckets of ``plan`` must have one parameter each; then all sizes can be tried."""
+    """The actions of a stage. Each bucket of ``plan`` must have a single parameter, so that all bucket sizes can be
+    tried later."""
     costs, network, each = NodeCosts(plan.mesh, cluster), Network(cluster), plan.microbatches
     begun: dict[str, Collective] = {}
     gathered = {(bucket.axis, bucket.label): bucket.parameters for bucket in plan.gathers}
@@ -100,7 +102,7 @@ def stage_actions(program: Program, plan: Plan, cluster: Cluster) -> tuple[Actio
                 collective = begun[node.waits]
                 if (wanted := gathered.get((collective.axis, collective.label))) is not None:
                     add(wanted=wanted)
-                elif collective.label not in labels:  # a bucket's transfer includes its sums over other axes
+                elif collective.label not in labels:  # the transfer of a bucket includes its sums over other axes
                     add(others=other(collective))
         add()
         waits = waits_s(sum(moment.seconds for moment in timeline), launches_s)
@@ -136,11 +138,12 @@ def exposed_s(
 def least_exposed(
     actions: Iterable[Actions], gathers: Sequence[BucketTransfer], choices: Iterable[Sequence[BucketTransfer]]
 ) -> tuple[BucketTransfer, ...]:
-    """Of each bucket in ``choices``, the transfer with which a stage waits least, if the charges of transfers count as
+    """For each bucket in ``choices``, the transfer with which a stage waits least. The charges of transfers count as
     waiting. Only buckets of the stage are returned.
 
-    A timeline is left out if another one is ahead of it in all: in time, on the links, and in charges. So the result is
-    the best of all combinations, unless more than ``MOST_LINES`` timelines are left, or sums over several axes follow.
+    A timeline is dropped if another timeline is better in everything: time, links and charges. So the result is the
+    best of all combinations, with two exceptions: more than ``MOST_LINES`` timelines remain, or sums over several axes
+    follow.
     """
     gathered, reduced = _by_parameter([each] for each in gathers), _by_parameter(choices)
     return tuple(
@@ -164,8 +167,8 @@ def _by_parameter(choices: Iterable[Sequence[BucketTransfer]]) -> dict[str, _Cho
 
 
 def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[str, _Choice]) -> list["_Line"]:
-    """The timelines of an action, one for each combination of choices that may be the best. If there is one transfer to
-    choose from for each bucket, there is one timeline."""
+    """The timelines of an action that may be the best, one for each combination of choices. If each bucket has only one
+    possible transfer, there is a single timeline."""
     moments, lines = action.moments, [_Line(action.times)]
     order = list(dict.fromkeys(gathered[name][0] for moment in moments for name in moment.wanted if name in gathered))
     left = Counter(id(reduced[name]) for moment in moments for name in moment.made if name in reduced)
@@ -201,7 +204,7 @@ def _lines(action: Actions, gathered: Mapping[str, _Choice], reduced: Mapping[st
 
 
 def _ahead(lines: list["_Line"]) -> list["_Line"]:
-    """The timelines that no other timeline is ahead of in all."""
+    """The timelines that no other timeline beats in everything."""
     if len(lines) == 1:
         return lines
     places = sorted({key for line in lines for key in line.free_s})
@@ -215,8 +218,9 @@ def _ahead(lines: list["_Line"]) -> list["_Line"]:
 
 
 class _Line:
-    """The clock of a rank, and the times until which the links of its axes are busy, with the transfers that were
-    ``chosen`` for reductions, and their charges. A step runs the action of the timeline ``times`` times."""
+    """A timeline: the clock of a rank, and the times until which the links of its axes are busy. It also has the
+    transfers that were ``chosen`` for reductions, with their charges. A step runs the action of the timeline ``times``
+    times."""
 
     def __init__(self, times: int) -> None:
         self.now_s, self.charge_s, self.times = 0.0, 0.0, times
@@ -225,7 +229,7 @@ class _Line:
         self.chosen: list[BucketTransfer] = []
 
     def copy(self) -> "_Line":
-        """A timeline that goes on from here by itself."""
+        """An independent copy of the timeline."""
         line = _Line(self.times)
         line.now_s, line.charge_s, line.chosen = self.now_s, self.charge_s, [*self.chosen]
         line.free_s, line.ends_s = {**self.free_s}, {**self.ends_s}
@@ -237,8 +241,8 @@ class _Line:
         return self.times * max(self.now_s, max(self.ends_s.values(), default=0.0)) + self.charge_s
 
     def state(self, axes: Iterable[str], pending: Iterable[tuple[str, ...]]) -> tuple[float, ...]:
-        """The numbers on which the rest of the timeline depends; it is never longer if they are smaller. ``pending``
-        has the parameters of transfers that sums over other axes follow."""
+        """The numbers on which the rest of the timeline depends. Smaller numbers never make the rest longer.
+        ``pending`` has the parameters of transfers that are followed by sums over other axes."""
         ends = {each.parameters: (end, each.after_s) for each, end in self.ends_s.items() if each.after_s}
         links = (max(self.now_s, self.free_s.get(axis, 0.0)) for axis in axes)
         return self.now_s, self.charge_s, *links, *(number for each in pending for number in ends.get(each, (0.0, 0.0)))
@@ -261,15 +265,15 @@ class _Line:
             self.now_s = end
 
     def wait(self, axis: str, seconds: float) -> None:
-        """Wait for a collective that overlaps nothing."""
+        """Wait for a collective that does not overlap with anything."""
         self.now_s = self.free_s[axis] = max(self.now_s, self.free_s.get(axis, 0.0)) + seconds
 
     def finish(self, transfer: BucketTransfer) -> None:
-        """Wait for the end of a transfer, unless that was done before."""
+        """Wait for the end of a transfer, unless its end was already awaited."""
         if transfer in self.ends_s:
             self.now_s = max(self.now_s, self.ends_s.pop(transfer)) + transfer.after_s
 
     def finish_all(self, *, every: bool) -> None:
-        """Wait for the end of all reductions, or of ``every`` transfer."""
+        """Wait for the end of all reductions; with ``every``, of all transfers."""
         for transfer in list(self.ends_s) if every else [each for each in self.chosen if each in self.ends_s]:
             self.finish(transfer)

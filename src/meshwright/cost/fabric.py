@@ -1,4 +1,4 @@
-"""The times of collectives and messages of the stages of a mesh, each by the devices and links where it lies."""
+"""The times of collectives and messages in the stages of a mesh, from the devices and links of each stage."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -16,8 +16,7 @@ from meshwright.ir.part import part_of, stage_cluster
 class Fabric:
     """The times of collectives along the axes of a mesh, and of messages between its stages, on a cluster.
 
-    If stages or devices differ, the axes of a stage are those of its submesh, and its links are those between its
-    ranks (``ir.part``).
+    If stages or devices differ, each stage has the axes of its submesh, and the links between its ranks (``ir.part``).
 
     Raises:
         ClusterError: the mesh has more ranks than the cluster has devices.
@@ -38,8 +37,8 @@ class Fabric:
         self._sent: dict[tuple[int, int, int], float] = {}
 
     def size(self, axis: str, stage: int = 0) -> int:
-        """The number of ranks (for ``pp``: of stages) along an axis, in the groups of pipeline rank ``stage``; 1 if
-        there is no such axis."""
+        """The number of ranks along an axis, in the groups of pipeline rank ``stage`` (for ``pp``: the number of
+        stages). 1 if there is no such axis."""
         mesh = self._mesh_of(axis, stage)
         return mesh.size(axis) if mesh.has(axis) else 1
 
@@ -57,8 +56,8 @@ class Fabric:
         return self._known[key]
 
     def pieces_s(self, pieces: Iterable[Piece], stage: int) -> float:
-        """Seconds of pieces of pipeline rank ``stage`` that run one after the other; a ``Wait`` takes no time, because
-        its collective is counted already."""
+        """Seconds of pieces of pipeline rank ``stage`` that run one after the other. A ``Wait`` takes no time, because
+        its collective was already counted."""
         return sum(
             piece.seconds if isinstance(piece, Compute) else self.collective_s(piece, stage)
             for piece in pieces
@@ -66,8 +65,8 @@ class Fabric:
         )
 
     def send_s(self, num_bytes: int, source: int, target: int) -> float:
-        """Seconds of a message between pipeline ranks, if all their replicas send one at the same time; 0 from a rank
-        to itself. ``source`` and ``target`` are coordinates on ``pp``."""
+        """Seconds of a message between pipeline ranks, while all data-parallel copies send a message at the same time.
+        0 from a rank to itself. ``source`` and ``target`` are coordinates on ``pp``."""
         if source == target:
             return 0.0
         if self._alike:
@@ -78,7 +77,7 @@ class Fabric:
         return self._sent[key]
 
     def _slowest_send_s(self, num_bytes: int, source: int, target: int) -> float:
-        """Seconds of the slowest message. The ranks of the source that lie in one unit share its links."""
+        """Seconds of the slowest message. Source ranks in the same unit share its links."""
         seconds, ranks = 0.0, self.mesh.stage_ranks(source)
         for rank in ranks:
             for other in self.mesh.linked_ranks(rank, target):
@@ -118,7 +117,7 @@ def axis_group(mesh: Mesh, axis: str, members: tuple[int, ...] = ()) -> Group:
 
 
 def piece_s(piece: Communicate, network: Network, group: Group) -> float:
-    """Seconds of a collective of a group, in coded form if the piece says so."""
+    """Seconds of a collective of a group, in coded form if the piece has a coding."""
     if piece.coding is None:
         return network.collective_s(piece.collective, piece.bytes, group)
     return coded_s(network, piece.collective, piece.bytes, group, piece.coding)

@@ -1,7 +1,9 @@
-"""Products on a grid of tensor-parallel ranks (AxoNN's four-dimensional tensor parallelism): the words they move.
+"""Products on a grid of tensor-parallel ranks (AxoNN's four-dimensional tensor parallelism): the numbers of words
+(elements) that they communicate.
 
-A product of m rows, k input features and n output features runs on x * y * z * d ranks. Ranks of ``tx`` split input
-features, ranks of ``ty`` output features, ranks of ``tz`` and ``dp`` samples. The next product swaps x and y:
+A product of m rows, k input features and n output features runs on x * y * z * d ranks. Ranks along ``tx`` split input
+features, ranks along ``ty`` split output features, and ranks along ``tz`` and ``dp`` split samples. In the next
+product, x and y swap:
 
               first product               second product
     input     features over tx            features over ty
@@ -17,7 +19,7 @@ class LinearWords(msgspec.Struct, frozen=True, kw_only=True):
     "A 4D Hybrid Algorithm to Scale Parallel Training to Thousands of GPUs", section 5)."""
 
     weight_gathers: float
-    """All-gathers of the weight over ``tz``: for forward, and again for backward unless it is kept."""
+    """All-gathers of the weight over ``tz``: for forward, and again for backward unless the gathered weight is kept."""
     output_sum: float
     """All-reduce of the output over the ranks that split input features."""
     input_gradient_sum: float
@@ -25,28 +27,28 @@ class LinearWords(msgspec.Struct, frozen=True, kw_only=True):
     gradient_scatter: float
     """Reduce-scatter of the gradient of the weight over ``tz``."""
     data_sum: float
-    """All-reduce of the parts of this gradient over ``dp``."""
+    """All-reduce over ``dp`` of the parts of the weight's gradient."""
 
     @property
     def total(self) -> float:
-        """All of these."""
+        """The sum of all fields."""
         return float(sum(msgspec.structs.astuple(self)))
 
 
 class LinearParts(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements of the tensors of a product that its collectives gather or sum, on one rank."""
+    """The numbers of elements on one rank of the tensors that the collectives of a product gather or sum."""
 
     weight: float
-    """The weight, whole over ``tz``."""
+    """The weight, gathered over ``tz``."""
     output: float
     input: float
     """The input, or its gradient."""
     gradient: float
-    """The part of the weight's gradient that ranks of ``dp`` sum."""
+    """The part of the weight's gradient that is summed over ``dp``."""
 
 
 def linear_parts(rows: int, inputs: int, outputs: int, grid: tuple[int, int, int], dp: int = 1) -> LinearParts:
-    """The parts of a product of ``rows`` samples of the whole batch. ``grid``: as in ``linear_words``."""
+    """The parts of a product with ``rows`` samples in the whole batch. ``grid`` is defined as in ``linear_words``."""
     x, y, z = grid
     samples, weight = rows / (z * dp), inputs * outputs / (x * y)
     return LinearParts(
@@ -57,8 +59,8 @@ def linear_parts(rows: int, inputs: int, outputs: int, grid: tuple[int, int, int
 def linear_words(
     rows: int, inputs: int, outputs: int, grid: tuple[int, int, int], dp: int = 1, *, kept: bool = False
 ) -> LinearWords:
-    """The words of a product of ``rows`` samples of the whole batch. ``grid``: the ranks that split input features,
-    output features and depth. ``kept``: the gathered weight is kept for backward.
+    """The words of a product with ``rows`` samples in the whole batch. ``grid``: the numbers of ranks that split input
+    features, output features and depth. ``kept``: the gathered weight is kept for backward.
 
     >>> linear_words(64, 16, 32, (2, 1, 1)).output_sum  # all 64 x 32 outputs are summed over two ranks
     2048.0

@@ -1,10 +1,10 @@
-"""The host of a device: how long kernels take that the host launches while the device runs earlier kernels."""
+"""The host of a device: it launches kernels while the device runs earlier kernels, and may limit their speed."""
 
 from collections.abc import Sequence
 
 HOST_BLEND = 4.4
-"""The order p of the p-norm that combines host time and device time. A few short kernels among long kernels make both
-times count."""
+"""The order p of the p-norm that combines host time and device time. If a few kernels are short and the others are
+long, both times matter."""
 
 
 def launched_s(busy_s: float, launch_s: float) -> float:
@@ -16,8 +16,9 @@ def launched_s(busy_s: float, launch_s: float) -> float:
 
 
 def waits_s(busy_s: float, launch_s: Sequence[float]) -> list[float]:
-    """Seconds for which the device waits before each of several lots of kernels of one action. ``launch_s`` are the
-    host's seconds for each lot, ``busy_s`` the device's for all together, with the collectives that it waits for."""
+    """The device's waiting time, in seconds, before each of several groups of kernels in an action. ``launch_s`` has
+    the host's launch time for each group. ``busy_s`` is the device's time for all groups together, including
+    collectives that it waits for."""
     total_s = sum(launch_s)
     waited_s = launched_s(busy_s, total_s) - busy_s
     return [waited_s * each / total_s if total_s else 0.0 for each in launch_s]

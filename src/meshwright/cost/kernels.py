@@ -53,8 +53,8 @@ class Rates:
 
     (S. Williams, A. Waterman, D. Patterson, "Roofline", 2009.) Some kernels first rearrange their operands: a product
     with few rows packs its weights, and a convolution on a CPU copies its images into blocks of channels. A core does
-    not rearrange and multiply at the same time, so the times add. For kinds without a curve the rate is that of the
-    data sheet times the fractions of ``Device.kernels``. A matrix product on a GPU or accelerator is then cut into
+    not rearrange and multiply at the same time, so the times add. For kinds without a curve, the rate is the data
+    sheet's rate times the fractions in ``Device.kernels``. A matrix product on a GPU or accelerator is then cut into
     tiles; each wave computes one tile on every processor:
 
         tile_s = 2 * rows * columns * (k + extra_depth) / (peak / processors * matmul_fraction * reuse(tile))
@@ -64,8 +64,8 @@ class Rates:
     much as a full wave. The fastest tile counts, because the libraries try to choose it. No kernel takes less than its
     memory time.
 
-    ``software`` changes the fractions. Its ``pace`` multiplies every time, its ``traffic`` the bytes that kernels bound
-    by memory move, except the optimizer's, whose bytes are numbers of their own.
+    ``software`` changes the fractions. Its ``pace`` multiplies every time. Its ``traffic`` multiplies the bytes that
+    memory-bound kernels move, except the bytes of the optimizer, for which there are separate numbers.
     """
 
     def __init__(self, device: Device, software: Software | None = None) -> None:
@@ -184,7 +184,7 @@ def default_kernels(device: Device) -> Kernels:
 
 
 def _reached(kernels: Kernels, software: Software) -> Kernels:
-    """The constants of a device's kernels as ``software`` reaches them."""
+    """The kernel constants of a device, adapted to ``software``."""
     return msgspec.structs.replace(
         kernels,
         matmul_fraction=min(1.0, kernels.matmul_fraction * software.matmul),

@@ -12,13 +12,13 @@ from meshwright.cost.kernels import Rates
 from meshwright.cost.setup import Setup
 
 CAST_BYTES = 5.0
-"""Bytes that the cast of an operand to float8 reads and writes per element, with dynamic scaling: a pass for the
-maximum, then a pass for the rounding. Megatron-LM's kernels need no such passes: they round when they write, scaled by
-the maxima of earlier steps."""
+"""Bytes per element that the cast of an operand to float8 reads and writes, with dynamic scaling: one pass finds the
+maximum, and another rounds. Megatron-LM's kernels need no such passes: they round when they write results, with scales
+from the maxima of earlier steps."""
 
 EAGER_SOFTMAX = 14
-"""How often eager code reads or writes the scores between attention's two products, in elements of 16 bits: scale 2,
-mask 2, cast to float32 3, softmax 4, cast back 3. Its backward moves as much."""
+"""The number of times that eager code reads or writes the scores between attention's two products, in 16-bit elements:
+scale 2, mask 2, cast to float32 3, softmax 4, cast back 3. Its backward moves the same number of elements."""
 
 EXPERT_SPREAD = 1.1
 """Tokens of the busiest expert, relative to the mean of all experts."""
@@ -35,9 +35,9 @@ class Summed(msgspec.Struct, frozen=True):
 
 
 class PassCost(Summed, frozen=True):
-    """The cost of a part of the model in one direction. ``device_s``: seconds of the device's kernels; ``comm_s``:
-    seconds of communication for which the device waits; ``kernels``: the number of kernels to launch; ``weight_s``: the
-    part of ``device_s`` that computes gradients of parameters."""
+    """The cost of a part of the model in one direction (forward or backward). ``device_s``: seconds of the device's
+    kernels. ``comm_s``: seconds in which the device waits for communication. ``kernels``: the number of kernels to
+    launch. ``weight_s``: the part of ``device_s`` in which gradients of parameters are computed."""
 
     device_s: float = 0.0
     comm_s: float = 0.0
@@ -70,8 +70,9 @@ class _Tally:
             self.memory_bound(self._cast * batch * (m * k + k * n), 4)
 
     def backward_matmul(self, m: float, n: float, k: float, batch: float = 1, *, weights: bool = True) -> float:
-        """Add the backward pass of a product: two products, which make the gradients of its operands. Return the
-        seconds of the second operand's gradient. ``weights``: this operand holds parameters, not activations."""
+        """Add the backward pass of a product. It consists of two products, which compute the gradients of the operands.
+        Return the seconds of the second operand's gradient. ``weights``: this operand holds parameters, not
+        activations."""
         self.matmul(m, k, n, batch)
         before_s = self.device_s
         self.matmul(k, n, m, batch)
@@ -92,7 +93,7 @@ class _Tally:
         self.kernels += 1
 
     def wait(self, seconds: float, collectives: int = 1, hidden_s: float = 0.0) -> None:
-        """Add collectives. The device computes during ``hidden_s`` of their seconds."""
+        """Add collectives. The device computes during ``hidden_s`` seconds of them."""
         self.comm_s += max(0.0, seconds - hidden_s)
         self.kernels += collectives
 
@@ -104,8 +105,8 @@ def layer_pass(setup: Setup, rates: Rates, network: Network, *, experts: bool = 
     """One layer on one micro-batch: attention and MLP with their norms, residuals and tensor-parallel collectives.
 
     The kernels are those of Megatron-LM. It fuses bias, activation, dropout and addition, and it fuses softmax with its
-    scale and mask. Without ``flash`` the attention scores are written to memory. In eager code (``Setup.eager``) each
-    operation of the norm, the rotary embedding and the gate is a kernel of its own, as in Llama's PyTorch code.
+    scale and mask. Without ``flash`` the attention scores are written to memory. In eager code (``Setup.eager``), each
+    operation of the norm, the rotary embedding and the gate is a separate kernel, as in Llama's PyTorch code.
     """
     core, core_back = _attention_core(setup, rates, network)
     given = rates.software.float8_bytes
@@ -147,7 +148,7 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
     backward.backward_matmul(setup.tokens, columns, model.hidden)
     backward.memory_bound(4 * setup.local_tokens * model.hidden * element, 2)
     _tensor_collective(setup, network, backward)
-    if setup.input_ranks > 1:  # all tp ranks divide the vocabulary, and need whole features
+    if setup.input_ranks > 1:  # all tp ranks divide the vocabulary, and need all features
         hidden = float(setup.tokens * model.hidden * element)
         forward.wait(network.collective_s("all_gather", hidden, _along_inputs(setup)))
         backward.wait(network.collective_s("reduce_scatter", hidden, _along_inputs(setup)))
@@ -158,29 +159,30 @@ def head_pass(setup: Setup, rates: Rates, network: Network) -> Pass:
 
 
 def _along_inputs(setup: Setup) -> Group:
-    """The ranks over which the first product of a pair splits input features. They are neighbours."""
+    """The ranks over which the first product of a pair splits input features. These ranks are neighbours."""
     return Group(setup.input_ranks)
 
 
 def _sum_over_inputs(setup: Setup, network: Network, tally: _Tally, width: float, hidden_s: float = 0.0) -> None:
-    """Add the all-reduce of the inner features of a pair of products over the ranks that split input features of the
-    first. ``width``: the inner features of a rank; ``hidden_s``: seconds of a product that runs meanwhile."""
+    """Add the all-reduce of the inner features of a pair of products. It runs over the ranks that split the input
+    features of the first product. ``width``: the number of inner features on a rank. ``hidden_s``: seconds of a product
+    that runs at the same time."""
     if setup.input_ranks > 1:
         summed = float(setup.tokens * width * setup.element_bytes)
         tally.wait(network.collective_s("all_reduce", summed, _along_inputs(setup)), hidden_s=hidden_s)
 
 
 def _norm_sums(setup: Setup, network: Network, *tallies: _Tally) -> None:
-    """Add the all-reduce of a norm's two sums, in float32, where a grid splits the features of the norm."""
+    """If a grid splits the features of a norm, add the all-reduce of the norm's two sums, in float32."""
     if setup.input_ranks > 1:
         for tally in tallies:
             tally.wait(network.collective_s("all_reduce", 8.0 * setup.tokens, _along_inputs(setup)))
 
 
 def _tensor_collective(setup: Setup, network: Network, *tallies: _Tally, hidden_s: float = 0.0) -> None:
-    """Add one all-reduce of the activations over the ranks that split output features (without a grid: tp), or with
-    sequence parallelism a reduce-scatter and an all-gather. ``hidden_s``: seconds of a product that runs beside the
-    all-reduce."""
+    """Add one all-reduce of the activations over the ranks that split output features (without a grid: tp). With
+    sequence parallelism, a reduce-scatter and an all-gather replace it. ``hidden_s``: seconds of a product that
+    overlaps with the all-reduce."""
     if setup.output_ranks < 2:
         return
     tensor = Group(setup.output_ranks, setup.input_ranks)
@@ -215,7 +217,7 @@ def _attention_core(setup: Setup, rates: Rates, network: Network) -> tuple[PassC
         scores = batch * rows * keyed
         mask = scores if model.dropout else 0.0
         forward.matmul(rows, keyed, model.head_width, batch)
-        # Eager code scales, masks, casts to float32, normalises and casts back in kernels of their own.
+        # Eager code uses separate kernels to scale, mask, cast to float32, normalise and cast back.
         passes, kernels = (EAGER_SOFTMAX, 5) if forward.eager else (2, 1)
         forward.memory_bound(passes * scores * element, kernels, kind="softmax")
         if model.dropout:
@@ -303,9 +305,9 @@ def _grid_collectives(
     setup: Setup, network: Network, forward: _Tally, backward: _Tally, inner: tuple[float, float],
     weights_s: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Add the all-reduces of two products that follow each other. ``inner``: the features that the first product writes
-    and the second product reads, on one rank. ``weights_s``: seconds of the gradients of their weights. On a grid,
-    these gradients are computed while the gradients of inputs are summed, as in AxoNN."""
+    """Add the all-reduces of two consecutive products. ``inner``: the numbers of features on one rank that the first
+    product writes and the second product reads. ``weights_s``: seconds to compute the gradients of their weights. On a
+    grid, these gradients are computed while the gradients of inputs are summed, as in AxoNN."""
     into_s, out_s = weights_s if setup.grid else (0.0, 0.0)
     _tensor_collective(setup, network, forward)
     _tensor_collective(setup, network, backward, hidden_s=into_s)
@@ -316,7 +318,8 @@ def _grid_collectives(
 def _feed_forward(
     setup: Setup, forward: _Tally, backward: _Tally, tokens: float, width: float, batch: int
 ) -> tuple[float, float]:
-    """Add an MLP. Returns the seconds of the gradients of the weights of its first and last product."""
+    """Add the products of an MLP. Returns the seconds to compute the gradients of the weights of its first and its last
+    product."""
     model, element = setup.model, setup.element_bytes
     inputs, outer = 2 if model.gated else 1, model.hidden / setup.input_ranks
     tokens = math.ceil(tokens)

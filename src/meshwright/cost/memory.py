@@ -12,20 +12,19 @@ from meshwright.ir.software import Software
 from meshwright.schedules.message_driven import most_in_flight
 
 EAGER_NORM_BYTES = 4
-"""Bytes that an RMS norm in PyTorch's own operations keeps per element beyond those of a fused norm: its input in
-float32 in place of 16 bits, and the normed input before it is scaled."""
+"""Bytes per element that an RMS norm made of PyTorch's own operations keeps in addition to a fused norm: its input in
+float32 instead of 16 bits, and the normalised input before it is scaled."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank at its peak; the parts add up to ``peak_bytes``.
 
-    ``activations_bytes`` are saved by layers for backward, for all micro-batches in flight; ``ends_bytes`` are added by
-    embedding, vocabulary head and loss; ``workspace_bytes`` live only during one layer's pass (gradients of
-    activations, recomputed activations, gathered parameters); ``buffers_bytes`` are buckets of gradients, and
-    ``residuals_bytes`` what codecs keep of gradients;
-    ``context_bytes`` are taken outside of the framework's tensors, and ``peers_bytes`` by the buffers of collectives;
-    ``fragmentation_bytes`` are taken by the allocator
-    and not used. ``moment`` says when the peak is.
+    ``activations_bytes``: saved by layers for backward, for all micro-batches in flight. ``ends_bytes``: added by
+    embedding, vocabulary head and loss. ``workspace_bytes``: needed only during one layer's pass (gradients of
+    activations, recomputed activations, gathered parameters). ``buffers_bytes``: buckets of gradients.
+    ``residuals_bytes``: kept by codecs. ``context_bytes``: taken outside of the framework's tensors. ``peers_bytes``:
+    buffers of collectives. ``fragmentation_bytes``: taken by the allocator but unused. ``moment`` says at which moment
+    the peak occurs.
     """
 
     stage: int
@@ -79,11 +78,11 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
     layers = setup.stage_layers[stage]
     saved = layer_activation_bytes(setup, software)
     if setup.resharded or setup.depth > 1:
-        # The shards are those of the float32 copy; two layers are gathered at a time.
+        # The shards belong to the float32 copy; two layers are gathered at a time.
         parameters_bytes, gathered = 0.0, 2 * parameters / layers * element
     else:
         parameters_bytes, gathered = parameters * element, 0.0
-    # A pipeline accumulates whole gradients over its micro-batches, and shards them once.
+    # A pipeline accumulates whole gradients over its micro-batches, and reduces them to shards once.
     shards = data if setup.zero >= 2 and setup.pp == 1 else setup.depth
     working = _layer_bytes(setup, software, setup.recompute == "full") if setup.recompute != "none" else 0.0
     workspace = gathered + max(0.0, working - saved) + _gradient_workspace_bytes(setup, software)
@@ -92,7 +91,7 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
         if stage == setup.pipeline.last_rank
         else 0.0
     )
-    # The loss comes before the first layer's backward: the two workspaces do not live at once.
+    # The loss comes before the first layer's backward, so the two workspaces are not needed at the same time.
     in_loss, backward = loss > workspace, "the first backward with all micro-batches in flight"
     outside = float(cluster.device.kind != "cpu")
     groups = {"dp": data // setup.depth, "cp": setup.cp, "pp": setup.pp, "ep": setup.ep, "tz": setup.depth,
@@ -116,8 +115,8 @@ def stage_memory(setup: Setup, stage: int, cluster: Cluster) -> Memory:
 
 
 def _residuals_bytes(setup: Setup, parameters: float) -> float:
-    """The bytes that the codec of gradients keeps between steps: vectors as long as the gradients, before a
-    step and after it, because a step may be skipped."""
+    """The bytes that the codec of gradients keeps between steps. It keeps two vectors of the length of the gradients,
+    from before and after a step, because a step may be skipped."""
     if not setup.codec:
         return 0.0
     lengths = codec_of(setup.codec).state_lengths([(round(parameters),)])
@@ -131,8 +130,8 @@ def verdict(memory: Memory, cluster: Cluster, memory_bytes: float | None = None)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
-    """The number of micro-batches whose activations a rank holds at once. One of v chunks counts as 1/v of a
-    micro-batch."""
+    """The number of micro-batches whose activations a rank holds at once. A chunk, of v chunks per rank, counts as 1/v
+    of a micro-batch."""
     rest, chunks = setup.pp - stage, setup.chunks
     held: dict[str, float] = {
         "gpipe": setup.microbatches,
@@ -151,9 +150,9 @@ def layer_activation_bytes(setup: Setup, software: Software) -> float:
     """Bytes that one layer saves for one micro-batch on one rank (Korthikanti et al. 2022, table 2, for any layer).
 
     For GPT in 16 bit it is sbh (10 + 24/t + 5as/ht), or sbh (34/t + 5as/ht) with sequence parallelism, in the paper's
-    letters. Selective recomputation or fused attention removes the last term. Full recomputation saves 2 sbh, or 2
-    sbh/t with sequence parallelism. ``Software.activations`` multiplies all of this except full recomputation's. In
-    eager code norms and rotary embeddings keep copies.
+    letters. Selective recomputation or fused attention removes the last term. Full recomputation saves only 2 sbh, or 2
+    sbh/t with sequence parallelism. ``Software.activations`` multiplies all of these terms except those of full
+    recomputation. In eager code, norms and rotary embeddings keep additional copies.
     """
     if setup.recompute == "full":
         return setup.tokens * setup.model.hidden * setup.element_bytes / setup.outer_parts
@@ -177,8 +176,8 @@ def _layer_bytes(setup: Setup, software: Software, scores: bool) -> float:
     parallel = 2 * element * model.query_width / tp + 2 * element * setup.key_width
     if model.gated and setup.eager(software):
         whole += 2 * EAGER_NORM_BYTES * width
-        parallel += 2 * element * (model.query_width / tp + setup.key_width)  # queries and keys, turned in two steps
-    kept = (2 * model.mlp_matrices - 2) * element  # before and after the activation, and the gate's product if gated
+        parallel += 2 * element * (model.query_width / tp + setup.key_width)  # queries, keys: transposed in two steps
+    kept = (2 * model.mlp_matrices - 2) * element  # before and after the activation; with a gate, also the product
     dense = kept * model.ffn / tp
     share = model.expert_layers / model.layers
     if share:

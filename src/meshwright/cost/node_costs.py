@@ -1,4 +1,4 @@
-"""Costs of the nodes of a lowered program: of kernels, and the pieces of collectives."""
+"""Costs of the nodes of a lowered program: their kernels, and the pieces for their collectives."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -12,7 +12,7 @@ from meshwright.ir.stages import PROLOGUE
 
 
 def of_parameters(program: Program) -> list[Node]:
-    """The nodes of the prologue that depend on parameters: gathers, casts, and what is computed from their results."""
+    """The nodes of the prologue that depend on parameters: gathers, casts, and operators that use their results."""
     values = {parameter.value for parameter in program.parameters}
     nodes = []
     for node in program.phase(PROLOGUE).nodes:
@@ -46,12 +46,12 @@ class NodeCosts:
         return Cost(seconds, flops, num_bytes, launches)
 
     def piece(self, what: str, cost: Cost) -> Compute:
-        """The piece of work that has a cost, before it is known how long it waits for the host."""
+        """A piece of work with this cost. The time that it waits for the host is added later."""
         return Compute(what, cost.seconds, cost.flops, cost.bytes, self.launch_s * cost.launches)
 
 
 def communicated(what: str, collective: Collective, blocking: bool) -> Communicate:
-    """The piece of a collective."""
+    """The piece for a collective."""
     coding = CodedElements(collective.codec, collective.algorithm, collective.item_bytes, collective.summed)
     return Communicate(
         what, collective.kind, collective.axis, collective.bytes, blocking, coding=coding if collective.codec else None

@@ -16,16 +16,17 @@ from meshwright.schedules.message_driven import with_most_in_flight
 
 Occupancy = Literal["fits", "marginal", "does not fit"]
 MOST_AXES = 3
-"""dp, tp and pp."""
+"""The largest number of axes along which a rank has neighbours: dp, tp and pp."""
 SURE = (1 + COVERED) / 2
-"""The chance of staying within the limit from which on a peak fits; below an even chance it does not fit."""
+"""A peak counts as fitting if the chance of staying within the limit is at least this; it counts as not fitting if the
+chance is below one half."""
 
 _COMPUTES = frozenset(kind for kind in ActionKind if kind.computes)
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank at its peak: held during the whole step, saved for the micro-batches in flight, and the
-    workspace of the ``action`` at which the peak is."""
+    """Bytes of one rank at its peak: held for the whole step, saved for the micro-batches in flight, and workspace of
+    the ``action`` at which the peak occurs."""
 
     rank: int
     held_bytes: int
@@ -40,9 +41,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
-    """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until its B or W has ended, as
-    the schedule's validator counts (``schedules/check.py``). Where the order is a rule, it is the order with most in
-    flight."""
+    """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until the end of its B or W, as
+    in the schedule's validator (``schedules/check.py``). If the order of actions is a rule, the order with the most
+    micro-batches in flight counts."""
     peaks = []
     sizes = [
         (round(work.heap_factor * stage.saved_bytes), round(work.heap_factor * stage.workspace_bytes))
@@ -74,12 +75,13 @@ def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
 def num_peers(sizes: Mapping[str, int], box: int) -> int:
     """The number of neighbours for which a rank has buffers, from the sizes of its groups by axis. Around a ring or
     along a pipeline, a rank receives from one neighbour. In an all-to-all (``ep``), it receives from every other rank
-    of its box of ``box`` devices; messages between boxes share one buffer."""
+    in its box of ``box`` devices. Messages between boxes share one buffer."""
     return sum(max(1, min(size, box) - 1) if axis == "ep" else 1 for axis, size in sizes.items() if size > 1)
 
 
 def most_peers(num_ranks: int) -> int:
-    """The largest number of neighbours in a layout of dp, tp and pp over so many ranks: one for each axis."""
+    """The largest number of neighbours in a layout of dp, tp and pp over this number of ranks: one neighbour for each
+    axis."""
     factors, rest = 0, num_ranks
     for prime in range(2, num_ranks + 1):
         while rest % prime == 0 and factors < MOST_AXES:
@@ -90,16 +92,16 @@ def most_peers(num_ranks: int) -> int:
 
 
 def taken_bytes(live_bytes: float, software: Software, kind: str, peers: int = 0) -> float:
-    """Bytes of a device of this ``kind`` that are taken while tensors of ``live_bytes`` live: with the allocator's
-    fragmentation, the device's context, and the buffers for ``peers`` neighbours. On a CPU they are ``live_bytes``,
-    which include what the heap loses."""
+    """The bytes in use on a device of this ``kind`` if live tensors take ``live_bytes``. They include the allocator's
+    fragmentation, the device's context, and the buffers for ``peers`` neighbours. On a CPU the result is
+    ``live_bytes``, which already includes the losses of the heap."""
     return live_bytes if kind == "cpu" else (1 + software.fragmentation) * live_bytes + _beside_bytes(software, peers)
 
 
 def room_of(cluster: Cluster, ranks: range, peers: int | None = None) -> int:
-    """The bytes that the live tensors of each of the ranks may take, so that ``taken_bytes`` stay within the device's
-    memory with the chance ``SURE``. Without ``peers``, before a layout is chosen, the ranks have buffers for the most
-    that a layout of dp, tp and pp has (``most_peers``)."""
+    """The bytes that the live tensors of each rank may take, so that ``taken_bytes`` stays within the device's memory
+    with the chance ``SURE``. Without ``peers``, before a layout is chosen, ranks are assumed to have the most buffers
+    that a layout of dp, tp and pp needs (``most_peers``)."""
     software, kind = cluster.software, cluster.device.kind
     surely_bytes = memory_of(cluster, ranks) * math.exp(-NINE_OF_TEN * software.spread.memory)
     if kind == "cpu":
@@ -118,7 +120,7 @@ def box_of(cluster: Cluster) -> int:
 
 
 def _beside_bytes(software: Software, peers: int) -> float:
-    """Bytes of a GPU that are taken outside of the allocator."""
+    """Bytes of a GPU that are in use outside of the allocator."""
     return software.context_bytes + peers * software.peer_bytes
 
 

@@ -4,9 +4,9 @@ import msgspec
 
 
 class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For every element of a parameter, an optimizer keeps ``states`` numbers, and reads or writes ``moved`` numbers in
-    a step, in ``kernels`` passes. ``divides``: it updates parts of a tensor as it updates whole tensors, so that ranks
-    may divide the update to save time."""
+    """The costs of an optimizer per element of a parameter. It keeps ``states`` numbers, and reads or writes ``moved``
+    numbers in a step, in ``kernels`` passes. ``divides``: its update of a part of a tensor equals that part of the
+    whole tensor's update, so ranks may divide the update."""
 
     states: int
     moved: int
@@ -19,10 +19,10 @@ SGD = OptimizerCost(0, 3, 1)
 MOMENTUM = OptimizerCost(1, 8, 3)
 """v = a v + g, in two passes; p -= lr v."""
 ADAMW = OptimizerCost(2, 21, 8)
-"""Passes: decay, both moments, the corrected root, update (Loshchilov, Hutter 2019), as in torch.optim."""
+"""Passes: weight decay, both moments, the corrected root, update (Loshchilov, Hutter 2019), as in torch.optim."""
 ADAM = OptimizerCost(2, 19, 7)
 LARS = OptimizerCost(1, 13, 6)
 """Passes: both norms, decayed gradient, its scaling, v = a v + s (counted as one), w -= v. Sums over ranks are left
 out."""
 LAMB = OptimizerCost(2, 24, 11)
-"""Passes: those of Adam, both norms and the scaling of the update. Sums over ranks are left out."""
+"""Passes: the passes of Adam, both norms, and the scaling of the update. Sums over ranks are left out."""

@@ -1,4 +1,5 @@
-"""The predicted time of a matrix product on a grid: its rounds, with collectives on a network beside local products."""
+"""The predicted time of a matrix product on a grid, from its rounds: local products, and collectives that overlap with
+them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,12 +10,13 @@ from meshwright.schedules.products.rounds import Round, backward, forward
 
 
 class LocalProducts(NamedTuple):
-    """The speed of the ranks' own products. ``multiply_s(m, k, n)``: seconds in which every rank multiplies a matrix of
-    m x k by a matrix of k x n, while all ranks do. ``overlap``: the share of collectives that run beside products where
-    they may. ``round_s``: seconds that each further round with collectives costs: ranks wait for each other between
-    products. Both are worse where ranks share cores."""
+    """The speed of the local products on each rank. ``multiply_s(m, k, n, num_ranks)``: seconds in which each of
+    ``num_ranks`` ranks multiplies an m x k by a k x n matrix, while the other ranks are idle. ``overlap``: the fraction
+    of the time of collectives that overlaps with products, where overlap is possible. ``round_s``: additional seconds
+    for each further round with collectives, because ranks wait for each other between products. All numbers are worse
+    if ranks share cores."""
 
-    multiply_s: Callable[[int, int, int], float]
+    multiply_s: Callable[[int, int, int, int], float]
     overlap: float = 1.0
     round_s: float = 0.0
 
@@ -32,14 +34,15 @@ def product_s(
 def _rounds_s(
     plan: ProductPlan, rounds: Sequence[Round], network: Network, local: LocalProducts, item_bytes: int
 ) -> float:
-    """The gathers of the next round and the reduces of the round before run beside a round's products. Only
-    collectives of one round do: an algorithm of several rounds starts the later rounds when a rank waits for it. On
-    CPUs, ranks that share memory copy with the cores that multiply, so that only collectives across boxes are hidden.
+    """The products of a round overlap with the gathers of the next round and the reductions of the previous round. This
+    holds only for collectives with one round: an algorithm with several rounds starts its later rounds only when a rank
+    waits for it. On CPUs, ranks that share memory copy with the same cores that multiply. So only collectives between
+    boxes are hidden.
     """
     kinds: dict[tuple[str, Operand, int], tuple[float, bool]] = {}
 
     def collected(operation: str, operands: Sequence[Operand], panel: int) -> tuple[float, float]:
-        """Seconds of the collectives that run beside products, and seconds of the collectives that ranks wait for."""
+        """Seconds of the collectives that overlap with products, and seconds of the collectives that ranks wait for."""
         hidden = shown = 0.0
         for operand in operands:
             key = operation, operand, min(panel, 0)
@@ -67,13 +70,13 @@ def _multiply_s(plan: ProductPlan, local: LocalProducts) -> float:
     """Seconds of one product of the largest panel."""
     lengths: dict[Dim, int] = {dim: plan.largest(dim) for dim in ("m", "k", "n")}
     lengths[plan.over] = -(-lengths[plan.over] // plan.panels)
-    return local.multiply_s(lengths["m"], lengths["k"], lengths["n"])
+    return local.multiply_s(lengths["m"], lengths["k"], lengths["n"], plan.grid.num_ranks)
 
 
 def _collective_s(
     plan: ProductPlan, operation: str, operand: Operand, panel: int, network: Network, item_bytes: int
 ) -> tuple[float, bool]:
-    """Seconds of one collective of the largest block or panel, and whether products hide it."""
+    """Seconds of a collective of the largest block or panel, and whether products hide it."""
     axis = AXIS[operand]
     group = Group(plan.sharing(operand), plan.grid.stride(axis))
     lengths: Mapping[Dim, int] = {dim: plan.largest(dim) for dim in DIMS[operand]}
@@ -85,7 +88,7 @@ def _collective_s(
 
 
 def algorithm_s(network: Network, operation: str, algorithm: str, num_bytes: int, group: Group) -> float:
-    """Seconds of an all-gather or a reduce-scatter by one algorithm: as measured, or else modelled."""
+    """Seconds of an all-gather or a reduce-scatter with one algorithm, measured if possible, else modelled."""
     assert operation in ("all_gather", "reduce_scatter")
     measured = network.measured_s(operation, algorithm, num_bytes, group)
     if measured is not None:
@@ -94,8 +97,8 @@ def algorithm_s(network: Network, operation: str, algorithm: str, num_bytes: int
 
 
 def hides(network: Network, group: Group, algorithm: str) -> bool:
-    """Whether collectives of a group run beside products: those of one round, whose messages are all sent at the
-    start, but not among ranks of one box that are cores."""
+    """Whether products hide the collectives of a group. They hide algorithms with one round, whose messages are all
+    sent at the start. They hide nothing between CPU ranks of one box."""
     if algorithm != "star":
         return False
     inside = network.cluster.levels[0].fan_out if network.cluster.levels else 1

@@ -31,7 +31,7 @@ HOST_S_PER_BYTE = 1 / 25e9
 """Seconds per byte copied between device and pinned host memory: copies reach about 25 GB/s of the 31.5 GB/s of PCIe
 4.0 x16."""
 CHUNK_BYTES = 2**26
-"""Bytes of parameters that are updated together if optimizer state lies on the host (``runtime/offload.py``)."""
+"""Bytes of parameters that are updated together if optimizer state is kept on the host (``runtime/offload.py``)."""
 ZEROING = "zeroing gradients"
 """The name of the piece that sets the memory of gradients to zero before a step."""
 CHECK_KERNELS = 3
@@ -40,7 +40,7 @@ CHECK_KERNELS = 3
 
 class HeldBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank of a stage holds for the whole step. If a step runs as one function, gradients and gathered
-    parameters do not live that long: they are counted with the activations."""
+    parameters have shorter lives: they are counted with the activations."""
 
     parameters_bytes: int
     gathered_bytes: int
@@ -75,12 +75,13 @@ def step_work(
     threads: int = 1,
     num_ranks: int = 0,
 ) -> StepWork:
-    """The work of one training step of ``plan``, which was lowered to ``programs``, on ``cluster``. ``threads`` is the
-    number of threads of each rank. ``num_ranks`` is the number of ranks that work at once (0: those of the plan).
+    """The work of one training step of ``plan`` on ``cluster``. ``programs`` are the programs to which the plan was
+    lowered. ``threads`` is the number of threads of each rank. ``num_ranks`` is the number of ranks that work at the
+    same time (0: the ranks of the plan).
 
-    On a CPU every rank moves the bytes of its collectives itself. Collectives then do not overlap compute: the rank
-    blocks where it waits for a collective. On other devices a collective overlaps the kernels between its start and its
-    wait.
+    On a CPU every rank moves the bytes of its collectives itself. Collectives then do not overlap with compute: the
+    rank blocks where it waits for a collective. On other devices, a collective overlaps with the kernels between its
+    start and its wait.
     """
     stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads, num_ranks) for program in programs]
     heap_factor = cluster.software.heap if cluster.device.kind == "cpu" else 1.0
@@ -133,7 +134,7 @@ class _Stage:
 
     def _sent_bytes(self, sends: ActionKind, receives: ActionKind, near: int) -> int:
         """The bytes that the busiest rank sends to the stage ``near`` for one micro-batch. If the two stages have
-        different submeshes, the bytes that ranks of ``near`` then exchange to complete their parts count, too."""
+        different submeshes, the bytes that ranks of ``near`` then exchange among themselves count too."""
         crossing = self.program.crossing(sends)
         if not self.plan.uneven:
             return sum(map(_crossing_bytes, crossing))
@@ -163,7 +164,7 @@ class _Stage:
         return total
 
     def _add_coding(self, pieces: dict[str, list[Piece]]) -> None:
-        """Add the seconds to encode what leaves the stage, and to decode what arrives."""
+        """Add the seconds to encode values that leave the stage, and to decode values that arrive."""
         if not self.plan.border_codec:
             return
         encode, decode = self.codecs.seconds_per_byte(codec_of(self.plan.border_codec))
@@ -202,7 +203,7 @@ class _Stage:
                 flush()
                 pieces.append(self._communicate(self._name(collective), collective, True))
             if node.starts is not None:
-                if node.name not in self.begun:  # backward in two parts starts the same collectives as in one
+                if node.name not in self.begun:  # both forms of backward start the same collectives
                     self.begun[node.name] = self._name(node.starts), node.starts
                 if not self.blocking:
                     flush()
@@ -212,7 +213,7 @@ class _Stage:
                 name, collective = self.begun[node.waits]
                 if self.blocking:
                     pieces.append(self._communicate(name, collective, True))
-                elif pieces and isinstance(last := pieces[-1], Communicate) and last.what == name:  # no compute between
+                elif pieces and isinstance(last := pieces[-1], Communicate) and last.what == name:
                     pieces[-1] = self._communicate(name, collective, True)
                 else:
                     pieces.append(Wait(name))
@@ -220,7 +221,7 @@ class _Stage:
         return pieces
 
     def _name(self, collective: Collective) -> str:
-        """A name that no other collective of the stage has."""
+        """A unique name for a collective of the stage."""
         self.labels[collective.label] += 1
         return (
             f"{collective.label} #{self.labels[collective.label]}"
@@ -229,7 +230,8 @@ class _Stage:
         )
 
     def _communicate(self, what: str, collective: Collective, blocking: bool) -> Communicate:
-        """A collective. Over dp, the host is not assumed to go on: layers of layouts that differ in dp share prices."""
+        """The piece for a collective. Over dp, the host is assumed to stop launching kernels, because layers of layouts
+        that differ in dp share prices."""
         piece = communicated(what, collective, blocking)
         if not blocking or not self.costs.launch_s or set(DATA_AXES) & set(members(piece.axis)):
             return piece
@@ -269,8 +271,8 @@ class _Stage:
         return {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
 
     def _update(self) -> Cost:
-        """The cost of the check of the loss, of clipping, and of the optimizer. Each pass is launched once for all
-        parameters (PyTorch's ``foreach``), but its kernels take their time one by one."""
+        """The cost of checking the loss, of clipping, and of the optimizer. Each pass is launched once for all
+        parameters (PyTorch's ``foreach``), but the time of its kernels is counted separately for each parameter."""
         rates, each = self.costs.rates, self.optimizer
         parameters = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
         cost = Cost(CHECK_KERNELS * rates.kernel_s)
@@ -284,7 +286,7 @@ class _Stage:
         for size in parameters:
             for _ in range(each.kernels):
                 cost += rates.memory_bound("update", each.moved / each.kernels * size)
-        if self._offloads:  # state moves to the device and back; only the time beyond that of the kernels counts
+        if self._offloads:  # state moves to the device and back; only time beyond the kernels' time counts
             moved = 2 * each.states * sum(parameters)
             cost += Cost(max(0.0, moved * HOST_S_PER_BYTE - cost.seconds), 0.0, moved)
         scaled = self.plan.precision in ("bfloat16", "float16")
@@ -307,15 +309,15 @@ class _Stage:
             codecs_bytes=sum(state.num_bytes for state in program.codec_states),
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
-            # A rank holds them once, not once per chunk.
+            # A rank holds these once, not once per chunk.
             inputs_bytes=sum(tensor.bytes for tensor in program.inputs)
             if program.stage < self.pipeline.num_ranks
             else 0,
         )
 
     def _optimizer_bytes(self) -> int:
-        """Bytes of optimizer state on the device: the whole state, or two chunks of it if the state lies on the
-        host."""
+        """Bytes of optimizer state on the device. If the state is kept on the host, two chunks of it are on the
+        device."""
         trained = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
         every = sum(trained) * self.optimizer.states
         if not self._offloads:
@@ -359,12 +361,12 @@ class _Stage:
         return peak
 
     def _scratch_bytes(self, node: Node) -> int:
-        """Bytes of temporary memory that a node needs while it runs: of the one of its kernels that needs most."""
+        """Bytes of temporary memory that a node needs while it runs: the need of its most demanding kernel."""
         return max((scratch_bytes(kernel, self.blocking) for kernel in node.kernels), default=0)
 
 
 def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:
-    """The placement of a rank's part of a tensor of shape ``whole`` that crosses between unlike submeshes: only dp
+    """The placement of a rank's part of a tensor of shape ``whole`` that is sent between different submeshes: only dp
     splits it (``ir.stages.border``)."""
     split = [dim for dim, (own, size) in enumerate(zip(value.shape, whole, strict=True)) if own != size]
     return {"dp": Shard(split[0])} if split else {}
@@ -375,7 +377,7 @@ def _elements(box: Box) -> int:
 
 
 def _crossing_bytes(transfer: Transfer) -> int:
-    """The bytes of a tensor when it crosses to another stage."""
+    """The bytes of a tensor when it is sent to another stage."""
     value = transfer.value
     if not transfer.codec:
         return value.num_bytes

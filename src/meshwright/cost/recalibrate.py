@@ -1,4 +1,5 @@
-"""Factors of computing and of communication from the measured times of a run, and their effect on a cluster."""
+"""Correction factors for computing and for communication, from the measured times of a run, and their application to a
+cluster."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +11,19 @@ from meshwright.ir.cluster import Cluster, CollectiveTiming, Level
 from meshwright.ir.ledger import Ledger
 
 MOST = 8.0
-"""The largest factor by which constants are corrected; a larger error has another cause than a constant."""
+"""The largest factor by which constants are corrected. A larger error has a cause other than a constant."""
 
 
 class Corrections(msgspec.Struct, frozen=True, kw_only=True):
     """Measured time divided by the time that the cluster's constants predict, for computing and for communication. None
-    if one of the two times is too short to tell."""
+    if one of the two times is too short to give a factor."""
 
     compute: float | None = None
     communication: float | None = None
 
 
 def factors(ledger: Ledger) -> Corrections:
-    """Measured over predicted time of a ledger, for computing and for communication.
+    """Measured over predicted times in a ledger, for computing and for communication.
 
     Raises:
         ClusterError: a factor is above ``MOST`` or below its inverse.
@@ -40,15 +41,15 @@ def factors(ledger: Ledger) -> Corrections:
 
 
 def with_slower_levels(cluster: Cluster, slower: Mapping[str, float]) -> Cluster:
-    """The cluster with alpha, beta and the measured collectives of each level multiplied by the level's factor (1 if
-    ``slower`` has none)."""
+    """The cluster with alpha, beta and the measured collectives of each level multiplied by the level's factor in
+    ``slower`` (default: 1)."""
     for level, factor in slower.items():
         cluster = _slower(cluster, factor, level)
     return cluster
 
 
 def _slower(value: Any, factor: float, level: str) -> Any:
-    """The value with alpha, beta and the collectives of ``level`` multiplied by ``factor``, wherever they are in it."""
+    """The value with alpha, beta and the collectives of ``level`` multiplied by ``factor``, at any depth."""
     replace = msgspec.structs.replace
     if isinstance(value, CollectiveTiming):
         return replace(value, time_s=value.time_s * factor) if value.level == level else value

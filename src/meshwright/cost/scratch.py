@@ -6,5 +6,5 @@ from meshwright.ir.kernel import Kernel
 
 
 def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
-    """Bytes of unfused attention's scores, and of a convolution's workspace."""
+    """The bytes of the scores of attention that is not fused, or of a convolution's workspace."""
     return attention.scratch_bytes(kernel, on_cpu) + workspace_bytes(kernel, on_cpu)

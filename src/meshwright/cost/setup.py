@@ -1,4 +1,4 @@
-"""The setup that every estimate takes: a model, its layout over devices, and the way its step runs."""
+"""The setup on which every estimate is based: a model, its layout over devices, and how its step runs."""
 
 import math
 from collections.abc import Iterator
@@ -30,21 +30,22 @@ DTYPES: dict[str, str] = {
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How one training step runs. It has ``dp * cp * tp * pp`` ranks. The innermost axis is tp, then come cp, ``inner``
-    (dp or pp), and the other of dp and pp.
+    """A description of how one training step runs. It has ``dp * cp * tp * pp`` ranks. The innermost axis is tp, then
+    come cp, ``inner`` (dp or pp), and the other of dp and pp.
 
-    ``grid`` divides tensor-parallel ranks as ``Layout.tp`` does (empty: one axis): (x, y, z), where tp is x times y.
-    Products split input features over x neighbouring ranks and output features over y, every other product the other
-    way round, and z of the dp ranks together hold one copy of the parameters, which they gather layer by layer.
+    ``grid`` divides tensor-parallel ranks into (x, y, z) as ``Layout.tp`` does, where tp is x times y (empty: one
+    axis). Products split input features over x neighbouring ranks and output features over y ranks; in every second
+    product, x and y swap. z of the dp ranks together hold one copy of the parameters, which they gather layer by layer.
 
-    ``global_batch`` is the number of sequences of a step, ``micro_batch`` that of one micro-batch on one replica.
-    ``chunks`` is the number of model chunks per pipeline rank (interleaved; 2 with zb-v and dualpipe-v). ``recompute``:
-    ``selective`` recomputes only the attention core, ``full`` recomputes whole layers. With ``zero`` 3, ``selective``
-    recomputes everything except attention and every other matrix product, as fully sharded frameworks do. ``flash``:
-    attention is one fused kernel that keeps no scores. ``compiled``: the model's own operations are fused
-    (torch.compile). ``overlap`` names the communication that overlaps independent compute: ``none``, ``dp`` (gradients,
-    and parameters with ZeRO) or ``all`` (also collectives inside layers and messages between stages). With ZeRO 3 and
-    one stage, the communication of ``dp`` always overlaps. ``codec`` is that of gradients (empty: none).
+    ``global_batch`` is the number of sequences per step. ``micro_batch`` is the number of sequences in a micro-batch on
+    one data-parallel rank. ``chunks`` is the number of model chunks per pipeline rank (interleaved; 2 with zb-v and
+    dualpipe-v). ``recompute``: ``selective`` recomputes only the attention core, ``full`` recomputes whole layers. With
+    ``zero`` 3, ``selective`` recomputes everything except attention and every second matrix product, as fully sharded
+    frameworks do. ``flash``: attention is one fused kernel that keeps no scores. ``compiled``: the model's own
+    operations are fused (torch.compile). ``overlap`` names the communication that overlaps with independent compute:
+    ``none``, ``dp`` (gradients, and parameters with ZeRO) or ``all`` (also collectives inside layers and messages
+    between stages). With ZeRO 3 and one stage, the communication over ``dp`` always overlaps. ``codec`` is the codec of
+    gradients (empty: none).
 
     Raises:
         LayoutError: a size is impossible, or is not divisible as the layout needs.
@@ -97,7 +98,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if not size or size % by:
                 yield name, f"{name} = {size} is not divisible by {divisor} = {by}", f"change {divisor} or {name}"
         layers, stages = self.model.layers, self.pp * self.chunks
-        # Embedding and head may each take the place of a layer, on the first stage and on the last.
+        # Embedding and head may each replace a layer, on the first and on the last stage.
         if self.pp > layers or stages > layers + 2:
             problem = f"{self.pp} stages of {self.chunks} chunks need {stages} layers, the model has {layers}"
             yield "pp", problem, "take fewer stages or chunks"
@@ -131,7 +132,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             yield "grid", f"grid={list(self.grid)} with {name}", f"leave {name} out, or the grid"
 
     def _divisions(self) -> Iterator[tuple[str, int, str, int]]:
-        """Every division that must have no remainder: name and size of the divisor, then of the dividend."""
+        """Yield every division that must have no remainder: name and size of the divisor, then name and size of the
+        dividend."""
         model = self.model
         yield "tp", self.output_ranks, "heads", model.heads
         yield "tp", self.output_ranks, "ffn", model.ffn
@@ -178,7 +180,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of each replica in a step."""
+        """Micro-batches of each data-parallel rank in a step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
@@ -188,14 +190,14 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def outer_parts(self) -> int:
-        """The number of parts into which ranks cut what lies outside the tensor-parallel operators: sequence
-        parallelism cuts the sequence, a grid cuts the features."""
+        """The number of parts into which ranks divide everything outside the tensor-parallel operators. Sequence
+        parallelism divides the sequence; a grid divides the features."""
         return self.tp if self.sequence_parallel else self.input_ranks
 
     @property
     def local_tokens(self) -> float:
-        """Tokens of a rank outside the tensor-parallel operators, where sequence parallelism may cut the sequence. A
-        part of the features of all tokens counts as a part of the tokens."""
+        """Tokens of a rank outside the tensor-parallel operators, where sequence parallelism may cut the sequence. If
+        features are divided, a part of the features of all tokens counts as a part of the tokens."""
         return self.tokens / self.outer_parts
 
     @property
@@ -206,7 +208,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def eager(self, software: Software) -> bool:
         """Whether the operations between matrix products run one by one, as in PyTorch's eager mode. If the software
-        does not say so: fully sharded frameworks run the model's code as it is, while Megatron-LM has fused kernels."""
+        does not say: fully sharded frameworks run the model's code unchanged, while Megatron-LM has fused kernels."""
         return (
             not self.compiled
             and (software.code or ("eager" if self.zero == 3 or self.depth > 1 else "fused")) == "eager"
@@ -214,7 +216,7 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def alternate(self) -> bool:
-        """Whether a layer keeps the outputs of attention and of every other product, and recomputes the rest."""
+        """Whether a layer keeps the outputs of attention and of every second product, and recomputes the rest."""
         return self.zero == 3 and self.recompute == "selective"
 
     @property

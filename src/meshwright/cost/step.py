@@ -15,10 +15,10 @@ from meshwright.ir.software import Software
 class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step and of its parts, which add up to ``step_s``.
 
-    ``compute_s``: kernels of the slowest stage; ``tensor_comm_s``: waiting of that stage for collectives inside layers;
-    ``host_s``: time added by launching kernels; ``bubble_s``: waiting for other stages; ``pipeline_comm_s``: messages
-    between stages; ``data_comm_s``: exposed collectives of gradients and parameters over dp; ``optimizer_s``: the
-    optimizer's update; ``other_s``: what no micro-batch explains (``Software.step_s``).
+    ``compute_s``: kernels of the slowest stage. ``tensor_comm_s``: waiting of this stage for collectives inside layers.
+    ``host_s``: time added by launching kernels. ``bubble_s``: waiting for other stages. ``pipeline_comm_s``: messages
+    between stages. ``data_comm_s``: exposed collectives of gradients and parameters over dp. ``optimizer_s``: the
+    optimizer's update. ``other_s``: time that does not depend on micro-batches (``Software.step_s``).
     """
 
     step_s: float
@@ -31,7 +31,7 @@ class StepEstimate(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_s: float
     other_s: float
     model_flops_per_s: float
-    """FLOP/s of all devices together. Only the model's own FLOPs count, not those of recomputation."""
+    """FLOP/s of all devices together. Only the model's own FLOPs count, without recomputation."""
 
 
 def estimate_step(setup: Setup, cluster: Cluster) -> StepEstimate:
@@ -105,7 +105,7 @@ class Pieces(msgspec.Struct, frozen=True):
 
 
 def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
-    """The pieces that ``estimate_step`` adds up in closed form, for callers that time them one by one."""
+    """The times that ``estimate_step`` adds up in closed form, for callers that need them separately."""
     rates, network = Rates(cluster.device, cluster.software), Network(cluster)
     stages = _stages(setup, rates, network)
     slowest = max(range(setup.pp), key=lambda stage: stages[stage].total_s)
@@ -132,8 +132,8 @@ def stage_parameters(setup: Setup, stage: int) -> float:
 
 def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> list[StageSeconds]:
     """The times of one micro-batch on each stage, with ``chunks`` stages per rank. Host and device times are combined
-    layer by layer, not for the whole stage: the device may limit the head while the host limits the layers. The host
-    does not launch far ahead, because losses are read and stages wait."""
+    for each layer, not for the whole stage, because the device may limit the head while the host limits the layers. The
+    host cannot launch far ahead, because losses are read and stages wait."""
     model = setup.model
     share = model.expert_layers / model.layers
     layer = StageSeconds()
@@ -153,9 +153,10 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
 
 
 def _bubble_s(setup: Setup, stage: StageSeconds) -> float:
-    """Seconds for which a rank idles because of another stage (Qi et al. 2023, table 1): the time of one micro-batch on
-    that stage. Zero-bubble schedules fill part of it with two or three times the gradients of parameters. Under
-    ``zb-h2`` ranks begin the next step at once, as in the paper; under ``zb-v`` they wait for their first forward."""
+    """Seconds for which a rank is idle because of another stage (Qi et al. 2023, table 1): the time of one micro-batch
+    on that stage. Zero-bubble schedules fill a part of it with two or three times the time for gradients of parameters.
+    Under ``zb-h2``, ranks begin the next step immediately, as in the paper. Under ``zb-v``, they wait for their first
+    forward."""
     if setup.schedule == "zb-v":
         return stage.forward.total_s
     filled = {"zb-h1": 2, "zb-h2": 3, "dualpipe-v": 2}.get(setup.schedule, 0)
@@ -163,7 +164,8 @@ def _bubble_s(setup: Setup, stage: StageSeconds) -> float:
 
 
 def _after(setup: Setup, rates: Rates, network: Network, slowest: int, pace: StageSeconds) -> tuple[float, float]:
-    """Seconds after the last backward, as a pair: communication over dp and of tied weights; the optimizer's update."""
+    """Seconds after the last backward, as a pair: communication over dp and for tied weights; and the optimizer's
+    update."""
     parameters = stage_parameters(setup, slowest)
     data_s = _data_comm_s(setup, network, rates.software.hidden, parameters, pace.total_s) + _tied_s(setup, network)
     return data_s, _optimizer_s(setup, rates, parameters)
@@ -178,7 +180,7 @@ def _recomputed(setup: Setup, layer: Pass) -> PassCost:
 
 
 def _exposed(setup: Setup, software: Software) -> float:
-    """The fraction of the communication inside and between stages for which the device waits."""
+    """The fraction of communication inside and between stages that the device waits for."""
     return 1 - software.hidden if setup.overlap == "all" else 1.0
 
 
@@ -191,8 +193,8 @@ def _timed(span: PassCost, rates: Rates, exposed: float = 1.0) -> Busy:
 
 
 def _send_s(setup: Setup, network: Network) -> float:
-    """Seconds to send activations to the next stage and gradients back. With tp each rank sends only its part
-    (scatter-gather); without sequence parallelism the receivers then gather the parts that they need."""
+    """Seconds to send activations to the next stage and gradients back. With tp, each rank sends only its part
+    (scatter-gather). Without sequence parallelism, the receivers then gather the parts."""
     if setup.pp < 2:
         return 0.0
     moved = setup.tokens * setup.model.hidden * setup.element_bytes / setup.tp
@@ -216,24 +218,25 @@ def _data_comm_s(setup: Setup, network: Network, hidden: float, parameters: floa
     moved /= setup.depth
     sums_s, gather_s = exchange_s(setup, network, moved), network.collective_s("all_gather", moved, data)
     if setup.resharded:
-        # Every micro-batch gathers for forward and again for backward, overlapped by the compute of other layers.
+        # Every micro-batch gathers parameters for forward and again for backward, while other layers compute.
         each_s = 2 * gather_s + sums_s
         return setup.microbatches * exposed_s(each_s)
     once_s = sums_s + gather_s if setup.zero else sums_s
-    # Gradients overlap the last micro-batch's backward, parameters overlap the next step's forward.
+    # Gradients overlap with the backward of the last micro-batch, and parameters with the forward of the next step.
     return depth_s + (once_s if setup.overlap == "none" else exposed_s(once_s))
 
 
 def _depth_comm_s(setup: Setup, network: Network, moved: float) -> float:
-    """Seconds in which the depth of a grid gathers the ``moved`` bytes of the parameters of a stage, layer by layer,
-    for forward and again for backward, and reduce-scatters their gradients."""
+    """Seconds in which the ranks along the depth of a grid gather the ``moved`` bytes of a stage's parameters, layer by
+    layer, for forward and again for backward, and reduce-scatter their gradients."""
     layers, depth = max(setup.stage_layers), Group(setup.depth, setup.data_stride)
     gather_s = network.collective_s("all_gather", moved / layers, depth)
     return layers * (2 * gather_s + network.collective_s("reduce_scatter", moved / layers, depth))
 
 
 def _tied_s(setup: Setup, network: Network) -> float:
-    """Seconds to all-reduce the tied embedding's gradient over the first stage and the last, if two ranks hold them."""
+    """Seconds to all-reduce the tied embedding's gradient between the first and the last stage, if they are on
+    different ranks."""
     model = setup.model
     if setup.pipeline.last_rank == 0 or not model.tied:
         return 0.0

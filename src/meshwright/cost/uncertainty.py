@@ -1,4 +1,4 @@
-"""How far a prediction by sizes may be off: the intervals of a step's time and of a peak."""
+"""The uncertainty of predictions by sizes: intervals of a step's time and of a memory peak."""
 
 from meshwright.cost.memory import Memory, estimate_memory, stage_memory
 from meshwright.cost.setup import Setup
@@ -9,20 +9,20 @@ from meshwright.ir.software import Software, Spread
 
 
 def step_interval(estimate: StepEstimate, software: Software) -> Interval:
-    """The interval of the seconds of a step."""
+    """The interval of a step's time, in seconds."""
     return interval(estimate.step_s, estimate_deviation(estimate, software.spread))
 
 
 def estimate_deviation(estimate: StepEstimate, spread: Spread) -> float:
-    """The standard deviation of the logarithm of a step's time. The parts of a step are uncertain by themselves, and
-    count by their share of the step."""
+    """The standard deviation of the logarithm of a step's time. The parts of a step have independent uncertainties,
+    weighted by their fractions of the step."""
     waited_s = estimate.tensor_comm_s + estimate.pipeline_comm_s + estimate.data_comm_s
     host_s, step_s = estimate.host_s + estimate.other_s, estimate.step_s
     return step_deviation(spread, waited_s / step_s, host_s / step_s)
 
 
 def memory_interval(memory: Memory, software: Software) -> Interval:
-    """The interval of the bytes of a peak."""
+    """The interval of a memory peak, in bytes."""
     return interval(memory.peak_bytes, software.spread.memory)
 
 

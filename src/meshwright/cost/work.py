@@ -9,9 +9,9 @@ from meshwright.ir.program import CollectiveKind
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
-    """Kernels that run one after the other on a rank's compute stream, ``seconds`` in all. The host takes ``launch_s``
-    to launch them (0: device and host are one); for ``host_s`` of the seconds the device waits for that
-    (``launched``)."""
+    """Kernels that run one after the other on a rank's compute stream, for a total of ``seconds``. The host takes
+    ``launch_s`` to launch them (0: device and host are one). ``host_s`` is the part of ``seconds`` in which the device
+    waits for launches (``launched``)."""
 
     what: str
     seconds: float
@@ -33,8 +33,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="comp
 
 
 class CodedElements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the elements of a collective are coded: the text of the codec, the algorithm, the bytes of an element, and
-    the elements of coded vectors that are added up (``ir.program.Collective.summed``)."""
+    """The coding of a collective's elements: the text of the codec, the algorithm, the bytes per element, and the
+    lengths of coded vectors that are added up (``ir.program.Collective.summed``)."""
 
     codec: str
     algorithm: str
@@ -46,8 +46,8 @@ class Communicate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """A collective of ``bytes`` (as ``cost.collective.Network`` counts them) along a mesh axis. It starts when every
     rank of its group has reached it. ``blocking``: the next piece waits for its end; otherwise a ``Wait`` waits for it.
     ``members``: the coordinates on ``pp`` that take part, ascending; if empty, the whole axis takes part. ``ahead_s``:
-    the seconds of a blocking collective in which the host goes on launching kernels. ``coding``: how elements are coded
-    when they cross; None: not at all."""
+    the part of a blocking collective, in seconds, in which the host continues to launch kernels. ``coding``: how the
+    elements are encoded for sending; None: they are sent unchanged."""
 
     what: str
     collective: CollectiveKind
@@ -69,8 +69,8 @@ Piece = Compute | Communicate | Wait
 
 
 def launched(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The pieces of one action, whose kernels wait where the host launches them more slowly than the device runs them.
-    Waits that the pieces had are found anew, so that actions can be joined."""
+    """The pieces of one action, with waits added where the host launches kernels more slowly than the device runs them.
+    Earlier waits of the pieces are computed again, so that actions can be joined."""
     computing = [piece for piece in pieces if isinstance(piece, Compute)]
     if not any(piece.launch_s for piece in computing):
         return tuple(pieces)
@@ -88,8 +88,8 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One stage on one rank: the pieces of each kind of action, the bytes that cross stage borders, and memory.
 
     ``pieces`` maps a kind of action (``F``, ``B``, ``I``, ``W``, and once a step ``REDUCE_GRAD``) to its pieces.
-    ``before`` runs before the schedule (prologue), and ``after`` behind it (sums of gradients over stages, clipping,
-    optimizer). Bytes are those of one rank. Per micro-batch, ``sent_up_bytes`` go to the next stage and
+    ``before`` runs before the schedule (prologue), and ``after`` runs after it (sums of gradients over stages,
+    clipping, optimizer). Bytes are counted for one rank. Per micro-batch, ``sent_up_bytes`` go to the next stage and
     ``sent_down_bytes`` to the previous stage. ``saved_bytes`` live from a micro-batch's forward until its last backward
     action. ``held_bytes`` live for the whole step (parameters, gradients, optimizer state, buckets, inputs).
     ``workspace_bytes`` is the most that one action needs in addition.

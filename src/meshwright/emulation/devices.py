@@ -28,7 +28,7 @@ from meshwright.simulate.faults import Faults
 
 CPU = torch.device("cpu")
 EARLY_S = 150e-6
-"""Seconds before its deadline at which a sleeping rank is woken; until the deadline it yields its core to other
+"""A sleeping rank is woken this many seconds before its deadline. Until the deadline it yields its core to other
 processes."""
 _SET_TIMER_SLACK = 29  # prctl's number
 
@@ -41,11 +41,11 @@ def emulate(
 
     Schedule, executor and channels are those of training. The devices are emulated: functions wait until their
     predicted time is over, and leave the cores to other processes meanwhile. The links are emulated: a message is one
-    number, the time at which the receiver may see it. All ranks read the same clock, that of the machine. ``faults``
-    make computing slower, and vary its time, as in the simulator; the draws go on from step to step.
+    number, the time at which the receiver may see it. All ranks read the clock of the same machine. ``faults`` make
+    computing slower, and vary its time, as in the simulator. Their random numbers continue from step to step.
 
-    Return one trace for each step, with the source ``emulated``. On rank 0 it covers all ranks, on other ranks their
-    own. Raise a LayoutError if the world has another number of ranks than the schedule.
+    Return one trace for each step, with the source ``emulated``. On rank 0 the trace covers all ranks; on other ranks
+    it covers only that rank. Raise a LayoutError if the world has another number of ranks than the schedule.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size != len(schedule.ranks):
@@ -89,12 +89,13 @@ def _wake_in_time() -> None:
 
 
 class _Device:
-    """An emulated device: it waits for given seconds instead of computing. ``noise`` returns the factor of each."""
+    """An emulated device: it waits for a given number of seconds instead of computing. ``noise`` returns the factor of
+    each waiting time."""
 
     def __init__(self, group: AxisGroup | None, noise: Callable[[], float]) -> None:
         self._group, self._noise = group, noise
         self._ends: dict[tuple[int, str], tuple[float, float]] = {}
-        self._free_s: dict[str, float] = {}  # when the collectives of each axis have ended
+        self._free_s: dict[str, float] = {}  # the time at which the collectives of each axis have ended
 
     def meet(self) -> None:
         """Wait for the other pipeline ranks."""
@@ -130,7 +131,8 @@ class _Device:
 
 
 class _Link:
-    """A channel with emulated delay. A message is one number: the seconds that it is under way."""
+    """A channel with an emulated delay. The value given to ``send`` is the delay in seconds; the message itself is the
+    time of arrival."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -140,7 +142,7 @@ class _Link:
         return self._channel.send(tensor + time.perf_counter())
 
     def receive(self, into: Tensor, label: str = "") -> Arrival:
-        """Receive a message; waiting for it also waits until its time of arrival."""
+        """Receive a message. Waiting for it also waits until its time of arrival."""
         coming = self._channel.receive(into, label)
 
         def come() -> bool:
@@ -167,7 +169,8 @@ def _executor(
 
 
 def _lowered(stage: EmulatedStage, number: int, num_stages: int, device: _Device) -> LoweredStage:
-    """A stage for the executor, with values as in a real program: received, saved for backward, and sent."""
+    """A stage for the executor. It has the same kinds of values as in a real program: received, saved for backward, and
+    sent."""
     first, last = number == 0, number == num_stages - 1
     up, down = [f"up{number - 1}"] * (not first), [f"down{number}"] * (not last)
     sent_up, sent_down = [f"up{number}"] * (not last), [f"down{number - 1}"] * (not first)

@@ -3,8 +3,8 @@
     box 0   eth0 ──tbf──▶ ┐          ┌ ◀──tbf── eth0   box 1
             10.77.0.1   ◀──tbf── port0  switch  port1 ──tbf──▶
 
-Every rank is a real process; only the boxes and the rate of the links, in either direction, are emulated. Namespaces
-have no names: the kernel removes them and their links when their last process has ended, however it ended.
+Every rank is a real process. Only the boxes and the rates of the links, in both directions, are emulated. Namespaces
+have no names: the kernel removes them and their links when their last process has ended, even after a crash.
 """
 
 import ctypes
@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 LINK = "eth0"
 MTU = 9000
-"""Bytes of a packet, as in data centres; 0.7 % of them are headers."""
+"""Bytes of a packet, as in data centres. Headers are 0.7 % of them."""
 BURST_BYTES, QUEUE_S = 262_144, 0.05
-"""Bytes that a link may send at once, and seconds that a packet may wait for the link before it is dropped."""
+"""The number of bytes that a link may send at once, and the seconds that a packet may wait for the link before it is
+dropped."""
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
@@ -44,7 +45,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def why_not() -> str:
-    """Why this machine cannot emulate networks; empty if it can."""
+    """The reason why this machine cannot emulate networks; empty if it can."""
     if sys.platform != "linux":
         return "emulated networks need Linux"
     if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
@@ -100,9 +101,9 @@ def run_in_boxes(
     worlds: bool = False,
 ) -> T:  # fmt: skip
     """Call ``run_ranks`` in emulated boxes, with rank i in box ``boxes[i]`` and torch.distributed (gloo) over the
-    links. With ``worlds``, torch.distributed is left to ``parallelize``, which starts it for each replica alone; rank 0
-    keeps the store of all ranks. Raise the errors of ``run_ranks``, and a LaunchError if boxes and rates do not match
-    or this machine cannot emulate networks (``why_not``).
+    links. With ``worlds``, torch.distributed is left to ``parallelize``, which starts it separately for each replica;
+    rank 0 keeps the store of all ranks. Raise the errors of ``run_ranks``, and a LaunchError if boxes and rates do not
+    match or this machine cannot emulate networks (``why_not``).
     """
     if set(boxes) != set(range(len(rates_bits_per_s))):
         raise LaunchError(
@@ -124,7 +125,7 @@ def _address(box: int) -> str:
 
 
 def _in_box(places: Sequence[Place], store: str, first: str, function: Callable[..., T], args: tuple[object, ...]) -> T:
-    """``store``: the file of the store; empty: rank 0, at the address ``first``, keeps it."""
+    """``store``: the file of the store. If it is empty, rank 0 keeps the store at the address ``first``."""
     enter(places[launch.launched_rank()])
     if store:
         launch.join_by_file(store, LINK)
@@ -134,7 +135,7 @@ def _in_box(places: Sequence[Place], store: str, first: str, function: Callable[
 
 
 def enter(place: Place) -> None:
-    """Move this process into a box; threads that it already has stay outside."""
+    """Move this process into a box; its existing threads stay outside."""
     with Path(f"/proc/{place.process}/task/{place.task}/ns/net").open() as namespace:
         _called("setns", namespace.fileno(), _NEW_NETWORK)
 

@@ -1,4 +1,4 @@
-"""Emulated slow devices: real ranks compute, and then sleep, so that each takes a given multiple of its time."""
+"""Emulated slow devices: ranks really compute and then sleep, so that each takes a given multiple of its time."""
 
 import time
 from collections.abc import Callable
@@ -32,12 +32,12 @@ def _slowed(function: Phase, factor: float) -> Phase:
 
 
 def stretch(executor: Executor, until_s: Callable[[float], float], where: Literal["reduce", "finish"]) -> None:
-    """Make the computing of every step last as long as on a device of its own. ``until_s`` maps the seconds since the
-    step began to those that it should last at least; it is called once a step.
+    """Extend every step, as if the rank had its own device. ``until_s`` maps the seconds since the step began to the
+    seconds that the step should take at least. It is called once a step.
 
-    The rank sleeps before the phase ``reduce``, so that gradients that accumulate over micro-batches are late for other
-    ranks, or after ``finish``: then what follows the step is late. Ranks may so share cores as long as they compute for
-    a small part of their steps.
+    The rank sleeps before the phase ``reduce`` or after ``finish``. Before ``reduce``, gradients that accumulate over
+    micro-batches are late for other ranks; after ``finish``, everything after the step is late. In this way ranks can
+    share cores, as long as they compute for a small part of their steps.
     """
     begun = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""The work of an emulated device: durations instead of FLOPs and bytes, and the peers that it waits for."""
+"""The work of an emulated device: durations instead of FLOPs and bytes, and the ranks that it waits for."""
 
 from typing import Literal
 
@@ -13,8 +13,8 @@ from meshwright.ir.schedule import Schedule
 
 
 class Doing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece of emulated work, which takes ``seconds``. ``role`` is ``compute`` or names a part of a collective:
-    ``communicate`` blocks; ``meet`` first waits for all stages, then blocks; ``start`` begins a collective that does
+    """A piece of emulated work, which takes ``seconds``. ``role`` is ``compute`` or names a part of a collective.
+    ``communicate`` blocks. ``meet`` first waits for all stages, then blocks. ``start`` begins a collective that does
     not block, and ``until`` with the same name waits for its end. Collectives of the same ``axis`` run one after the
     other."""
 
@@ -37,8 +37,8 @@ class EmulatedStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def emulated_stages(work: StepWork, mesh: Mesh, cluster: Cluster, schedule: Schedule) -> tuple[EmulatedStage, ...]:
-    """The durations of one rank of every stage; ``schedule`` says on which pipeline rank a stage lies. The rank's peers
-    on the other axes are assumed to arrive when it does, so collectives take closed-form times, as in the simulator
+    """The durations of one rank of every stage. ``schedule`` says which pipeline rank holds a stage. The rank's peers
+    on the other axes are assumed to arrive at the same time, so collectives take closed-form times, as in the simulator
     without stragglers.
 
     Raises:

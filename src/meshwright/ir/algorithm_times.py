@@ -1,4 +1,4 @@
-"""Measured seconds of the algorithms of operators, for each number of samples, on one machine."""
+"""Measured times of operator algorithms on one machine, in seconds, for each number of samples."""
 
 from functools import cached_property
 from typing import ClassVar
@@ -10,9 +10,10 @@ from meshwright.ir.operator_algorithm import NATIVE
 
 
 class AlgorithmTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of an algorithm on ``sizes.samples`` samples: the median ``seconds``, and their standard deviation as a
-    fraction of the median. ``workspace_bytes`` are bytes of temporary memory. ``piece``: the samples are a piece of a
-    larger call. Then PyTorch's own algorithm also copies its result; other algorithms write to the call's result."""
+    """The median time ``seconds`` of an algorithm on ``sizes.samples`` samples. Its standard deviation is stored as a
+    fraction of the median. ``workspace_bytes`` is the size of temporary memory. ``piece`` says that the samples are a
+    piece of a larger call: PyTorch's own algorithm then also copies its result, while other algorithms write to the
+    result of the call."""
 
     sizes: ConvolutionSizes
     algorithm: str
@@ -23,7 +24,7 @@ class AlgorithmTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AlgorithmTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """The timings of one machine, with the number of threads that computed.
+    """The timings of one machine, with the number of threads that were used.
 
     ``machine`` is the name of its processor. ``time_s`` is the end of the measurement, in seconds since 1970."""
 
@@ -43,8 +44,8 @@ class AlgorithmTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return found
 
     def of(self, sizes: ConvolutionSizes) -> tuple[AlgorithmTiming, ...]:
-        """The timings of a convolution for all numbers of samples up to its own. Empty if PyTorch's own algorithm was
-        not measured on all of its samples."""
+        """The timings of a convolution for all numbers of samples up to ``sizes.samples``. Empty if PyTorch's own
+        algorithm was not measured on all of its samples."""
         found = [
             timing for timing in self._by_shape.get(sizes._replace(samples=0), ())
             if timing.sizes.samples <= sizes.samples
@@ -54,6 +55,7 @@ class AlgorithmTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return tuple(found) if whole else ()
 
     def joined(self, others: "AlgorithmTimes") -> "AlgorithmTimes":
-        """These timings, with those of ``others`` in place of older ones of the same call."""
+        """These timings and those of ``others``. Where both have timings of the same call, those of ``others``
+        count."""
         every = {(timing.sizes, timing.algorithm, timing.piece): timing for timing in (*self.timings, *others.timings)}
         return msgspec.structs.replace(others, timings=tuple(every.values()))

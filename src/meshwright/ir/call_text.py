@@ -1,4 +1,4 @@
-"""Values that a plan names in a text such as ``server(ssp=3, servers=2)``: a name, words, and options."""
+"""Reads texts of a plan such as ``server(ssp=3, servers=2)``: a name, words, and options."""
 
 import re
 from collections.abc import Callable
@@ -6,20 +6,20 @@ from collections.abc import Callable
 from meshwright.errors import MeshwrightError
 
 Wrong = Callable[[str, str], MeshwrightError]
-"""A function that makes the error of a problem and its remedy."""
+"""A function that makes an error from a problem and a remedy."""
 SWITCH = ("on", "off")
 
 _CALL = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?\s*")
 
 
 class CallText:
-    """A text, taken apart: ``name(word, ..., key=value, ...)``. Texts in parentheses, such as ``codec=qsgd(4)``, stay
-    whole. ``names``: the texts that are known, and ``what`` they are, for errors.
+    """The parts of a text ``name(word, ..., key=value, ...)``. A value in parentheses, such as ``codec=qsgd(4)``, stays
+    in one part. For errors, ``names`` lists the valid names, and ``what`` says what they are names of.
 
-    The methods take what the name knows; ``end`` refuses what is left.
+    The methods take words and options; ``end`` refuses the words and options that are left.
 
     Raises:
-        MeshwrightError: made by ``wrong``, if the text is malformed.
+        MeshwrightError: the text is malformed; ``wrong`` makes the error.
     """
 
     def __init__(self, text: str, wrong: Wrong, names: str, what: str) -> None:
@@ -40,7 +40,7 @@ class CallText:
         self._known: list[str] = []
 
     def word(self, choices: tuple[str, ...], default: str = "") -> str:
-        """The next word, one of ``choices``. Without a word, ``default``."""
+        """The next word, which must be in ``choices``. If there is no word, ``default``."""
         if not self._words and default:
             return default
         word = self._words.pop(0) if self._words else ""
@@ -59,22 +59,22 @@ class CallText:
         return key in self._options
 
     def text(self, key: str, default: str = "") -> str:
-        """The option's text."""
+        """The text of the option."""
         self._known.append(key)
         return self._options.pop(key, default)
 
     def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        """The option, one of ``choices``."""
+        """The value of the option, which must be in ``choices``."""
         value = self.text(key, default)
         if value not in choices:
             raise self._wrong(f"{key}={value}", f"{key} is {' or '.join(choices)}")
         return value
 
     def first(self, key: str, default: bool = False) -> str:
-        """The text of the option; without it and without ``default``, the next word.
+        """The text of the option. If it is missing and ``default`` is false, the next word.
 
         Raises:
-            MeshwrightError: neither is there.
+            MeshwrightError: both are missing.
         """
         word = self.text(key)
         if not word and not default:
@@ -84,7 +84,7 @@ class CallText:
         return word
 
     def as_number(self, key: str, word: str) -> float:
-        """A word as a number."""
+        """The word as a number."""
         try:
             return float(word)
         except ValueError:
@@ -92,7 +92,8 @@ class CallText:
             raise self._wrong(problem, remedy) from None
 
     def whole(self, key: str, least: int, default: int | None = None) -> int:
-        """The option as a whole number of at least ``least``; also the next word, if the option has no default."""
+        """The option as a whole number of at least ``least``. If the option has no default, it may also be the next
+        word."""
         word = self.first(key, default is not None)
         if not word and default is not None:
             return default
@@ -101,7 +102,7 @@ class CallText:
         return int(word)
 
     def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
-        """The option as a number; also the next word, if the option has no default."""
+        """The option as a number. If the option has no default, it may also be the next word."""
         word = self.first(key, default is not None)
         if not word and default is not None:
             return default
@@ -111,7 +112,7 @@ class CallText:
         return value
 
     def end(self) -> None:
-        """Refuse words and options that nothing has taken."""
+        """Refuse the words and options that no method has taken."""
         known = f"its options are {', '.join(dict.fromkeys(self._known))}" if self._known else "it has no options"
         if self._words:
             what = "a number" if self.has_number() else repr(self._words[0])
@@ -121,6 +122,6 @@ class CallText:
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
-    """The sizes in a text such as ``2x2x1``; empty if the text is anything else."""
+    """The sizes in a text such as ``2x2x1``; empty if the text has another form."""
     parts = text.split("x")
     return tuple(map(int, parts)) if len(parts) > 1 and all(part.isdecimal() for part in parts) else ()

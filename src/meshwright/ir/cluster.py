@@ -17,7 +17,7 @@ Operation = Literal[
 ]  # fmt: skip
 
 MOST_DEVICES = 1_000_000
-"""The most devices that a cluster may have; the largest real clusters have a few hundred thousand."""
+"""The largest number of devices in a cluster. The largest real clusters have a few hundred thousand."""
 NETWORK = "network"
 """The name that calibration gives to the level between boxes. It is the innermost level if each box has one rank."""
 
@@ -61,7 +61,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.rings[min(devices - 2, len(self.rings) - 1)] if self.rings else 1.0
 
     def shared_beta_s_per_byte(self, senders: int) -> float:
-        """The seconds per byte of each sender, if ``senders`` devices of every unit send over the level at once."""
+        """The seconds per byte of each sender if ``senders`` devices of every unit send over the level at once."""
         return self.beta_s_per_byte * self.contention * max(1.0, senders / self.links)
 
 
@@ -82,7 +82,7 @@ class CollectiveTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class CodecTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The measured seconds in which a rank encodes, and decodes, a byte of elements with a codec."""
+    """Measured times of a codec: seconds per byte of elements, for encoding and for decoding."""
 
     codec: str
     encode_s_per_byte: float
@@ -109,7 +109,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     Devices of one innermost unit have consecutive ranks. ``num_devices`` must equal the number of devices that the
     levels join. If ``open_ended`` is true, the outermost level may join any number of units. Such a cluster describes
-    a kind of machine, not one installation. ``software`` is the stack that trains there.
+    a kind of machine, not one installation. ``software`` is the training software that runs on it.
 
     Raises:
         ClusterError: a number is impossible, or names or sizes contradict each other.
@@ -162,12 +162,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def betas(self) -> dict[str, float]:
-        """The seconds per byte of a message over each level, by the level's name; of members, the first one's."""
+        """The seconds per byte of a message over each level, by the level's name. If a level has members, the first
+        member counts."""
         return {level.name: level.beta_s_per_byte for level in reversed(tuple(_walk(self.levels)))}
 
     @property
     def origins(self) -> dict[str, Origin]:
-        """Where the constants of each level come from, by the level's name; of members, those of the first one."""
+        """Where the constants of each level come from, by the level's name. If a level has members, the first member
+        counts."""
         return {level.name: level.origin for level in reversed(tuple(_walk(self.levels)))}
 
     @property
@@ -199,14 +201,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         raise self._refused(f"no level joins {same}: they are one device", "ask for two or more different ranks")
 
     def units(self, level: str) -> tuple[range, ...]:
-        """The ranks of each unit of the level (for ``box``, the ranks of each box), in order."""
+        """The ranks of each unit of the level, in order. For the level ``box``, these are the ranks of each box."""
         if level not in self.level_names:
             known = ", ".join(self.level_names) or "none: it is one device"
             raise self._refused(f"there is no level {level!r}", f"its levels are {known}")
         return tuple(_units(self.levels, level, 0))
 
     def unit_below(self, level: str, rank: int) -> range:
-        """The ranks of the unit that holds ``rank``, of the units that the level joins: for ``network``, a box."""
+        """The ranks of the unit below ``level`` that holds ``rank``. For the level ``network``, this unit is a box."""
         levels, first = self.levels, 0
         while levels:
             unit = next(unit for unit in units_of(levels, self.device) if rank - first < unit.stop)
@@ -261,8 +263,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """One of the units that a level joins: its ranks (``start`` to ``stop``, counted from the first rank of the level),
-    the levels inside it and its device."""
+    """One of the units that a level joins. It has ranks ``start`` to ``stop`` (counted from the first rank of the
+    level), inner levels, and a device."""
 
     start: int
     stop: int

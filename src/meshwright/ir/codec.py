@@ -1,4 +1,5 @@
-"""Codecs: how gradients, parameters and activations are coded when they cross between ranks, and the bytes of that.
+"""Codecs: how gradients, parameters and activations are encoded when they travel between ranks, and how many bytes they
+then have.
 
 A codec is a text in a plan:
 
@@ -12,7 +13,7 @@ A codec is a text in a plan:
     lossless                  zstandard after a byte shuffle
     topk(1%)+qsgd(4)          a chain: the chosen elements are quantized
 
-Options stand behind the number: ``qsgd(4, bucket=512, norm=l2, elias=on)``, ``topk(0.1%, momentum=0.9, warmup=500)``,
+Options follow the number: ``qsgd(4, bucket=512, norm=l2, elias=on)``, ``topk(0.1%, momentum=0.9, warmup=500)``,
 ``feedback=off``.
 """
 
@@ -29,24 +30,25 @@ from meshwright.errors import PlanError
 from meshwright.ir.call_text import SWITCH, CallText, Wrong
 
 Exchange = Literal["hops", "merges", "sums", "factors"]
-"""The collectives that a codec may ride.
-
-``hops``: each rank decodes a received message, adds it up, and encodes the sum again. ``merges``: messages are lists of
-indices and values, and two messages merge into one message of the sum. ``sums``: coded messages are vectors whose sum
-decodes to the sum, so any collective of vectors will do. ``factors``: ranks gather the operands of a matrix product."""
+"""How a collective adds up encoded messages. ``hops``: each rank decodes a received message, adds its own values, and
+encodes the sum again. ``merges``: messages are lists of indices and values, and two messages merge into a message of
+their sum. ``sums``: messages are vectors that can be added without decoding, so any collective works. ``factors``:
+ranks gather the operands of a matrix product."""
 
 HEADER_BYTES = 8
-"""Bytes before a message whose size the receiver does not know: its number of entries."""
+"""Bytes of the header of a message whose size the receiver does not know. The header is the number of entries."""
 INDEX_BYTES = 4
 """Bytes of the index of an element."""
 SCALE_BYTES = 4
 """Bytes of the scale of a bucket."""
 CANDIDATES = ("bf16", "qsgd(8)", "qsgd(4)", "onebit", "topk(1%)", "topk(1%)+qsgd(4)")
-"""The codecs among which the planner chooses, from the smallest error to the largest. A calibration measures them."""
+"""The codecs among which the planner chooses, in the order of rising error. A calibration measures them."""
 LOSSLESS = "lossless"
-"""The codec that the planner also takes where nobody allowed errors, if a calibration has measured it."""
+"""A lossless codec. If a calibration has measured it, the planner may use it even where the user did not allow
+errors."""
 LEAST_RATE = 2
-"""A matrix is written as factors if they have at most 1 / LEAST_RATE of its elements (as PyTorch's PowerSGD hook)."""
+"""A matrix is replaced by factors if the factors have at most 1 / LEAST_RATE of its elements (as in PyTorch's PowerSGD
+hook)."""
 
 
 class Cast(msgspec.Struct, frozen=True, tag=True):
@@ -56,11 +58,11 @@ class Cast(msgspec.Struct, frozen=True, tag=True):
 
 
 class Quantize(msgspec.Struct, frozen=True, tag=True):
-    """Each element is rounded to one of 2**bits - 1 multiples of its bucket's scale, up or down at random, so that the
-    mean is the element.
+    """Each element is rounded to one of 2**bits - 1 multiples of its bucket's scale. Rounding up or down is random, so
+    that the mean is the element.
 
     The scale is the largest magnitude of the bucket (``max``) or its Euclidean norm (``l2``, as in the paper), divided
-    by the number of levels. ``elias``: levels are written in Elias' gamma code, which is short for small levels."""
+    by the number of levels. ``elias``: levels are written in Elias' gamma code, in which small levels are short."""
 
     bits: int
     bucket: int = 512
@@ -74,7 +76,8 @@ class Quantize(msgspec.Struct, frozen=True, tag=True):
 
 
 class OneBit(msgspec.Struct, frozen=True, tag=True):
-    """The sign of each element. A bucket's elements decode to the mean of its negative elements, or of its others."""
+    """The sign of each element. All negative elements of a bucket decode to their mean, and so do all other
+    elements."""
 
     bucket: int = 4096
 
@@ -82,20 +85,21 @@ class OneBit(msgspec.Struct, frozen=True, tag=True):
 class Select(msgspec.Struct, frozen=True, tag=True):
     """A part of the elements, each with its index; the rest is 0.
 
-    ``topk``: the fraction ``amount`` of largest magnitude. ``threshold``: those whose magnitude is at least ``amount``.
-    ``randk``: a random fraction, equal on all ranks, without indices."""
+    ``topk``: the fraction ``amount`` of largest magnitude. ``threshold``: all elements whose magnitude is at least
+    ``amount``. ``randk``: a random fraction ``amount``, equal on all ranks, so that indices are not sent."""
 
     rule: Literal["topk", "threshold", "randk"]
     amount: float
 
     def count(self, length: int) -> int:
-        """The number of chosen elements of a vector; of a threshold, which nobody knows in advance, all."""
+        """The number of chosen elements of a vector. For a threshold, this number is unknown in advance, and all
+        elements count."""
         return length if self.rule == "threshold" else min(length, max(1, ceil(self.amount * length)))
 
 
 class LowRank(msgspec.Struct, frozen=True, tag=True):
-    """Matrices are written as two factors of ``rank`` columns. Other tensors, and matrices that are too small to gain,
-    stay as they are."""
+    """Matrices are written as two factors of ``rank`` columns. Other tensors, and matrices that are too small to gain
+    from it, stay unchanged."""
 
     rank: int
 
@@ -106,7 +110,8 @@ class Factors(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lossless(msgspec.Struct, frozen=True, tag=True):
-    """Messages are compressed without loss: the bytes of equal significance stand together, then zstandard."""
+    """Messages are compressed without loss by zstandard, after a byte shuffle: bytes of equal significance stand
+    together."""
 
 
 Part = Cast | Quantize | OneBit | Select | LowRank | Factors | Lossless
@@ -115,9 +120,10 @@ Part = Cast | Quantize | OneBit | Select | LowRank | Factors | Lossless
 class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
     """A codec: its parts, in the order in which they encode.
 
-    ``feedback``: what a message leaves out is added to the next step's values (error feedback). ``momentum``: what is
-    exchanged is a momentum (Deep Gradient Compression's for selections, 1-bit Adam's for ``onebit``). ``warmup``: in
-    the first steps the exchange is dense (``onebit``), or the fraction falls from 25 % (selections)."""
+    ``feedback``: the residual, which a message leaves out, is added to the values of the next step (error feedback).
+    ``momentum``: ranks exchange a momentum instead of gradients, as in Deep Gradient Compression (for selections) and
+    1-bit Adam (for ``onebit``). ``warmup``: number of first steps in which the exchange is dense (``onebit``), or in
+    which the fraction falls from 25 % (selections)."""
 
     parts: tuple[Part, ...]
     feedback: bool = False
@@ -131,7 +137,7 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
     @cached_property
     def values(self) -> Cast | Quantize | OneBit | None:
-        """How an element's value is written; None: in its own dtype."""
+        """The part that says how values are written; None: in the dtype of the elements."""
         return next((part for part in self.parts if isinstance(part, Cast | Quantize | OneBit)), None)
 
     @cached_property
@@ -146,12 +152,12 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
     @cached_property
     def is_lossy(self) -> bool:
-        """Whether decoded values differ from the values before encoding."""
+        """Whether decoded values can differ from the original values."""
         return not all(isinstance(part, Lossless | Factors) for part in self.parts)
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The collectives that the codec may ride."""
+        """How collectives add up messages of the codec."""
         if isinstance(self.parts[0], Factors):
             return "factors"
         if self.rank or (self.select is not None and self.select.rule == "randk"):
@@ -160,29 +166,29 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
 
     @cached_property
     def shares_momentum(self) -> bool:
-        """Whether the momentum is that of the sum, equal on all ranks (1-bit Adam's). A selection's momentum is that of
-        the rank's own gradients (Deep Gradient Compression's)."""
+        """Whether the momentum belongs to the sum of all ranks' gradients and is equal on all ranks, as in 1-bit Adam.
+        In Deep Gradient Compression, it belongs to the rank's own gradients."""
         return bool(self.momentum) and self.select is None
 
     @cached_property
     def chooses_first(self) -> bool:
-        """Whether each rank chooses its elements before the collective, also along levels, because its momentum becomes
-        0 there."""
+        """Whether each rank must choose its elements before the collective starts, also in a hierarchical collective,
+        because its momentum becomes 0 at the chosen elements."""
         return bool(self.momentum) and self.exchange == "merges"
 
     @cached_property
     def needs_whole_sum(self) -> bool:
-        """Whether every rank needs the whole sum, so that a reduce-scatter will not do."""
+        """Whether every rank needs the whole sum, so that a reduce-scatter does not suffice."""
         return self.exchange == "sums" or self.shares_momentum
 
     @cached_property
     def is_fixed(self) -> bool:
-        """Whether the number of elements alone says how many bytes a message has."""
+        """Whether the number of elements alone determines the size of a message."""
         varies = isinstance(self.values, Quantize) and self.values.elias
         return self.exchange in ("hops", "sums") and not self.lossless and not varies
 
     def value_bytes(self, length: int, item_bytes: int) -> int:
-        """Bytes of the values of ``length`` elements, without indices."""
+        """The bytes of the values of ``length`` elements, without indices."""
         match self.values:
             case Cast():
                 return 2 * length
@@ -194,11 +200,10 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
                 return length * item_bytes
 
     def message_bytes(self, length: int, item_bytes: int, terms: int = 1) -> int:
-        """Bytes of a message of ``length`` elements of ``item_bytes`` each. It is exact if ``is_fixed``.
-
-        Of a selection, it is the expected size of the sum over ``terms`` ranks that choose their elements independently
-        and uniformly: N(1 - (1 - k/N)**terms) of N elements (SparCML, Renggli et al. 2019). It is never more than the
-        message of all elements, to which messages then change. Of a message compressed without loss, it is the most."""
+        """Bytes of a message of ``length`` elements of ``item_bytes`` each. The number is exact if ``is_fixed``. For a
+        selection, it is the expected size of the sum over ``terms`` ranks that choose elements independently and
+        uniformly: N(1 - (1 - k/N)**terms) of N elements (SparCML, Renggli et al. 2019), but at most the size of a dense
+        message, because messages become dense beyond that. For a lossless codec, it is the upper limit."""
         header = 0 if self.is_fixed else HEADER_BYTES
         dense = header + self.value_bytes(length, item_bytes)
         if self.exchange != "merges":
@@ -213,7 +218,7 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return INDEX_BYTES * entries + self.value_bytes(entries, item_bytes)
 
     def factored(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Rows and columns of the matrix that low-rank factors replace; None if the tensor stays as it is."""
+        """Rows and columns of the matrix that low-rank factors replace; None if the tensor stays unchanged."""
         if not self.rank or len(shape) < 2:
             return None
         rows, columns = shape[0], prod(shape[1:])
@@ -221,8 +226,8 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return (rows, columns) if gains else None
 
     def summed_lengths(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The elements of the vectors that are all-reduced, one after the other, for tensors of these shapes (codecs
-        whose exchange is ``sums``)."""
+        """For tensors of these shapes, the lengths of the vectors that are all-reduced, in order (codecs whose exchange
+        is ``sums``)."""
         length = sum(map(prod, shapes))
         if self.select is not None:
             return (self.select.count(length),)
@@ -232,10 +237,10 @@ class Codec(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return (left + whole, right) if matrices else (whole,)
 
     def state_lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """The numbers that a rank keeps between steps for tensors of these shapes, one segment after the other, each
-        with its length: ``residual`` (what messages left out), ``momentum``, ``right`` (the right factors of the step
-        before, with which PowerSGD starts), and ``steps`` (the number of accepted steps, for a warm-up). Empty if
-        the codec keeps nothing."""
+        """The lengths of the vectors that a rank keeps between steps, for tensors of these shapes. They lie one after
+        the other: ``residual`` (what messages left out), ``momentum``, ``right`` (the right factors of the previous
+        step, with which PowerSGD starts), and ``steps`` (the number of accepted steps, for a warm-up). Empty if the
+        codec keeps nothing."""
         length = sum(map(prod, shapes))
         lengths = {"residual": length} if self.feedback else {}
         if self.momentum:
@@ -288,14 +293,14 @@ def codec_of(text: str) -> Codec:
 
 @dataclass
 class _Shared:
-    """The options of a codec that stand behind any of its parts."""
+    """The options of a codec that may follow any of its parts."""
 
     feedback: bool | None = None
     momentum: float = 0.0
     warmup: int = 0
 
     def take(self, call: CallText, part: Part) -> None:
-        """Take those that stand behind a part."""
+        """Take the options that follow a part."""
         if not isinstance(part, Factors | Lossless) and call.has("feedback"):
             self.feedback = call.choice("feedback", SWITCH, "on") == "on"
         if isinstance(part, Select | OneBit):
@@ -334,7 +339,7 @@ def _part(call: CallText, wrong: Wrong) -> Part:
 
 
 def _check_chain(text: str, parts: Sequence[Part]) -> None:
-    """Refuse chains other than: a selection, then how its values are written, then ``lossless``."""
+    """Refuse every chain except: a selection, then a format of its values, then ``lossless``."""
     order = [
         0 if isinstance(part, Select) else 1 if isinstance(part, Cast | Quantize | OneBit) else 2 for part in parts
     ]
@@ -350,7 +355,7 @@ def _check_chain(text: str, parts: Sequence[Part]) -> None:
 
 
 def _default_feedback(parts: Sequence[Part]) -> bool:
-    """Error feedback is the default for codecs whose messages have other means than their values."""
+    """Error feedback is the default for codecs whose messages are biased (their mean differs from the values)."""
     return any(isinstance(part, OneBit | Select | LowRank) for part in parts)
 
 

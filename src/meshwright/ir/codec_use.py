@@ -1,4 +1,4 @@
-"""What codecs did in a run, beside what was predicted of them."""
+"""The use of codecs in a run: measurements beside predictions."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from meshwright.ir.units import aligned, seconds, size
 
 
 class CodecUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a codec did for one bucket in a step, on rank 0: the bytes of its vector, the bytes that the rank sent in
-    coded form, and its seconds of encoding and decoding. ``residual_share`` is the norm of what messages have left out,
-    as a fraction of the norm of the gradients (0 without error feedback). Predictions of 0 are unknown."""
+    """The use of a codec for one bucket in a step, on rank 0: the bytes of the bucket, the bytes that the rank sent,
+    and the seconds of encoding and decoding. ``residual_share`` is the norm of the residual, as a fraction of the norm
+    of the gradients (0 without error feedback). A prediction of 0 means unknown."""
 
     label: str
     axis: str

@@ -1,6 +1,6 @@
-"""Consistency rules: when a replica of the model may go on, and how the states of replicas are mixed.
+"""Consistency rules: when a replica of the model may continue, and how the states of replicas are mixed.
 
-A replica is a model that any layout trains; a rule joins several. A rule is a text in a layout and a plan:
+A replica is a model that any layout trains; a rule joins several replicas. A rule is a text in a layout and a plan:
 
     sync                      one batch, one gradient: replicas are more data parallelism
     server(sync)              servers hold the parameters; replicas push gradients and pull parameters, all in step
@@ -30,23 +30,24 @@ from meshwright.ir.codec import Codec, codec_of
 
 Topology = Literal["ring", "torus", "exponential", "one-peer", "random", "complete", "edges"]
 ASYNC = -1
-"""The staleness of rules under which nobody waits."""
+"""The staleness of rules under which replicas never wait."""
 
 
 class Sync(msgspec.Struct, frozen=True, tag=True):
-    """All replicas make one step on one batch. Lowered to data parallelism."""
+    """All replicas together make one step on one batch. This is lowered to data parallelism."""
 
     def __str__(self) -> str:
         return "sync"
 
 
 class Server(msgspec.Struct, frozen=True, tag=True):
-    """Servers hold the parameters and the optimizer. A replica pushes its gradients, and pulls parameters before its
-    next step.
+    """Servers hold the parameters and the optimizer. A replica pushes gradients to the servers, and pulls parameters
+    before its next step.
 
-    ``staleness``: the steps by which a replica may be ahead of the slowest; ``ASYNC``: any. ``servers``: each holds one
-    range of the parameters. ``copies``: so many servers hold a range, so that all but one of them may die. ``place``:
-    servers run beside replicas, in the same processes, or on ranks of their own (``own``), the last ranks."""
+    ``staleness``: how many steps a replica may be ahead of the slowest replica; ``ASYNC``: any number. ``servers``: the
+    number of servers, each with a range of the parameters. ``copies``: the number of servers with the same range, so
+    that all but one of them may die. ``place``: servers run in the processes of replicas, or on the last ranks, which
+    then hold no replica (``own``)."""
 
     staleness: int = 0
     servers: int = 1
@@ -62,12 +63,12 @@ class Server(msgspec.Struct, frozen=True, tag=True):
 class Gossip(msgspec.Struct, frozen=True, tag=True):
     """In every step, a replica averages its parameters with those of its neighbours.
 
-    ``staleness``: neighbours' parameters may be so many steps old. With 0, replicas mix what their optimizers have
-    made: (X - eta G) W, which is synchronous training if W is 1/P everywhere. With 1, they mix the parameters before
-    the step, X W - eta G, as D-PSGD is printed: letters travel while gradients are computed. With more, mixing is
-    damped (``consistency/gossip.py``). ``ASYNC``: a replica takes what has come. ``push``: push-sum, whose weights make
-    up for unequal numbers of messages. ``edges``: the pairs of the topology ``edges``, and optionally the weight of
-    each pair, or 0."""
+    ``staleness``: how many steps old the neighbours' parameters may be. With 0, replicas mix the results of their
+    optimizers: (X - eta G) W. This equals synchronous training if every weight in W is 1/P. With 1, they mix the
+    parameters before the step: X W - eta G, as D-PSGD is published. Parameters then travel while gradients are
+    computed. With 2 or more, mixing is damped (``consistency/gossip.py``). ``ASYNC``: a replica uses all parameters
+    that have arrived. ``push``: push-sum, in which weights compensate for unequal numbers of messages. ``edges``: the
+    pairs of the topology ``edges``, each with a weight (0: the default weight)."""
 
     topology: Topology
     staleness: int = 0
@@ -83,8 +84,9 @@ class Gossip(msgspec.Struct, frozen=True, tag=True):
 
 
 class ElasticAverage(msgspec.Struct, frozen=True, tag=True):
-    """After every ``every`` steps, a replica x and the center c attract each other: x loses alpha (x - c), and c gains
-    that of all replicas. Synchronous: of all replicas at once. ``asynchronous``: of each replica when it comes."""
+    """After every ``every`` steps, each replica x and the center c attract each other: x loses alpha (x - c), and c
+    gains the alpha (x - c) of all replicas. In the synchronous mode, all replicas do this at the same time. With
+    ``asynchronous``, each replica does it when its own steps are done."""
 
     alpha: float
     every: int = 1
@@ -109,8 +111,9 @@ class DiLoCo(msgspec.Struct, frozen=True, tag=True):
     the replicas' parameters as its gradient.
 
     ``fragments``: parts of the parameters that take turns, one every ``every / fragments`` steps (Streaming DiLoCo,
-    Douillard et al. 2025). ``delay``: steps between sending a change and applying the mean. ``merge``: the share of the
-    replica's own parameters in the mixture with the outer optimizer's. ``codec``: of the changes on their way."""
+    Douillard et al. 2025). ``delay``: steps between sending a change and applying the mean. ``merge``: the weight of
+    the replica's own parameters when they are mixed with the outer optimizer's. ``codec``: the codec of the parameter
+    changes that replicas send."""
 
     every: int
     lr: float = 0.7
@@ -129,15 +132,15 @@ class DiLoCo(msgspec.Struct, frozen=True, tag=True):
 
 
 class Partial(msgspec.Struct, frozen=True, tag=True):
-    """A step is made with the gradients of the first ``count`` replicas; the others' gradients count in a later step.
-    ``count``: ``solo`` (one), ``majority`` (half of the replicas, rounded up), or a number. ``copies``: of the server
-    beside a replica that adds the gradients up, so that all but one of them may die."""
+    """A step uses the gradients of the first ``count`` replicas that are ready; the others' gradients count in a later
+    step. ``count``: ``solo`` (one), ``majority`` (half of the replicas, rounded up), or a number. ``copies``: the
+    number of copies of the server that adds up the gradients, so that all but one of them may die."""
 
     count: str
     copies: int = 2
 
     def least(self, num_replicas: int) -> int:
-        """The number of replicas whose gradients a step waits for, of ``num_replicas`` that live."""
+        """The number of replicas for whose gradients a step waits, if ``num_replicas`` are alive."""
         wanted = {"solo": 1, "majority": -(-num_replicas // 2)}.get(self.count)
         return max(1, min(num_replicas, int(self.count) if wanted is None else wanted))
 
@@ -156,7 +159,7 @@ Consistency = Sync | Server | Gossip | ElasticAverage | Local | DiLoCo | Partial
 
 
 def is_asynchronous(rule: Consistency) -> bool:
-    """Whether the outcome depends on when letters arrive."""
+    """Whether results depend on when messages between replicas arrive."""
     match rule:
         case Server(staleness=staleness) | Gossip(staleness=staleness):
             return staleness != 0
@@ -174,7 +177,7 @@ NAMES = (
 
 @lru_cache(maxsize=256)
 def consistency_of(text: str) -> Consistency:
-    """The rule that a text names.
+    """The rule that a text describes.
 
     Raises:
         PlanError: the text is malformed, or a name, number or option is unknown or out of range.
@@ -211,8 +214,8 @@ def consistency_of(text: str) -> Consistency:
 
 
 def codes_changes(codec: Codec) -> bool:
-    """Whether a codec can code changes of parameters: it has messages of its own, and neither the momentum nor the
-    warm-up of a gradient's."""
+    """Whether a codec can encode changes of parameters: it must make messages of its own, and have neither the momentum
+    nor the warm-up of a gradient codec."""
     return codec.exchange in ("hops", "merges") and not codec.momentum and not codec.warmup
 
 

@@ -1,7 +1,7 @@
-"""The algorithms of convolutions: the settings that each serves, the bytes of its workspace, and its kernels.
+"""The algorithms of convolutions: the settings that each algorithm supports, its workspace in bytes, and its kernels.
 
-``ops/convolution_kernels.py`` computes them. The bytes of a workspace are those of the temporary tensors that an
-algorithm needs while it computes all samples of a call at once, for contiguous operands.
+``ops/convolution_kernels.py`` computes them. The workspace is the memory of the temporary tensors that an algorithm
+needs to compute all samples of a call at once, for contiguous operands.
 """
 
 from functools import lru_cache
@@ -15,7 +15,8 @@ from meshwright.ir.kernel import ConvolutionSizes, Kernel, Product
 from meshwright.ir.operator_algorithm import NATIVE, divide
 
 FLOATS = ("float32", "float64")
-"""The dtypes of all algorithms but PyTorch's own: narrower sums would lose too much."""
+"""The dtypes that all algorithms except PyTorch's own support. In narrower dtypes, their sums would lose too much
+precision."""
 BLOCK = 16
 """Channels in a block of oneDNN's memory formats."""
 _KINDS = {"forward": "convolution", "input": "convolution_input", "weight": "convolution_weight"}
@@ -23,14 +24,14 @@ _FACTORS = (2, 3, 5, 7)
 
 
 class Work(NamedTuple):
-    """What an algorithm needs for one call: bytes of temporary tensors, and kernels."""
+    """Requirements of a call: bytes of temporary tensors, and kernels."""
 
     workspace_bytes: int
     kernels: tuple[Kernel, ...]
 
 
 def algorithms_of(sizes: ConvolutionSizes) -> tuple[str, ...]:
-    """The names of the algorithms that serve a convolution, PyTorch's own first."""
+    """The names of the algorithms that support a convolution. PyTorch's own is the first."""
     if sizes.transposed or len(sizes.kernel) > 2 or sizes.dtype not in FLOATS:
         return (NATIVE,)
     if sizes.groups > 1:
@@ -42,7 +43,7 @@ def algorithms_of(sizes: ConvolutionSizes) -> tuple[str, ...]:
 
 
 def fft_size(least: int) -> int:
-    """The smallest number from ``least`` on whose prime factors are at most 7: the FFT is fast at it."""
+    """The smallest number of at least ``least`` whose prime factors are at most 7. The FFT is fast at such sizes."""
     size = max(1, least)
     while True:
         rest = size
@@ -55,13 +56,13 @@ def fft_size(least: int) -> int:
 
 
 def tiles(output: tuple[int, ...], m: int) -> tuple[int, int]:
-    """The numbers of tiles with m x m results, in both dims."""
+    """The numbers of tiles of m x m results along both dims."""
     height, width = output
     return -(-height // m), -(-width // m)
 
 
 def flops_of(sizes: ConvolutionSizes) -> float:
-    """Two operations for each weight at each position."""
+    """The FLOPs of a convolution: two operations for each weight at each position."""
     weights = sizes.filters * sizes.channels // sizes.groups * prod(sizes.kernel)
     return 2.0 * weights * sizes.samples * prod(sizes.image if sizes.transposed else sizes.output)
 
@@ -81,9 +82,10 @@ def native_kernel(sizes: ConvolutionSizes) -> Kernel:
 def native_bytes(sizes: ConvolutionSizes) -> int:
     """The bytes of temporary memory that PyTorch's own algorithm takes on a CPU, as measured with torch 2.13.
 
-    oneDNN computes on copies in blocks of 16 channels. It makes its result in such a copy, too, after which the
-    operands are freed and the result is copied. With strides, the gradient of the input takes two copies of its result.
-    oneDNN has no float64: there PyTorch unfolds the windows of all samples, for the gradient of the input of one."""
+    oneDNN computes on copies in blocks of 16 channels. oneDNN also writes its result to such a copy; then the operands
+    are freed, and the result is copied. With strides, the gradient of the input takes two copies of its result. oneDNN
+    does not support float64: PyTorch then unfolds the windows of all samples (for the gradient of the input, of one
+    sample at a time)."""
     item, (images, weight, output) = ITEM_BYTES[sizes.dtype], _elements(sizes)
     if sizes.dtype == "float64":
         samples = 1 if sizes.direction == "input" else sizes.samples
@@ -112,8 +114,8 @@ def workspace_bytes(kernel: Kernel, on_cpu: bool) -> int:
 
 
 def work_of(sizes: ConvolutionSizes, text: str) -> Work:
-    """What a call needs whose samples are computed as a text says (``ir/operator_algorithm.py``). PyTorch's own
-    workspace is not counted here (``native_bytes``)."""
+    """The requirements of a call whose samples are computed as ``text`` says (``ir/operator_algorithm.py``). The
+    workspace of PyTorch's own algorithm is not counted here (see ``native_bytes``)."""
     every = list(divide(text, sizes.samples))
     done = [piece_work(sizes._replace(samples=samples), name, len(every) == 1) for name, samples in every]
     most = max((work.workspace_bytes for work in done), default=0)
@@ -122,8 +124,8 @@ def work_of(sizes: ConvolutionSizes, text: str) -> Work:
 
 @lru_cache(maxsize=2**14)
 def piece_work(sizes: ConvolutionSizes, name: str, alone: bool = True) -> Work:
-    """What an algorithm needs for all samples of ``sizes`` at once. If the call is not ``alone``, but one of several
-    pieces, PyTorch's own result is copied. The first kernel carries the workspace."""
+    """The requirements of an algorithm for all samples of ``sizes`` at once. If the call is a piece of a larger call
+    (``alone`` is false), the result of PyTorch's own algorithm is copied. The first kernel carries the workspace."""
     if name == NATIVE:
         results = {"forward": 2, "input": 0, "weight": 1}
         copied = 0 if alone else ITEM_BYTES[sizes.dtype] * _elements(sizes)[results[sizes.direction]]
@@ -148,7 +150,7 @@ def _elements(sizes: ConvolutionSizes) -> tuple[int, int, int]:
 
 
 def _flat(sizes: ConvolutionSizes) -> ConvolutionSizes:
-    """The same convolution with two spatial dims: a row for each sequence."""
+    """The same convolution with two spatial dims: a sequence becomes an image with one row."""
     if len(sizes.kernel) == 2:
         return sizes
     return sizes._replace(
@@ -220,7 +222,7 @@ def _fft(sizes: ConvolutionSizes) -> Work:
         return count * frequencies * 2 * item
 
     one, other, product = spectra(first[0]), spectra(second[0]), spectra(result[0])
-    held = 1 + (height > 1)  # of the inverse transform: the FFT over a dim that is not the last copies
+    held = 1 + (height > 1)  # for the inverse transform: the FFT makes a copy for every dim but the last
     peak = max(
         placed(*first) + one, 2 * one, one + placed(*second) + other, one + 2 * other, one + other + product,
         (1 + held) * product, held * product + result[0] * height * width * item,

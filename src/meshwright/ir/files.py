@@ -117,7 +117,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The hint ``did you mean `a` or `b`?``, then ``otherwise``. If no known word is like ``word``: ``otherwise``."""
+    """The hint ``did you mean `a` or `b`?``, then ``otherwise``. If no known word is similar to ``word``, the hint is
+    ``otherwise`` alone."""
     near = difflib.get_close_matches(word, list(known), n=3)
     hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
     return f"{hint} {otherwise}".strip()

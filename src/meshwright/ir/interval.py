@@ -1,4 +1,5 @@
-"""Intervals of predictions: between which ends a quantity lies in most runs, if its logarithm is normal."""
+"""Intervals of predictions: the ends between which a quantity lies in most runs, if its logarithm is normally
+distributed."""
 
 import math
 
@@ -7,10 +8,10 @@ import msgspec
 from meshwright.ir.software import Spread
 
 COVERED = 0.8
-"""The fraction of runs that an interval is meant to hold."""
+"""The fraction of runs whose values lie in an interval."""
 NINE_OF_TEN = 1.2815515655446004
-"""The number of standard deviations above its mean below which a normal variable lies in 9 of 10 cases: one tenth lies
-above an interval that holds ``COVERED``, one tenth below."""
+"""A normal variable lies less than this number of standard deviations above its mean in 9 of 10 cases. So one tenth of
+the values lies above an interval that holds ``COVERED``, and one tenth below."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -25,12 +26,12 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def interval(value: float, deviation: float) -> Interval:
-    """The interval around ``value``, whose logarithm has this standard deviation."""
+    """The interval around ``value``, if the logarithm of the quantity has this standard deviation."""
     factor = math.exp(NINE_OF_TEN * deviation)
     return Interval(value / factor, value * factor)
 
 
 def step_deviation(spread: Spread, communication: float, host: float = 0.0) -> float:
-    """How uncertain a step's time is: the standard deviation of its logarithm. ``communication`` and ``host`` are their
-    shares of the step (0 to 1)."""
+    """The uncertainty of a step's time: the standard deviation of its logarithm. ``communication`` and ``host`` are the
+    fractions of the step's time (0 to 1) that they take."""
     return math.hypot(spread.step, communication * spread.communication, host * spread.host)

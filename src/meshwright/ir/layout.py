@@ -1,4 +1,4 @@
-"""The layout: the parallel sizes and options that a user chooses by hand. The planner decides the rest."""
+"""The layout: the parallel sizes and options that a user chooses by hand. The planner decides everything else."""
 
 import math
 from collections.abc import Iterator
@@ -58,10 +58,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     parameters (3), which are then gathered for every use. With -1, the planner chooses the stage of each parameter:
     the fastest that fits in memory."""
     zero_ranks: int = 0
-    """The number of neighbouring dp ranks that together hold one copy of the state divided by ZeRO; 0: all dp ranks."""
+    """The number of neighbouring dp ranks that together hold one copy of the state that ZeRO divides; 0: all dp
+    ranks."""
     offload: Literal["none", "optimizer"] = "none"
-    """``optimizer``: ranks keep optimizer state in host memory between uses. If the planner searches,
-    ``optimizer`` only allows it to do this where device memory is too small."""
+    """``optimizer``: ranks keep optimizer state in host memory between uses. If the planner searches, ``optimizer`` is
+    only a permission: the planner uses host memory where device memory is too small."""
     precision: Precision | None = None
     """The precision of matrix products and convolutions; parameters, gradients and optimizer state stay in float32.
     Default: the model's own dtypes."""
@@ -79,11 +80,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     schedule: ScheduleName = "1f1b"
     """The order of the micro-batches in a pipeline."""
     in_flight: int = 0
-    """The largest number of micro-batches between forward and backward on a rank, under the schedule
-    ``message-driven``; 0: 2 pp. More of them bridge longer delays, and need more memory."""
+    """The largest number of micro-batches that may be between forward and backward on a rank, under the schedule
+    ``message-driven``. 0 means 2 * pp. A larger number bridges longer delays, and needs more memory."""
     chunks: int = 1
-    """The number of stages on every pipeline rank. More than 1 needs the schedule ``interleaved``; ``zb-v`` and
-    ``dualpipe-v`` need 2."""
+    """The number of stages (chunks) on every pipeline rank. More than 1 needs the schedule ``interleaved``; ``zb-v``
+    and ``dualpipe-v`` need 2."""
     recompute: Recompute = "none"
     """The operators that backward computes again: attention (``selective``), or whole repeated blocks (``full``)."""
     batch_statistics: Literal["global", "microbatch", "rank"] = "global"
@@ -92,27 +93,31 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     no statistics in forward and backward, and the running statistics are the mean over ranks."""
     stage_sizes: tuple[dict[str, int], ...] = ()
     """Sizes of dp and tp for each pipeline rank, if they differ: ``({"dp": 2}, {"dp": 2, "tp": 2})``. Stages may have
-    different numbers of ranks; the layout needs the sum of them. ``dp`` and ``tp`` of the layout itself do not count
-    then; they are refused if no stage has them."""
+    different numbers of ranks; the layout needs their sum. ``dp`` and ``tp`` of the layout itself do not count then;
+    they are refused if no stage has them."""
     codec: str = ""
     """The codec of gradients between data-parallel ranks, such as ``qsgd(4)`` or ``topk(1%)`` (``ir/codec.py``). With
-    ``auto``, each bucket has the fastest codec, or none; results then differ. Empty: gradients cross as they are, or
-    compressed without loss where that was measured and is faster; ``none``: as they are."""
+    ``auto``, each bucket gets the fastest codec, or no codec; results then differ from training without a codec. If
+    empty, gradients are sent unchanged, or compressed without loss if a calibration shows that this is faster.
+    ``none``: gradients are always sent unchanged."""
     parameter_codec: str = ""
     """The codec of parameters that ZeRO gathers, such as ``qsgd(8)``."""
     activation_codec: str = ""
-    """The codec of activations and their gradients between pipeline stages, such as ``bf16``. Nothing makes up for its
-    errors, so gradients are biased."""
+    """The codec of activations and their gradients between pipeline stages, such as ``bf16``. No error feedback
+    compensates for its errors, so gradients are biased."""
     replicas: int = 1
-    """The number of replicas of the model, each divided as the other sizes say. ``consistency`` joins them."""
+    """The number of replicas of the model. The other sizes describe one replica. The rule in ``consistency`` joins the
+    replicas."""
     consistency: str = "sync"
-    """When a replica may go on, and how the states of replicas are mixed: ``server(ssp=3)``, ``gossip(ring)``,
-    ``local(16)``, ``diloco(50)``, ... (``ir/consistency.py``). With ``sync``, replicas are more data parallelism."""
+    """The rule that says when a replica may continue and how the states of replicas are mixed: ``server(ssp=3)``,
+    ``gossip(ring)``, ``local(16)``, ``diloco(50)``, ... (``ir/consistency.py``). With ``sync``, replicas are additional
+    data-parallel ranks."""
     workspace_bytes: int = 0
-    """The limit of the temporary memory of each operator that has several algorithms (convolutions): the fastest within
-    the limit are taken, on micro-batches of samples where these need less. 0: no limit."""
+    """Limit on the temporary memory of each operator that has several algorithms (convolutions). The fastest algorithms
+    within the limit are used, if necessary on a few samples at a time. 0: no limit."""
     workspace_over: Literal["operator", "network"] = "operator"
-    """``network``: ``workspace_bytes`` is the limit of all operators together, as if each kept its own workspace."""
+    """``operator``: each operator has this limit. ``network``: ``workspace_bytes`` is the limit of all operators
+    together, as if each operator had a workspace of its own."""
     pin: dict[str, str] = {}
     """Splits set by the user. Maps a glob of module names to ``"factor@axis"``: ``{"conv*": "batch@tp"}``. ``none``
     instead of a factor leaves the modules whole on the axis: ``{"head": "none@tp"}``."""
@@ -131,7 +136,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
-        """The sizes whose product is the number of ranks. At most one of them is open (-1)."""
+        """The sizes whose product is the number of ranks. At most one size is open (-1)."""
         tensor = self.tp if isinstance(self.tp, tuple) else (self.tp,)
         return (self.dp, self.cp, *tensor, self.pp, *self.spatial, *self.mixed)
 
@@ -180,8 +185,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return {f"m{index}": size for index, size in enumerate(self.mixed, start=1)}
 
     def resolved(self, world_size: int) -> "Layout":
-        """The layout with -1 replaced by the number of ranks that the other sizes leave. The ZeRO stage over the depth
-        of a grid is 3 if none is given.
+        """The layout with -1 replaced by the number of ranks that the other sizes leave. If no ZeRO stage is set, the
+        stage over the depth of a grid is 3.
 
         Raises:
             LayoutError: the product of the sizes is not ``world_size``, or sizes or options exclude each other.
@@ -250,7 +255,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         yield from self._unfit_options(sizes, sizes["dp"])
 
     def _unfit_options(self, sizes: dict[str, int], dp: int) -> Iterator[Problem]:
-        """Options that exclude each other or do not fit the sizes. ``dp`` is the largest dp of all stages."""
+        """Options that exclude each other or do not fit the sizes. ``dp`` is the largest dp of any stage."""
         if self.ep < 1 or dp % self.ep:
             remedy = "experts lie over ranks that divide the batch: give a divisor of dp"
             yield "layout", f"ep={self.ep} does not divide dp={dp}", remedy
@@ -321,8 +326,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield place, problem, f"give sizes whose products sum up to {world_size}, or start {self.num_ranks} ranks"
 
     def contradictions(self) -> Iterator[Problem]:
-        """Sizes of a layout given by hand that contradict each other: a ``dp`` or ``tp`` that no stage has. The search
-        itself leaves in ``dp`` and ``tp`` the sizes of the layout from which it derived ``stage_sizes``."""
+        """Problems of a layout given by hand: it sets a ``dp`` or ``tp`` although no stage has this size. The planner's
+        search itself leaves in ``dp`` and ``tp`` the sizes of the layout from which it derived ``stage_sizes``."""
         for name in ("dp", "tp") if self.stage_sizes else ():
             size, own = getattr(self, name), [axes.get(name, 1) for axes in self.stage_sizes]
             if size not in (1, -1, *own):
@@ -342,7 +347,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         With expert parallelism, the data-parallel ranks lie along two axes, ``dp`` and ``ep``. If ``zero_ranks`` is
         less than dp, they lie along ``dp`` and ``dp_shard``, and the ranks along ``dp_shard`` hold one copy of the
         state that ZeRO divides. A grid has the axes ``tz``, ``ty`` and ``tx`` in place of ``tp``. If stages differ
-        (``stage_sizes``), each has a mesh of dp and tp."""
+        (``stage_sizes``), each stage has a mesh of dp and tp."""
         if self.stage_sizes:
             return Mesh.of_stages([{"dp": 1, "tp": 1} | own for own in self.stage_sizes])
         stages = {"pp": self.pp} if self.pp > 1 else {}
@@ -370,6 +375,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 @cache
 def _fields(kind: type[Layout]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """The fields of a layout. A search makes thousands of layouts, and reading the annotations takes most of the
-    time of making one."""
+    """The fields of a layout. They are cached: a search makes thousands of layouts, and reading the annotations would
+    take most of that time."""
     return msgspec.structs.fields(kind)

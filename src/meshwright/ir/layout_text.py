@@ -1,4 +1,4 @@
-"""A layout as text, as messages and tables name it."""
+"""A layout as text, for messages and tables."""
 
 from meshwright.ir.layout import Layout
 

@@ -1,4 +1,4 @@
-"""Scale a learning rate from the batch size that it was found for to another batch size."""
+"""Scale a learning rate from the batch size for which it was tuned to another batch size."""
 
 import math
 from typing import Literal
@@ -7,7 +7,7 @@ Scaling = Literal["none", "linear", "sqrt"]
 
 
 def scaled_by(rule: Scaling, batch_size: float, base_batch_size: float) -> float:
-    """The factor for a learning rate that was found for ``base_batch_size`` samples and is used for ``batch_size``.
+    """The factor for a learning rate that was tuned for ``base_batch_size`` samples and is used for ``batch_size``.
 
     ``linear`` gives the ratio k of the two batch sizes (P. Goyal et al., "Accurate, Large Minibatch SGD: Training
     ImageNet in 1 Hour", 2017, arXiv:1706.02677, section 2.1). ``sqrt`` gives the square root of k, which keeps the

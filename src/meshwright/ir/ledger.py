@@ -25,7 +25,8 @@ PARTS: dict[PartName, str] = {
     "waiting for data": "data_s",
     "bubble": "bubble_s",
 }
-"""Maps each part of a step's time to its field in ``RankTimes``. The parts add up to the time of the step."""
+"""Maps each part of a step's time to the field of ``RankTimes`` that holds it. The parts add up to the time of the
+step."""
 AGREE = 0.05
 """If the largest difference is less than this fraction of the step, the ledger says that all parts agree."""
 TOLD = 0.01
@@ -44,8 +45,9 @@ _ROWS: tuple[tuple[str, str, Literal["s", "bytes"]], ...] = (
 
 class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The predicted and the measured step of one rank. ``stage`` is its pipeline rank (0 without a pipeline).
-    ``held_bytes`` are predicted to live for the whole step. On a GPU, ``reserved_bytes`` is the most that the allocator
-    took from the device, and ``device_bytes`` all that was taken there after the run. 0: unknown."""
+    ``held_bytes`` is the predicted memory that stays allocated for the whole step. On a GPU, ``reserved_bytes`` is the
+    most memory that the allocator took from the device, and ``device_bytes`` is all memory in use on the device after
+    the run. 0: unknown."""
 
     rank: int
     stage: int
@@ -80,7 +82,7 @@ class Deviation(msgspec.Struct, frozen=True, kw_only=True):
 
 class LedgerRow(msgspec.Struct, frozen=True):
     """A line of the table: the seconds of a part of a rank's step or of the whole step, or the rank's peak memory.
-    ``interval`` holds 80 % of the values of such runs, for a step and a peak; None if it is not known."""
+    ``interval`` holds 80 % of the values of such runs. Only steps and peaks have an interval; else it is None."""
 
     rank: int
     what: str
@@ -110,12 +112,12 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Predicted and measured steps of every rank of a run, side by side.
 
     ``plan`` is the ``Plan.digest`` of the plan that ran. ``levels`` names the levels of the cluster over which the
-    ranks communicate, innermost first. ``constants`` says where the cluster's constants come from, ``software`` names
-    its profile. ``deviation`` is the standard deviation of the logarithm of the step's time that the profile expects
-    (0: unknown), ``memory_deviation`` that of a peak. ``pace`` and ``heap`` are those of the software and
-    ``beta_s_per_byte`` that of each of the ``levels`` with which the step was predicted (0, empty: unknown; no heap on
-    a GPU). ``peers`` is the number of neighbours for which a rank of a GPU has buffers of collectives. Measured times
-    are medians over ``num_steps`` steps, for each rank and part."""
+    ranks communicate, innermost first. ``constants`` says where the cluster's constants come from, and ``software``
+    names the software profile. ``deviation`` is the standard deviation of the logarithm of the step's time, as the
+    profile expects it (0: unknown). ``memory_deviation`` is the same for a peak. ``pace``, ``heap`` and
+    ``beta_s_per_byte`` (for each of the ``levels``) are the numbers with which the step was predicted (0 or empty:
+    unknown; on a GPU there is no heap). ``peers`` is the number of neighbours for which a rank on a GPU keeps
+    communication buffers. Measured times are medians over ``num_steps`` steps, for each rank and part."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -209,10 +211,10 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def communication_factor(self) -> float:
         """The measured divided by the predicted communication time; 1 if one of the two times is too short.
 
-        The exposed and hidden times of a stage are the smallest of its ranks. The rank that waited least came last to
-        its collectives, so it waited for communication only, not for other ranks. Hidden communication is not
-        measured. The formula assumes that it took ``compute_factor`` times its predicted time, like the computing that
-        hid it: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
+        The exposed and hidden times of a stage are the smallest of its ranks. The rank that waited least was the last
+        to arrive at its collectives. So it waited for communication only, not for other ranks. Hidden communication is
+        not measured. The formula assumes that it took ``compute_factor`` times its predicted time, like the computing
+        that hid it: ``factor * (exposed + hidden) = measured exposed + compute_factor * hidden``.
         """
         exposed_s, measured_s, hidden_s = self._waited()
         if not self.tells_communication:
@@ -286,7 +288,8 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return [entry.predicted for entry in self.ranks], [entry.measured for entry in self.ranks]
 
     def _waited(self) -> tuple[float, float, float]:
-        """Predicted exposed, measured exposed and predicted hidden communication: the least of each stage, summed."""
+        """Predicted exposed, measured exposed and predicted hidden communication. Of each stage, the smallest time of
+        its ranks counts; the stages are summed."""
         stages = self._by_stage().values()
         return (
             sum(min(entry.predicted.exposed_s for entry in entries) for entries in stages),

@@ -22,9 +22,9 @@ def make_ledger(
     taken: Mapping[int, tuple[int, int]] | None = None, peers: int = 0, codecs: tuple[CodecUse, ...] = (),
 ) -> Ledger:  # fmt: skip
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
-    ``host_share`` is the part of the predicted step for which the device waits for its host. ``taken`` has, by rank,
-    the bytes that the allocator took and those that were taken on the device (None: unknown).
-    ``peers`` is as in ``Ledger``.
+    ``host_share`` is the fraction of the predicted step in which the device waits for its host. ``taken`` maps a rank
+    to the bytes that the allocator took and the bytes in use on the device (None: unknown). ``peers`` has the same
+    meaning as in ``Ledger``.
 
     Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
     predicted traces do (see ``Trace.above``).

@@ -217,7 +217,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return tuple(stage.world_size for stage in self.stages)
 
     def _ranks_around(self, varying: Sequence[str], rank: int, stage: int) -> tuple[int, ...]:
-        """The group of a rank along axes, if stages differ."""
+        """The group of a rank along ``varying`` axes, if stages differ."""
         if "pp" in varying:
             return tuple(range(self.world_size))
         submesh, first = self.stages[stage], self.stage_ranks(stage).start

@@ -1,6 +1,8 @@
-"""Algorithms of an operator as text: its samples in pieces, each with the name of the algorithm that computes it.
+"""Algorithms of an operator as text: the samples are divided into pieces, and each piece names the algorithm that
+computes it.
 
-A text is an algorithm's name alone (all samples at once), or pieces joined by " + ", each ``COUNTxSAMPLES NAME``:
+A text is either the name of an algorithm (all samples at once), or pieces of the form ``COUNTxSAMPLES NAME``, joined by
+" + ":
 
     fft                                  all samples at once
     8x32 fft                             8 pieces of 32 samples
@@ -64,7 +66,8 @@ def divide(text: str, samples: int) -> Iterator[tuple[str, int]]:
     """The name of the algorithm and the number of samples of each piece, for a call with ``samples`` samples.
 
     A call with fewer samples than the text has ends within its pieces. A call with more repeats the last piece. So the
-    parts of ranks may differ by one sample, and the last batch of an epoch may be smaller, within the same workspace.
+    ranks' numbers of samples may differ by one, and the last batch of an epoch may be smaller, within the same
+    workspace.
 
     Raises:
         PlanError: the text is not of the form that ``parse`` reads.
@@ -80,7 +83,7 @@ def divide(text: str, samples: int) -> Iterator[tuple[str, int]]:
 
 
 def text_of(pieces: Iterable[tuple[str, int]]) -> str:
-    """The text of pieces, each a name and a number of samples, in their order; the name alone if there is one."""
+    """The text of pieces (name, number of samples), in their order. A single piece gives the name alone."""
     every = list(pieces)
     if len(every) == 1:
         return every[0][0]
@@ -89,5 +92,5 @@ def text_of(pieces: Iterable[tuple[str, int]]) -> str:
 
 
 def piece_sizes(samples: int) -> list[int]:
-    """The numbers of samples of pieces that are considered: the powers of 2, and all samples."""
+    """The numbers of samples that are considered for a piece: the powers of 2, and all samples."""
     return sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power <= samples)})

@@ -1,4 +1,5 @@
-"""The part of a cluster in which a stage lies: equal units of the slowest device that the stage uses."""
+"""The part of a cluster that holds a stage. It is described as equal units of the slowest device that the stage
+uses."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from meshwright.ir.mesh import Mesh
 
 
 def stage_cluster(cluster: Cluster, mesh: Mesh, stage: int) -> Cluster:
-    """The part of the cluster in which the ranks of pipeline rank ``stage`` lie. If all devices of the cluster and all
+    """The part of the cluster that holds the ranks of pipeline rank ``stage``. If all devices of the cluster and all
     stages of the mesh are equal, it is the cluster itself."""
     if cluster.homogeneous and not mesh.stages:
         return cluster
@@ -21,12 +22,13 @@ def stage_cluster(cluster: Cluster, mesh: Mesh, stage: int) -> Cluster:
 
 
 def part_of(cluster: Cluster, ranks: range) -> Cluster:
-    """A simpler cluster that prices a stage on ``ranks``, which follow one another: equal boxes of one kind of device.
+    """A simpler cluster, with equal boxes of one kind of device, that serves to price a stage on the consecutive
+    ``ranks``.
 
-    If unlike devices hold the ranks, all of them count as the one with the least peak FLOP/s, with the least memory of
-    any of them, because ranks of a stage wait for the slowest. Likewise, their boxes count as the one with the slowest
-    links. If the ranks lie unevenly in boxes (the last of one, the first of the next), each box counts as one that
-    holds as many ranks as the box with the most.
+    If the ranks have different devices, all count as the device with the lowest peak FLOP/s, and with the smallest
+    memory of any of them, because the ranks of a stage wait for the slowest rank. Likewise, all boxes count as the box
+    with the slowest links. If the ranks fill boxes unevenly (the last ranks of one box and the first of the next), each
+    box counts as if it held as many ranks as the fullest box.
     """
     if cluster.homogeneous and (_fills_units(cluster.levels, ranks) or ranks.stop > cluster.num_devices):
         return cluster
@@ -52,7 +54,7 @@ def part_of(cluster: Cluster, ranks: range) -> Cluster:
 
 
 def memory_of(cluster: Cluster, ranks: range) -> int:
-    """The least device memory of the ranks, in bytes."""
+    """The smallest device memory of these ranks, in bytes."""
     return part_of(cluster, ranks).device.memory_bytes if not cluster.homogeneous else cluster.device.memory_bytes
 
 
@@ -86,13 +88,13 @@ def _cluster(cluster: Cluster, device: Device, levels: tuple[Level, ...]) -> Clu
 
 
 def _overlapped(levels: tuple[Level, ...], device: Device, ranks: range) -> list[Unit]:
-    """The units of the outermost level that hold some of the ranks."""
+    """The units of the outermost level that hold at least one of the ranks."""
     every = units_of(levels, device) if levels else ()
     return [unit for unit in every if unit.start < ranks.stop and ranks.start < unit.stop]
 
 
 def _fills_units(levels: tuple[Level, ...], ranks: range) -> bool:
-    """Whether the ranks lie in one unit of each level, or are whole units of it."""
+    """Whether the ranks lie inside one unit of each level, or fill whole units of it."""
     return all(
         ranks.start // size == (ranks.stop - 1) // size or (ranks.start % size == 0 and len(ranks) % size == 0)
         for size in accumulate((level.fan_out for level in levels), mul)
@@ -100,7 +102,7 @@ def _fills_units(levels: tuple[Level, ...], ranks: range) -> bool:
 
 
 def _devices(levels: tuple[Level, ...], device: Device) -> Iterator[Device]:
-    """The devices below these levels, each kind at least once."""
+    """The devices below these levels. Each kind appears at least once."""
     unlike = [unit for unit in units_of(levels, device) if any(level.members for level in levels)] if levels else []
     for unit in unlike:
         yield from _devices(unit.levels, unit.device)
@@ -113,7 +115,7 @@ def _beta(levels: tuple[Level, ...]) -> float:
 
 
 def _trimmed(levels: tuple[Level, ...], size: int) -> tuple[Level, ...]:
-    """The levels of a unit with only ``size`` devices; those with members stay as they are."""
+    """The levels of a unit that is cut down to ``size`` devices. Levels with members stay unchanged."""
     result, left = [], size
     for level in levels:
         if level.members:

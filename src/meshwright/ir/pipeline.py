@@ -8,13 +8,14 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The schedules of a pipeline of several ranks."""
 V_SHAPED: tuple[ScheduleName, ...] = ("zb-v", "dualpipe-v")
-"""Schedules with two chunks per rank. Stages go down the ranks and come back, so rank 0 has the first and the last."""
+"""Schedules with two chunks per rank. The sequence of stages goes down the ranks and comes back, so that rank 0 has the
+first and the last stage."""
 CHUNKED: tuple[ScheduleName, ...] = ("interleaved", *V_SHAPED)
 """Schedules with several chunks per rank."""
 
 
 class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The ranks of a pipeline with the stages that each of them holds: ``num_chunks`` stages, which are its chunks.
+    """The ranks of a pipeline and their stages. Each rank holds ``num_chunks`` stages, which are called its chunks.
 
     For 3 ranks with 2 chunks:
 

@@ -175,8 +175,8 @@ def misfit(rule: Rule, strategy: Mapping[str, str], sizes: Mapping[str, int]) ->
     """The first factor that cannot be cut as ``strategy`` asks, and the number of its parts; None if all can be cut.
 
     Parts may differ by one unit if the rule allows it. But no part may be empty, and micro-batches must be equal. A
-    factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only. What goes round a
-    ring, the last of its letters, cannot be cut over another axis."""
+    factor whose decomposition is in ``ONE_AXIS`` (ring, all-to-all) can be cut over one axis only. In a ring, the last
+    letter of a joint factor goes from rank to rank, and cannot be cut over another axis."""
     for choice in strategy.values():
         if choice in rule.decompositions and rule.decomposition(choice) in ONE_AXIS:
             axes = [axis for axis, other in strategy.items() if other == choice]

@@ -30,7 +30,7 @@ REDUCTION = "gradients of "
 
 
 class Coding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A codec (``ir/codec.py``) of what crosses over an axis, and the algorithm that carries coded elements."""
+    """A codec (``ir/codec.py``) for the traffic over an axis, and the algorithm of the collective that carries it."""
 
     axis: str
     codec: str
@@ -42,8 +42,8 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     The collective either reduces the gradients of ``parameters``, or gathers ``parameters`` that are stored Flat.
     Gradients of Flat parameters are reduce-scattered, other gradients are all-reduced. Reduced gradients are then
-    summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank. ``codings`` says for
-    some axes how the elements are coded when they cross."""
+    summed over the axes ``across``. ``num_bytes`` is the size of the whole bucket on one rank. ``codings`` maps some
+    axes to the coding of the traffic over them."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -53,7 +53,7 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     codings: tuple[Coding, ...] = ()
 
     def coding(self, axis: str) -> Coding | None:
-        """The coding of what crosses over an axis; None if it crosses as it is."""
+        """The coding of the traffic over an axis; None if elements are sent unchanged."""
         return next((coding for coding in self.codings if coding.axis == axis), None)
 
     @property
@@ -78,7 +78,7 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The predicted step time and peak memory for which the plan was chosen. ``interval_s`` holds 80 % of the times of
-    such steps (None: not asked for)."""
+    such steps (None: it was not requested)."""
 
     step_s: float
     peak_memory_bytes: int
@@ -99,10 +99,11 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     ``strategies`` maps the name of an operator to its strategy. For operators of repeated blocks, the name may have
     ``*`` in place of the block's index. Operators without an entry run replicated. ``first`` is the stage's first
-    forward operator (empty for the first stage). ``recompute`` names operators, or whole blocks (``blocks.3``, or
-    ``blocks.*`` for all alike), whose results backward computes again. ``algorithms`` and ``links`` are as in ``Plan``,
-    for the submesh of this stage, if the submeshes of stages differ. ``operator_algorithms`` maps an operator, also
-    with ``*`` in its name, to the text of its algorithm (``ir/operator_algorithm.py``); PyTorch decides for others.
+    forward operator (empty for the first stage). ``recompute`` names operators whose results backward computes again,
+    or whole blocks (``blocks.3``; ``blocks.*`` means all blocks of this kind). ``algorithms`` and ``links`` are as in
+    ``Plan``, for the submesh of this stage, if the submeshes of stages differ. ``operator_algorithms`` maps an operator
+    (``*`` is allowed in its name) to the text of its algorithm (``ir/operator_algorithm.py``). PyTorch decides for all
+    other operators.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.
@@ -126,7 +127,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return strategy if strategy is not None else self.strategies.get(starred(operator), {})
 
     def operator_algorithm(self, operator: str) -> str:
-        """The text of an operator's algorithm; empty if it runs as PyTorch runs it."""
+        """The text of an operator's algorithm; empty if PyTorch chooses the algorithm."""
         found = self.operator_algorithms
         text = found.get(operator) or found.get(starred(operator), "") if found else ""
         return text if text != NATIVE else ""
@@ -140,8 +141,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     that compute the interior of their output while the halo rows of neighbouring ranks travel. These operators compute
     the borders of the output afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments``
     are changes to the plan during a run. ``border_codec`` is the codec of
-    floating-point tensors, except scalars, that cross between stages. The plan is that of one replica;
-    ``layout.replicas`` of them are joined by the rule ``consistency`` (``ir/consistency.py``)."""
+    floating-point tensors, except scalars, that cross between stages. The plan describes one replica. The rule
+    ``consistency`` joins ``layout.replicas`` such replicas (``ir/consistency.py``)."""
 
     VERSION: ClassVar[int] = 3
     version: int = 3

@@ -77,7 +77,7 @@ def _problems(plan: Plan, graph: Graph) -> Iterator[Problem]:
     for operator in graph.operators:
         strategy, rule = strategies[operator.name], operator.rule
         reduced = divided.reduced_inputs(operator, producers)
-        if operator.prologue or operator.name in divided.stage_of:  # else it adds gradients of several stages: not run
+        if operator.prologue or operator.name in divided.stage_of:  # else not run: it sums gradients of stages
             yield from _caret_problems(operator, strategy, placements, reduced)
         for index, output in enumerate(operator.outputs):
             placements[output] = output_placements(rule, strategy, index, sizes[operator.name]) if rule else {}

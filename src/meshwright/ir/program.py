@@ -57,8 +57,8 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     ``bytes`` is the size of the tensor on one rank: before an all-reduce, reduce-scatter or all-to-all, and after an
     all-gather. For a halo exchange, it is the largest number of bytes that a rank receives. ``label`` names the tensors
-    that the collective carries. ``codec`` is how elements of ``item_bytes`` bytes are coded when they cross. If coded
-    vectors are added up (``Codec.exchange``), ``summed`` has their numbers of elements."""
+    that the collective carries. ``codec`` encodes the elements, each of ``item_bytes`` bytes, for sending. If encoded
+    vectors are added up (``Codec.exchange`` is ``sums``), ``summed`` has their numbers of elements."""
 
     kind: CollectiveKind
     axis: str
@@ -126,8 +126,8 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor of the graph that is sent to the next or previous stage in every micro-batch.
 
-    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together. ``codec`` is how the
-    tensor is coded when it crosses (empty: not at all)."""
+    ``value`` is this rank's part of the tensor. ``whole`` is the shape of all parts together. ``codec`` encodes the
+    tensor for sending (empty: it is sent unchanged)."""
 
     tensor: str
     value: Value
@@ -147,14 +147,15 @@ class Accumulator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class CodecState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a codec keeps between steps on this rank (``Codec.state_lengths``), for the gradients of ``parameters``.
+    """The memory that a codec keeps between steps on this rank (``Codec.state_lengths``), for the gradients of
+    ``parameters``.
 
-    The codec codes what crosses over the first of ``axes``. Ranks keep different residuals over all of ``axes``: the
-    gradients are summed over the others later. ``shapes`` are those of the gradients on this rank, in the order of
-    ``parameters``. ``value`` and ``before`` are the memory: vectors that the executor provides. The step reads
-    ``before``, and writes what it keeps to ``value``. If the step is accepted, they change places. ``rows``: each
-    gradient is cut into so many rows of equal length, and a residual holds the first row of all gradients, then the
-    second, and so on."""
+    The codec encodes the traffic over the first of ``axes``. Residuals differ between ranks along all of ``axes``,
+    because the gradients are summed over the other axes later. ``shapes`` are the shapes of the gradients on this rank,
+    in the order of ``parameters``. ``value`` and ``before`` are vectors that the executor provides. The step reads
+    ``before``, and writes the new state to ``value``. If the step is accepted, the vectors swap. ``rows`` is the number
+    of rows of equal length into which each gradient is cut. A residual holds the first row of all gradients, then the
+    second row of all, and so on."""
 
     codec: str
     axes: tuple[str, ...]
@@ -171,14 +172,14 @@ class CodecState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def segments(self) -> dict[str, tuple[int, int]]:
-        """Where each of ``Codec.state_lengths`` begins and ends in the memory."""
+        """The begin and end of each vector of ``Codec.state_lengths`` in the memory."""
         lengths = codec_of(self.codec).state_lengths(coded_shapes(self.shapes, self.rows))
         ends = list(accumulate(lengths.values()))
         return dict(zip(lengths, zip([0, *ends], ends, strict=False), strict=True))
 
 
 def coded_shapes(shapes: Sequence[tuple[int, ...]], rows: int) -> list[tuple[int, ...]]:
-    """The shapes of gradients as a codec meets them: flat and padded if they are cut into ``rows``."""
+    """The shapes in which a codec receives gradients: flat and padded if they are cut into ``rows``."""
     return list(shapes) if rows == 1 else [(rows * prod(flat_shape(shape, rows)),) for shape in shapes]
 
 
@@ -208,10 +209,9 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     If ``together`` is true, all phases run as one function. ``transfers`` maps a kind of action to the tensors that the
     action sends or receives. ``buckets`` are the memories in which several gradients are summed together.
-    ``codec_states`` are the memories of codecs, which stay from step to step. ``slices``
-    maps the name of a micro-batch's value to its slice of a whole value. ``input_placements`` maps each input to the
-    placements in which the ranks receive it. ``random_key`` is the name of the value that seeds a micro-batch's random
-    numbers.
+    ``codec_states`` are the memories of codecs, which persist from step to step. ``slices`` maps the name of a
+    micro-batch's value to its slice of a whole value. ``input_placements`` maps each input to the placements in which
+    the ranks receive it. ``random_key`` is the name of the value that seeds a micro-batch's random numbers.
 
     Three dicts name the values that a step returns: ``scalars`` (the loss and metrics that this stage makes),
     ``gradients``, and ``buffers_after`` (new values of buffers that are updated once a step). ``buffer_updates`` maps a

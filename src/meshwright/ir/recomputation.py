@@ -12,8 +12,8 @@ _BLOCK = re.compile(r"^(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 class Recomputation(msgspec.Struct, frozen=True):
     """The operators whose results backward computes again.
 
-    ``names`` are names of operators or of blocks: of one (``blocks.3``), or of all alike (``blocks.*``). ``modules``
-    maps an operator to its module."""
+    ``names`` are names of operators, of single blocks (``blocks.3``), or of all blocks of a kind (``blocks.*``).
+    ``modules`` maps an operator to its module."""
 
     names: tuple[str, ...]
     modules: dict[str, str]

@@ -1,4 +1,4 @@
-"""Trainings by replicas as a benchmark measures them: losses over wall time and over samples."""
+"""Measured trainings of replicas, for benchmarks: losses over wall time and over samples."""
 
 from bisect import bisect
 from collections import Counter, deque
@@ -10,7 +10,8 @@ import msgspec
 
 
 class StepEnd(NamedTuple):
-    """The end of a replica's step. ``time_s``: since all replicas began; ``samples``: those of the step."""
+    """The end of a replica's step. ``time_s``: seconds since all replicas began; ``samples``: the number of samples of
+    the step."""
 
     time_s: float
     samples: int
@@ -18,12 +19,13 @@ class StepEnd(NamedTuple):
 
 
 class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one replica; under ``sync``, of all replicas together.
+    """The steps of one replica (under ``sync``, of all replicas together).
 
-    ``samples``: samples of a step. ``times_s``: the ends of steps, since all replicas began; ``begun_s`` and
-    ``computed_s``: the beginnings and ends of their computing. ``losses``: the training loss of each step.
-    ``held_out``: the loss of all held-out data at the end, with this replica's parameters; None if the training
-    diverged. ``sent_bytes``: bytes of tensors that this replica, and a server beside it, sent to others.
+    ``samples``: the number of samples per step. ``times_s``: the ends of steps. ``begun_s`` and ``computed_s``: the
+    start and end of the computing in each step. All are seconds since all replicas began. ``losses``: the training loss
+    of each step. ``held_out``: the loss on all held-out data at the end, with this replica's parameters; None if the
+    training diverged. ``sent_bytes``: bytes of tensors that this replica, and a server in its process, sent to other
+    participants.
     """
 
     replica: int
@@ -42,8 +44,8 @@ class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A training under one consistency rule: ``slow`` is the text of the slow replicas (empty: none), ``seed`` that of
-    initial values and data, ``seconds`` the budget of wall time."""
+    """A training under one consistency rule. ``slow``: the text that describes slow replicas (empty: none). ``seed``:
+    the seed of initial values and data. ``seconds``: the limit on wall time."""
 
     rule: str
     slow: str
@@ -53,7 +55,7 @@ class RuleRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ends(self) -> list[StepEnd]:
-        """The ends of the steps of all replicas, in the order of time."""
+        """The ends of the steps of all replicas, ordered by time."""
         return sorted(end for replica in self.replicas for end in replica.ends)
 
     @property
@@ -63,12 +65,12 @@ class RuleRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_samples(self) -> int:
-        """The samples of all steps of all replicas."""
+        """The number of samples in all steps of all replicas."""
         return sum(replica.samples * len(replica.losses) for replica in self.replicas)
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that replicas and servers sent."""
+        """The bytes that all replicas and servers sent."""
         return sum(replica.sent_bytes for replica in self.replicas)
 
     @property
@@ -83,8 +85,9 @@ class RuleRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def staleness(self) -> Counter[int]:
-        """Maps a number of steps to how often a step began while the slowest replica had computed so many steps less
-        than the replica that began it. Empty under ``sync``, which has no replicas of its own."""
+        """A histogram of staleness. It maps a number k to the number of steps that began while the slowest replica had
+        computed k steps less than the replica of this step. It is empty under ``sync``, where replicas are not
+        separate."""
         total: Counter[int] = Counter()
         for replica in self.replicas:
             others = [other.computed_s for other in self.replicas if other is not replica]
@@ -93,8 +96,8 @@ class RuleRun(msgspec.Struct, frozen=True, kw_only=True):
         return total
 
     def seconds_a_batch(self, parts: int, batch: int) -> list[float]:
-        """Seconds per ``batch`` samples in each of ``parts`` parts of the training with equally many steps; empty if
-        there are fewer steps than parts."""
+        """Divide the training into ``parts`` parts with equal numbers of steps; return the seconds per ``batch``
+        samples of each part. Empty if there are fewer steps than parts."""
         ends = self.ends
         if len(ends) < parts:
             return []
@@ -115,7 +118,8 @@ class LossPoint(NamedTuple):
 
 
 def smoothed(ends: list[StepEnd], window: int) -> Iterator[LossPoint]:
-    """After each step, the mean loss of the last ``window`` samples; nothing before there are so many."""
+    """After each step, the mean loss of the last ``window`` samples. The first points are left out, until there are
+    ``window`` samples."""
     last: deque[StepEnd] = deque()
     held, total, seen = 0, 0.0, 0
     for end in ends:
@@ -129,13 +133,14 @@ def smoothed(ends: list[StepEnd], window: int) -> Iterator[LossPoint]:
 
 
 def time_to(run: RuleRun, loss: float, window: int) -> float | None:
-    """The seconds until the mean loss of the last ``window`` samples is at most ``loss``; None if it never is."""
+    """The seconds until the mean loss of the last ``window`` samples is at most ``loss``; None if this never
+    happens."""
     return next((point.time_s for point in smoothed(run.ends, window) if point.loss <= loss), None)
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], num_points: int = 80) -> list[tuple[float, float]]:
-    """The mean of curves of points (x, y) with ascending x, at ``num_points`` places where all curves are; linear
-    between points. Empty if there is no such place."""
+    """The mean of several curves of points (x, y) with rising x, at ``num_points`` values of x that all curves cover.
+    Curves are linear between points. Empty if the curves have no common range of x."""
     if not curves or not all(curves):
         return []
     first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
@@ -147,7 +152,7 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]], num_points: int 
 
 
 def _interpolated(curve: Sequence[tuple[float, float]], places: Sequence[float]) -> Iterator[float]:
-    """The curve's y at rising places within it."""
+    """The y of the curve at rising values of x in its range."""
     index = 0
     for x in places:
         while index < len(curve) - 1 and curve[index + 1][0] < x:

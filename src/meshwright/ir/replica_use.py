@@ -1,4 +1,4 @@
-"""What a consistency rule did in a run, beside what was predicted of it."""
+"""The use of a consistency rule in a run: measurements beside predictions."""
 
 import msgspec
 
@@ -6,11 +6,11 @@ from meshwright.ir.units import aligned, seconds, size
 
 
 class ReplicaUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The exchange of rank 0 of a replica with other replicas, on average over its steps. ``waited_s``: seconds of a
-    step in which it exchanged or waited. ``sent_bytes``: bytes of tensors that it sent in a step. ``staleness`` maps
-    numbers of steps to how often a step began so many steps ahead of the slowest replica. The predictions are those of
-    replicas that are equally fast, on average over them; the prediction leaves out letters to a server beside
-    the same replica."""
+    """The exchange of a replica with other replicas, seen from its rank 0, averaged over its steps. ``waited_s``:
+    seconds per step in which it exchanged or waited. ``sent_bytes``: bytes of tensors that it sent per step.
+    ``staleness`` maps a number k to the number of steps that began k steps ahead of the slowest replica. Predictions
+    assume equally fast replicas, and are means over them. They leave out messages to a server in the replica's own
+    process."""
 
     rule: str
     num_replicas: int
@@ -35,7 +35,7 @@ class ReplicaUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def _told(staleness: dict[int, int]) -> str:
-    """The mean and the maximum."""
+    """The mean and the maximum of the staleness, as text."""
     count = sum(staleness.values())
     mean = sum(value * times for value, times in staleness.items()) / max(1, count)
     return f"{mean:.1f} (at most {max(staleness, default=0)})"

@@ -18,7 +18,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Machine(_Part, frozen=True, kw_only=True):
-    """The machine on which the measurements were made."""
+    """The machine on which the benchmark ran."""
 
     cpu: str = ""
     """The processor's name."""
@@ -27,7 +27,7 @@ class Machine(_Part, frozen=True, kw_only=True):
     accelerators: tuple[str, ...] = ()
     """The names of the GPUs on which ranks ran; empty: ranks ran on the cores."""
     system: str = ""
-    """The operating system."""
+    """The name and version of the operating system."""
 
     @property
     def num_devices(self) -> int:

@@ -143,7 +143,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.decompositions.get(name, "").partition(" ")[0]
 
     def sums(self, name: str) -> bool:
-        """Whether outputs without the factor ``name`` become partial sums if ``name`` is split."""
+        """Whether outputs that lack the factor ``name`` become partial sums if ``name`` is split."""
         return self.decomposition(name) in ("", OWN, HALO, PARTS)
 
     def owns(self, name: str, output: int) -> bool:

@@ -36,11 +36,11 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def searched(self) -> bool:
-        """Whether the planner searches: ``plan`` is ``auto`` and no size is set (only precision, offload or a
-        ``codec`` of ``auto`` or ``none`` may be).
+        """Whether the planner searches for a layout: ``plan`` is ``auto`` and no size is set. Only precision, offload,
+        and a ``codec`` of ``auto`` or ``none`` may be set beside it.
 
         Raises:
-            LayoutError: a limit of workspace is set beside a search.
+            LayoutError: ``workspace_bytes`` is set although the planner searches.
         """
         codec = "" if self.codec in ("auto", "none") else self.codec
         asked = msgspec.structs.replace(
@@ -130,7 +130,7 @@ class Adagrad(_Optimizer, frozen=True, kw_only=True, tag="adagrad"):
 
 class _LayerWise(_Optimizer, frozen=True, kw_only=True):
     adapt_vectors: bool = True
-    """Whether the steps of parameters with fewer than two dims (biases, gains of norms) are scaled by norms too."""
+    """Whether norms also scale the steps of parameters with fewer than two dims (biases, gains of norm layers)."""
 
 
 class _LayerWiseMomentum(_LayerWise, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ class LARS(_LayerWiseMomentum, frozen=True, kw_only=True, tag="lars"):
     lr: Rate = 1.0
     """The learning rate. For each tensor, it is multiplied by a ratio of norms, times ``trust_coefficient``."""
     trust_coefficient: Rate = 0.001
-    """A tensor's step relative to its norm, at a learning rate of 1."""
+    """The length of a tensor's step relative to the tensor's norm, at a learning rate of 1."""
 
 
 class LARC(_LayerWiseMomentum, frozen=True, kw_only=True, tag="larc"):
@@ -177,9 +177,9 @@ class _FrozenVariance(_Optimizer, frozen=True, kw_only=True):
 
 
 class OneBitAdam(_FrozenVariance, frozen=True, kw_only=True, tag="onebitadam"):
-    """``meshwright.optim.OneBitAdam`` (Tang et al. 2021): Adam without bias correction, whose variance stays as it is
-    after ``freeze_step`` steps. Beside it, ``layout.codec`` is ``onebit(momentum=0.9, warmup=1000)``, with the first of
-    ``betas`` and with ``freeze_step``."""
+    """``meshwright.optim.OneBitAdam`` (Tang et al. 2021): Adam without bias correction. Its variance stays constant
+    after ``freeze_step`` steps. Use it with ``layout.codec`` of the form ``onebit(momentum=0.9, warmup=1000)``, where
+    ``momentum`` is the first of ``betas`` and ``warmup`` is ``freeze_step``."""
 
     freeze_step: Positive = 1000
     """The number of steps that update the variance: 15 to 25 % of all steps."""
@@ -192,7 +192,7 @@ class ZeroOneAdam(_FrozenVariance, frozen=True, kw_only=True, tag="zerooneadam")
     freeze_step: Positive = 100_000
     """The number of steps after which the variance is not updated any more."""
     num_updates: Positive = 16
-    """The number of updates of the variance until their distance doubles."""
+    """The number of updates of the variance after which the number of steps between two updates doubles."""
 
 
 Optimizer = SGD | Adam | AdamW | RMSprop | Adagrad | LARS | LARC | LAMB | OneBitAdam | ZeroOneAdam
@@ -299,7 +299,7 @@ class Run(Section, frozen=True, kw_only=True):
 
     def num_ranks(self, num_cores: int) -> int:
         """The number of processes to start on ``num_cores`` cores (or GPUs): as many as layout and batch can use.
-        With a plan file, the number of one replica."""
+        With a plan file, it is the number of ranks of one replica."""
         if self.layout.file:
             return files.load(Path(self.layout.file), Plan).mesh.world_size
         if self.layout.replicas > 1 and self.train.ranks == "auto":

@@ -122,7 +122,7 @@ class WideResNetModel(_ImageModel, frozen=True, kw_only=True, tag="wide-resnet")
     blocks: tuple[Positive, ...] = (3, 4, 6, 3)
     """Number of blocks in each group."""
     width: Positive = 64
-    """Channels of the stem; a block of group i has ``4 * width * 2**i`` outer channels."""
+    """Channels of the stem. A block of group i has ``4 * width * 2**i`` outer channels."""
     widened: Positive = 2
     """A block of group i has ``widened * width * 2**i`` inner channels."""
 

@@ -34,7 +34,7 @@ class ActionKind(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
-    __hash__ = str.__hash__  # that of enums is a Python function, and schedules hash millions of kinds
+    __hash__ = str.__hash__  # the hash of enums is a Python function, and schedules hash millions of kinds
 
     @property
     def computes(self) -> bool:
@@ -135,9 +135,9 @@ class ActionList:
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The actions of all pipeline ranks in one step, for ``num_stages`` stages. A rank holds ``num_chunks`` stages.
 
-    With ``in_flight``, the order of forwards and backwards is a rule (``schedules/message_driven.py``), under which at
-    most so many micro-batches are in flight on a rank. The lists are then one order of many: the order that arises if F
-    takes 1, B takes 2, and communication takes no time.
+    With ``in_flight``, the order of forwards and backwards is a rule (``schedules/message_driven.py``), which allows at
+    most ``in_flight`` micro-batches in flight on a rank. The lists then show one possible order: the order if F takes 1
+    unit of time, B takes 2, and communication takes none.
 
     This class checks only counts and indices. The package ``schedules`` checks whether the actions can run: it checks
     their order, matching sends and receives, and deadlocks.

@@ -1,10 +1,10 @@
-"""Shapes of several tensors as one list of numbers, as operators of torch.library take them."""
+"""Shapes of several tensors as one list of numbers, because operators of torch.library need it."""
 
 from collections.abc import Iterable, Sequence
 
 
 def flat_shapes(shapes: Iterable[Sequence[int]]) -> list[int]:
-    """Shapes as one list: of each, the number of dims and the dims."""
+    """The shapes as one list: for each shape, the number of dims, then the dims."""
     return [number for shape in shapes for number in (len(shape), *shape)]
 
 

@@ -8,18 +8,18 @@ import msgspec
 from meshwright.errors import Problem
 
 Code = Literal["", "fused", "eager", "compiled"]
-"""How the operations between matrix products run: ``fused``: in hand-written fused kernels; ``eager``: each in a kernel
-of its own; ``compiled``: fused by torch.compile. Empty: as ``Setup`` says."""
+"""How the operations between matrix products run. ``fused``: in hand-written fused kernels. ``eager``: each operation
+in its own kernel. ``compiled``: fused by torch.compile. Empty: ``cost.setup.Setup`` decides."""
 Reported = Literal["device", "reserved", "allocated", "allocated_last"]
-"""What a stack logs as the memory of a run. ``device``: all that is taken on the fullest device. ``reserved``: what the
-allocator took there. ``allocated``: the bytes of live tensors at the peak there; ``allocated_last``: on the last rank,
-which prints the log."""
+"""The quantity that a training software logs as the memory of a run. ``device``: all memory in use on the fullest
+device. ``reserved``: the memory that the allocator took on the fullest device. ``allocated``: the peak memory of live
+tensors on the fullest device. ``allocated_last``: the same on the last rank, which prints the log."""
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How uncertain a prediction is: standard deviations of the natural logarithm of measured over predicted. ``step``:
-    of the whole step; ``communication`` and ``host``: of the seconds of collectives and messages, and of those that the
-    host adds, in addition; ``memory``: of the peak."""
+    """The uncertainty of predictions: standard deviations of the natural logarithm of measured over predicted values.
+    ``step``: for the whole step. ``communication`` and ``host``: additional uncertainty of the seconds of
+    communication, and of the seconds that the host adds. ``memory``: for the peak."""
 
     step: float = 0.12
     communication: float = 0.4
@@ -28,42 +28,44 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A stack of software, by the few numbers in which its steps differ from those of Megatron-LM in 2021, whose
-    kernels the cost model describes.
+    """A training software, described by the numbers in which its steps differ from the steps of Megatron-LM in 2021,
+    whose kernels the cost model describes.
 
     ``pace``, ``matmul``, ``attention``, ``traffic``, ``host`` and ``communication`` are factors. ``pace`` multiplies
-    the time of every kernel: training runs are slower than benchmarks of their kernels, because clocks fall under load
-    and ranks wait for the slowest. ``matmul`` and ``attention`` multiply the fractions of the peak that matrix products
-    and fused attention reach (``Kernels``). ``traffic`` multiplies the bytes that the other kernels move. ``host``
-    multiplies the host's time to launch a kernel. ``communication`` multiplies the time of collectives and messages.
-    ``step_s`` is the time of a step that no micro-batch explains: reading data, logging, waiting for the loss.
-    ``hidden`` is the fraction of an overlapped collective's time that is hidden; the rest slows down the kernels beside
-    it. ``optimizer_bytes`` are the bytes that the update moves per parameter. ``loss_bytes`` are the bytes that the
-    kernels of softmax cross-entropy in float32 move per logit, forward and backward. ``float8_bytes`` are the bytes
-    that rounding an operand of a product to float8 moves per element (None: those of dynamic scaling under ZeRO 3,
-    else 0).
+    the time of every kernel. Training runs are slower than benchmarks of their kernels, because clock rates fall under
+    load and ranks wait for the slowest rank. ``matmul`` and ``attention`` multiply the fractions of the peak that
+    matrix products and fused attention reach (``Kernels``). ``traffic`` multiplies the bytes that all other kernels
+    move. ``host`` multiplies the host's time to launch a kernel. ``communication`` multiplies the time of collectives
+    and messages. ``step_s`` is time per step that does not belong to micro-batches: reading data, logging, waiting for
+    the loss. ``hidden`` is the fraction of an overlapped collective's time that is hidden. The remaining fraction slows
+    down the kernels that run at the same time. ``optimizer_bytes`` is the number of bytes that the optimizer moves per
+    parameter. ``loss_bytes`` is the number of bytes per logit that the kernels of softmax cross-entropy in float32
+    move, forward and backward together. ``float8_bytes`` is the number of bytes per element that are moved to round an
+    operand of a product to float8 (None: the bytes of dynamic scaling under ZeRO 3, else 0).
 
-    ``context_bytes`` are taken outside of the framework's tensors by the device's context and libraries. ``peer_bytes``
-    are the buffers through which a communicator talks to one neighbour, in addition (``cost.occupancy.num_peers``). The
-    default is that of NCCL: 24 channels, each with a buffer of 10 MiB to receive and one of 2 MiB to send, as its log
-    of allocations says (NVIDIA/nccl, issue 1685).
-    ``fragmentation`` is the fraction by which the allocator takes more than the live tensors. ``activations`` is a
-    factor of the bytes that layers keep for backward. ``logit_bytes`` are the bytes per logit at the peak of the loss;
-    ``score_bytes`` those per attention score that a layer writes to memory (without ``flash``). ``gradient_bytes`` are
-    the bytes of a parameter's gradient. None: as ``cost.memory`` derives them from precision and ZeRO. ``bucket_bytes``
-    are the bytes of gradients that are copied to buckets while they are reduced over data-parallel ranks.
+    ``context_bytes`` is memory that the device's context and libraries take, outside of the framework's tensors.
+    ``peer_bytes`` is the size of the buffers that a communicator needs for each neighbour, in addition
+    (``cost.occupancy.num_peers``). The default is NCCL's value: 24 channels, each with a buffer of 10 MiB to receive
+    and a buffer of 2 MiB to send, according to its log of allocations (NVIDIA/nccl, issue 1685). ``fragmentation`` is
+    the memory that the allocator takes beyond the live tensors, as a fraction of the live tensors. ``activations``
+    multiplies the bytes that layers keep for backward. ``logit_bytes`` is the number of bytes per logit at the peak of
+    the loss. ``score_bytes`` is the number of bytes per attention score if a layer writes scores to memory (without
+    ``flash``). ``gradient_bytes`` is the number of bytes of a parameter's gradient (None: ``cost.memory`` derives it
+    from precision and ZeRO). ``bucket_bytes`` is the size of the buckets to which gradients are copied while
+    data-parallel ranks reduce them.
 
-    Captured plans take the factors, ``step_s``, ``context_bytes``, ``peer_bytes``, ``fragmentation``, ``heap`` and
-    the spread; ``host`` only where launches are asynchronous, so not on CPUs. The other numbers stand for kernels and
-    tensors that a captured program has itself: ``code``, ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``,
-    ``activations``, ``logit_bytes``, ``score_bytes``, ``gradient_bytes``, ``bucket_bytes``. ``hidden`` stands for how
-    much of an overlapped collective shows: the simulator finds that, but not how much the rest slows down kernels.
+    For captured plans, only these numbers count: the factors, ``step_s``, ``context_bytes``, ``peer_bytes``,
+    ``fragmentation``, ``heap`` and the spread. ``host`` counts only where kernel launches are asynchronous, so not on
+    CPUs. The other numbers describe kernels and tensors that a captured program already contains: ``code``,
+    ``optimizer_bytes``, ``loss_bytes``, ``float8_bytes``, ``activations``, ``logit_bytes``, ``score_bytes``,
+    ``gradient_bytes``, ``bucket_bytes``. ``hidden`` is not needed either: the simulator finds which part of an
+    overlapped collective is exposed, but not how much the collective slows down kernels.
 
     ``heap`` is the number of bytes that the heap of a CPU takes from the system per live byte of saved values and
-    workspace: glibc cannot use all of what is freed.
+    workspace. It is above 1 because glibc cannot reuse all freed memory.
 
-    ``runs`` is the number of runs from which the numbers were learned (0: they are from the catalog or a file).
-    ``taught`` identifies the ledgers among them, so that none teaches twice.
+    ``runs`` is the number of runs from which the numbers were learned (0: they come from the catalog or a file).
+    ``taught`` identifies the ledgers of these runs, so that no ledger is used twice.
     """
 
     name: str = "unknown"

@@ -24,14 +24,16 @@ from meshwright.ir.placement import Placements, Shard, output_placements
 from meshwright.ir.schedule import ActionKind
 
 STEP, PROLOGUE, FORWARD, BACKWARD, REDUCE, FINISH = "step", "prologue", "forward", "backward", "reduce", "finish"
-"""When work runs: ``step``: before the step; ``forward``, ``backward``: in each micro-batch; others: once a step."""
+"""The names of phases. ``step``: before the step; ``forward``, ``backward``: in each micro-batch; the others: once per
+step."""
 INPUT, WEIGHT = "input", "weight"
 """The two parts of a split backward: gradients of the stage's inputs, and gradients of its parameters."""
 PHASES = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, FINISH)
 LATE = (BACKWARD, INPUT, WEIGHT)
 """The phases that read values kept by ``forward``."""
 ALTERNATIVES = {BACKWARD: LATE, INPUT: (INPUT, BACKWARD), WEIGHT: (WEIGHT, BACKWARD)}
-"""Maps a backward phase to the phases that it never passes values to: backward runs in one piece or in two."""
+"""Maps a backward phase to phases that never receive values from it, because backward runs either in one piece or in
+two."""
 PHASE_OF = {
     ActionKind.F: FORWARD, ActionKind.B: BACKWARD, ActionKind.I: INPUT, ActionKind.W: WEIGHT,
     ActionKind.REDUCE_GRAD: REDUCE,
@@ -348,7 +350,7 @@ def _owners(
             _hold(result, buffer, {stage_of[maker.name]}, where=maker.name)
     parameters = set(graph.parameters)
     copied = [(buffer, update) for buffer, update in graph.buffer_updates.items() if update in result]
-    for _ in copied:  # a buffer and the buffer whose value it takes are in one stage
+    for _ in copied:  # a buffer must be in the same stage as the buffer whose value it takes
         for buffer, update in copied:
             if update in parameters:
                 _hold(result, buffer, {min(result[buffer] or result[update] or {0})}, result[update])

@@ -93,7 +93,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def duration_s(self) -> float:
-        """The seconds from the start of the first span to the end of the last; 0 without spans."""
+        """The seconds from the start of the first span to the end of the last span; 0 without spans."""
         if not self.spans:
             return 0.0
         return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)

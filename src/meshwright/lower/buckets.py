@@ -1,5 +1,5 @@
-"""Handles buckets: parameters that one collective gathers together, and gradients that one collective reduces
-together. A codec may code what crosses between the ranks."""
+"""Lowers buckets: parameters that one collective gathers together, and gradients that one collective reduces together.
+A codec may encode their elements for sending."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,17 +91,17 @@ class Gathers:
 
 
 def is_cut(plan: Plan, bucket: Bucket) -> bool:
-    """Whether the gradients of a bucket are reduce-scattered: each rank gets only its Flat part."""
+    """Whether the gradients of a bucket are reduce-scattered, so that each rank gets only its Flat part."""
     return isinstance(plan.storage(bucket.parameters[0]).get(bucket.axis), Flat)
 
 
 @lru_cache(maxsize=256)
 def check_rides(codec: str, operation: str, algorithm: str, num_ranks: int) -> None:
-    """Check that coded elements may ride an algorithm. Groups of more than ``MOST_CHECKED`` ranks, whose steps are
-    many, are checked as groups of so many ranks.
+    """Check that an algorithm may carry coded elements. A group of more than ``MOST_CHECKED`` ranks has many steps. It
+    is checked as if it had ``MOST_CHECKED`` ranks.
 
     Raises:
-        ScheduleError: the algorithm is unknown, or the ranks would lose errors or end with different bits.
+        ScheduleError: the algorithm is unknown; or ranks would lose errors, or would end with different bits.
     """
     count = num_ranks if read(algorithm) is not None else min(num_ranks, MOST_CHECKED)
     coded(build(operation, algorithm, count, 4 * count), codec_of(codec))
@@ -120,7 +120,7 @@ class Codecs:
 
     Attributes:
         states: the memory that codecs keep from step to step, in the order of their collectives.
-        random_key: the node of the number from which random numbers follow. It is set before the first bucket.
+        random_key: the node of the number from which random numbers follow. It must be set before the first bucket.
     """
 
     def __init__(self, given: Callable[..., fx.Node], sizes: Mapping[str, int]) -> None:
@@ -129,7 +129,7 @@ class Codecs:
         self.random_key: fx.Node | None = None
 
     def of_parameters(self, bucket: Bucket) -> dict[str, Any]:
-        """The arguments with which a gather of parameters is coded; empty if it is not coded."""
+        """The arguments of a coded gather of parameters; empty if the gather is not coded."""
         coding = bucket.coding(bucket.axis)
         if coding is not None:
             check_rides(coding.codec, "all_gather", coding.algorithm, self._sizes[bucket.axis])
@@ -139,10 +139,10 @@ class Codecs:
         self, bucket: Bucket, axis: str, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
         rows: int = 1,
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments with which the reduction of gradients over an axis is coded; empty if it is not coded.
+        """The arguments of a coded reduction of gradients over an axis; empty if the reduction is not coded.
 
-        ``shapes`` are those of the gradients on this rank. ``rows``: each gradient is cut into so many rows, padded
-        with zeros, and row r of all gradients is summed on rank r."""
+        ``shapes`` are the shapes of the gradients on this rank. ``rows`` is the number of rows into which each gradient
+        is cut, with zeros as padding. Row r of all gradients is summed on rank r."""
         coding = bucket.coding(axis)
         if coding is None:
             return {}

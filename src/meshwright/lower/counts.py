@@ -40,8 +40,8 @@ _PASSES = {
     ours.cross_entropy_backward.default: (("activation", 2, 1), ("pointwise", 2, 9)),
     aten.cumsum.default: (("reduction", 2, 1),),
 }
-"""Maps an operator to its kernels, one entry for each kind: the kind, how often these kernels together read or write
-the largest tensor, and their number."""
+"""Maps an operator to its kernels, with one entry for each kind. An entry has the kind, the number of times that these
+kernels together read or write the largest tensor, and the number of kernels."""
 _NOTHING = frozenset({aten.empty.memory_format, aten.new_empty.default})
 _ACROSS: dict[Any, Target] = {
     ours.attention_ring.default: ours.attention.default,
@@ -49,9 +49,9 @@ _ACROSS: dict[Any, Target] = {
     ours.experts_across.default: ours.experts.default,
     ours.experts_across_backward.default: ours.experts_backward.default,
 }
-"""Maps an operator whose kernel communicates to the operator that computes the same on a single rank."""
+"""Maps an operator whose kernel communicates to the operator that computes the same result on a single rank."""
 _SETTINGS = {ours.attention.default: 4, ours.attention_backward.default: 7}
-"""Position of the dropout probability in the arguments of attention; the causal flag follows it."""
+"""Position of the dropout probability in the arguments of attention. The causal flag follows it."""
 _RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
 
 
@@ -94,9 +94,9 @@ class Counter:
         if target in DIRECTIONS:
             return work_of(convolution_sizes(call, DIRECTIONS[target]), call.args[-1]).kernels
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
-        if kind == "gather":  # reads the rows that are looked up, not the whole table
+        if kind == "gather":  # only the looked-up rows are read, not the whole table
             return (Kernel(kind, dtype, 0.0, read - max(map(num_bytes, call.tensors), default=0) + 2 * written),)
-        if kind == "scatter" and in_place:  # changes some elements of a tensor
+        if kind == "scatter" and in_place:  # only some elements of a tensor change
             *_, changed = call.tensors
             return (Kernel(kind, dtype, 0.0, read - num_bytes(call.args[0]) + 2 * num_bytes(changed)),)
         flops = self._flops(call)
@@ -154,14 +154,14 @@ def convolution_sizes(call: Call, direction: str) -> ConvolutionSizes:
 
 
 def _sizes(value: Any) -> Hashable:
-    """An argument or result as part of a key: a tensor counts by its shape and dtype."""
+    """An argument or result as part of a key. A tensor is represented by its shape and dtype."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return tuple(map(_sizes, value)) if isinstance(value, tuple | list) else value
 
 
 def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -> Kernel:
-    """The call as one kernel, with the sizes of its matrix product or attention if it is one."""
+    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes."""
     operands = [_operand(tensor) for tensor in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
     attention: AttentionSizes | None = None

@@ -74,7 +74,7 @@ class _Function:
                 storage = self.values[self._names[into][0]].storage
                 self._storages[value.untyped_storage()._cdata] = storage
             elif storage is None:
-                name = f"{name} again" if name in self._taken else name  # recomputed while the first copy is kept
+                name = f"{name} again" if name in self._taken else name  # recomputed while the first copy is still kept
                 new, storage = True, name
             outputs.append(self._put(name, value, storage))
         self._names[node] = tuple(output.name for output in outputs)
@@ -122,7 +122,8 @@ class _Function:
 
 
 def _item(node: Any, index: int) -> str:
-    """The name of one of several results of a node: the name of the getitem node that reads it, or ``node.index``."""
+    """The name of one of several results of a node. It is the name of the getitem node that reads it, or
+    ``node.index``."""
     for user in node.users:
         if user.target is getitem and user.args[1] == index:
             return str(user.name)

@@ -1,6 +1,7 @@
-"""A rank's graph under construction: nodes with their phase, and tensors in every placement that an operator reads.
+"""A rank's graph under construction: nodes with their phase, and tensors in all placements in which operators read
+them.
 
-A tensor of the whole step (a parameter, an input, a result of the prologue) is resharded once a step. A tensor of a
+A tensor of the whole step (a parameter, an input, a result of the prologue) is resharded once per step. A tensor of a
 micro-batch is resharded in every micro-batch. In a step with one micro-batch, both kinds of tensors are resharded at
 their first use.
 """
@@ -31,7 +32,8 @@ aten = torch.ops.aten
 
 @dataclass
 class _Version:
-    """A tensor under another placement. ``node`` is set when all ``steps`` of the resharding have been emitted."""
+    """A copy of a tensor under another placement. ``node`` is set when all ``steps`` of the resharding have been
+    emitted."""
 
     steps: Steps | None
     node: fx.Node | None = None
@@ -115,8 +117,8 @@ class Emission:
 
     @staticmethod
     def memory(node: fx.Node, storage: str = "") -> program.Value:
-        """The value of a node whose memory the executor provides. ``storage`` names the owner of the memory (empty: the
-        node)."""
+        """The program's value for a node whose memory the executor provides. ``storage`` names the owner of the memory
+        (empty: the node)."""
         dtype = str(node.meta["dtype"]).removeprefix("torch.")
         return program.Value(node.name, node.meta["local_shape"], dtype, storage or node.name)
 
@@ -137,7 +139,7 @@ class Emission:
         value = self.values[name]
         for phase, wanted in self.wants.get(name, ()):
             ready = phase == self.phase or value.phase in (STEP, PROLOGUE)
-            if phase == FINISH:  # with several micro-batches it is read after the last one
+            if phase == FINISH:  # with several micro-batches, the tensor is read after the last of them
                 ready = not self.microbatched
             if ready:
                 self._version(name, value, wanted, finish=False)

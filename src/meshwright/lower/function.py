@@ -10,8 +10,8 @@ from torch import fx, nn
 
 BoxedFunction = Callable[[list[Any]], list[Any]]
 Kernels = Mapping[Any, Callable[..., Any]]
-"""Maps an operator to a function that replaces it in a graph: PyTorch's dispatcher takes longer than a short
-collective."""
+"""Maps an operator to a function that replaces it in a graph. This helps because PyTorch's dispatcher takes longer than
+a short collective."""
 DISPATCHED: Kernels = MappingProxyType({})
 """No replacements: all operators go through the dispatcher."""
 
@@ -27,7 +27,8 @@ class _Boxed(fx.graph.CodeGen):
 
 def boxed_function(graph: fx.Graph, constants: dict[str, torch.Tensor], kernels: Kernels = DISPATCHED) -> BoxedFunction:
     """Compile a graph to a function that takes the values of its placeholders in one list and empties the list.
-    ``kernels`` maps an operator to the function that replaces it. Afterwards the nodes of ``graph`` are as before."""
+    ``kernels`` maps an operator to the function that replaces it. The function leaves the nodes of ``graph``
+    unchanged."""
     root = nn.Module()
     for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
         root.register_buffer(name, constants[name], persistent=False)

@@ -63,7 +63,7 @@ def fuse(graph: fx.Graph, again: Recomputation) -> None:
         equal reshapes of x, which may each copy -> one reshape
         experts -> experts that keep their activations, unless backward recomputes the experts (``again``)
 
-    Nodes that are returned by name (``meta["returned"]``) stay.
+    Nodes whose values are returned by name (``meta["returned"]``) are not changed.
     """
     forward: dict[str, fx.Node] = {}
     gradients: dict[tuple[object, ...], fx.Node] = {}
@@ -91,7 +91,7 @@ def fuse(graph: fx.Graph, again: Recomputation) -> None:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.target is aten.reshape.default:
                 node.args = (source.args[0], *node.args[1:])
-            when = node.meta.get("phase"), node.meta.get("backward")  # backward must not keep forward's copy alive
+            when = node.meta.get("phase"), node.meta.get("backward")  # backward must not keep the copy in forward alive
             first = shaped.setdefault((node.args[0], str(node.args[1]), *when), node)
             if first is not node and not node.meta.get("returned"):
                 node.replace_all_uses_with(first)
@@ -137,7 +137,7 @@ def _fuse_gradients(node: fx.Node, before: dict[tuple[object, ...], fx.Node]) ->
 
 
 def _keep_activations(graph: fx.Graph, forward: fx.Node, backward: fx.Node) -> None:
-    """Let experts keep their activations, so that backward does not compute them again."""
+    """Let experts keep their activations, so that backward does not recompute them."""
     if forward.meta.get("returned"):
         return
     with graph.inserting_before(forward):
@@ -343,7 +343,7 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     if isinstance(given, fx.Node):
         return given
     source = node.args[0]
-    if node.target is operator.getitem:  # outputs of one operator share no memory, unless they are views of its input
+    if node.target is operator.getitem:  # results share no memory, unless they are views of the input
         return source if source.target in VIEWS else None
     return source if node.target in _ALIASES else None
 

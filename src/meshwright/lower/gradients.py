@@ -70,7 +70,7 @@ class Gradients:
         return name in self._waiting
 
     def made(self, name: str) -> None:
-        """Note that a tensor was computed, and start reducing each bucket that is now complete."""
+        """Record that a tensor was computed, and start the reduction of each bucket that is now complete."""
         for index in self._waiting.get(name, ()):
             self._left[index].discard(name)
             if not self._left[index]:
@@ -106,7 +106,7 @@ class Gradients:
         bucket, names = self._buckets[index]
         nodes = [self._to.values[self._terms[name][0]].node for name in names]
         if buckets.is_cut(self._to.plan, bucket):
-            self._finish_started()  # one at a time: gradients are freed when they are reduced
+            self._finish_started()  # one at a time, so that gradients are freed after their reduction
             self._started[index] = self._start_cut(bucket, names, nodes)
             return
         flat = self._to.emit(aten.cat.default, [self._to.emit(aten.reshape.default, node, [-1]) for node in nodes])

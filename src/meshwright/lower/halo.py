@@ -1,4 +1,4 @@
-"""Emits halo exchanges, which extend a rank's part of a dim by its neighbours' rows, and sums of these rows.
+"""Emits halo exchanges, which extend a rank's part of a dim by its neighbours' rows, and sums of halo rows.
 
     own rows        4 5 6 7              strips = halo_exchange(own)       rows 3, 8
     extended      3 4 5 6 7 8            cat(strips[:1], own, strips[1:])
@@ -34,8 +34,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Begun:
-    """An exchange that was started by ``node``, or that was already done (``node`` is None). ``before`` and ``after``
-    are the numbers of rows before and after the rank's part."""
+    """An exchange that ``node`` has started. If ``node`` is None, the exchange was already done. ``before`` and
+    ``after`` are the numbers of rows before and after the rank's part."""
 
     node: fx.Node | None
     key: tuple[object, ...]
@@ -68,7 +68,7 @@ class HaloEmitter:
         if result is value:
             if all(part_rows == owned(self._edges, part) for part, part_rows in enumerate(group_ranges)):
                 return value
-            # Other ranks' parts change. The alias is a separate node, so that all ranks know the same exchanges.
+            # The parts of other ranks change. The alias is a separate node, so that all ranks cache the same exchanges.
             result = self._emit(aten.alias.default, value)
         known.extended[result] = key
         return result
@@ -93,7 +93,7 @@ class HaloEmitter:
         strips = known.strips[key]
         if before and after and pieces:
             pieces = [self._slice(strips, 0, before), *pieces, self._slice(strips, before, before + after)]
-        else:  # a rank that receives no rows also reads its (empty) strips: it takes part in order to send
+        else:  # a rank that receives no rows also reads its (empty) strips, because it takes part in order to send
             pieces = [*pieces, strips] if after else [strips, *pieces]
         return self._emit(aten.cat.default, pieces, self._dim) if len(pieces) > 1 else strips
 

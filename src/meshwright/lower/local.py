@@ -1,5 +1,5 @@
-"""Gives the rule of one operator the shapes and splits on one rank, and emits the collectives that the rule asks
-for."""
+"""Provides an operator's rule with the shapes and splits on one rank, and emits the collectives that the rule
+requests."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ class LocalCall:
     def key(self, name: str = "") -> tuple[fx.Node, int]:
         """The micro-batch's random key, and a salt: a hash of the operator's name and the rank's coordinates in its
         splits."""
-        if self._operator.prologue:  # it runs once a step, but every micro-batch needs its own numbers
+        if self._operator.prologue:  # it runs once per step, but every micro-batch needs its own numbers
             raise RuleError(
                 "its rule draws random numbers and does not say so",
                 where=self.name,
@@ -144,7 +144,7 @@ class LocalCall:
         coordinates = [
             self._groups[axis].index + 1
             for axis, choice in sorted(self._strategy.items())
-            if not is_linear(choice) and axis != TIME  # the micro-batch is in the random key
+            if not is_linear(choice) and axis != TIME  # the random key already depends on the micro-batch
         ]
         if name:
             split = {axis: factor for factor in self._letters for axis in self._axes(factor)}

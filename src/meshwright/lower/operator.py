@@ -33,8 +33,8 @@ def emit_operator(
     is the text of the operator's algorithm (``ir/operator_algorithm.py``; empty: PyTorch's own).
 
     Raises:
-        PlanError: the operator has no algorithms, or the algorithm does not serve it.
-        RuleError: the rule that the operator was captured with is not among ``rules``.
+        PlanError: the operator has no algorithms, or this algorithm does not support it.
+        RuleError: the operator was captured with a rule that is not in ``rules``.
     """
     args, kwargs = read(operator.arguments, tensors)
     if "device" in kwargs:

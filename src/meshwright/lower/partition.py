@@ -65,8 +65,8 @@ class PhaseFunction:
 
 @dataclass(frozen=True)
 class EmittedStage:
-    """A stage's graph with the calls of all phases, and its program if nothing is computed again. The graph does not
-    change when it is split into functions, so plans that differ in recomputation can share it."""
+    """A stage's graph with the calls of all phases, and its program without recomputation. The graph does not change
+    when it is split into functions, so plans that differ in recomputation can share it."""
 
     graph: fx.Graph
     program: Program
@@ -228,7 +228,7 @@ class _Partition:
 
     @staticmethod
     def _note(graph: fx.Graph, note: Callable[[str], None]) -> None:
-        """Insert calls of ``note`` where forward and backward begin in this function."""
+        """Insert calls of ``note`` at the beginnings of forward and backward in this function."""
         for begun in _NOTED:
             first = next(
                 (node for node in graph.nodes if node.meta.get("phase") == begun and node.op != "placeholder"), None
@@ -256,7 +256,7 @@ class _Partition:
             block = self.again.block(operator)
             for user in node.users:
                 if user is not self.output and self.again.block(str(user.meta.get("operator", ""))) != block:
-                    return False  # another block reads it, so it is kept
+                    return False  # another block reads the value, so it is kept
         self.cheap[node] = True
         return True
 

@@ -1,4 +1,4 @@
-"""A graph with its plan, and what all stages of the plan read of both."""
+"""A graph with its plan, and facts about both that all stages need."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class PlannedGraph:
     plan: Plan
 
     def following(self, plan: Plan) -> "PlannedGraph":
-        """The same graph with another plan. Facts that do not depend on the plan, and the cut if it is the same, are
-        not computed again."""
+        """The same graph with another plan. Facts that do not depend on the plan are not computed again, and neither is
+        the cut if it is the same."""
         other, own = PlannedGraph(self.graph, plan), {"graph", "plan", "strategies"}
         own |= {"divided"} if plan.firsts != self.plan.firsts else set()
         other.__dict__.update({name: fact for name, fact in self.__dict__.items() if name not in own})
@@ -55,12 +55,12 @@ class PlannedGraph:
         return {operator.name: operator.module for operator in self.graph.operators}
 
     def recomputation(self, stage: int) -> Recomputation:
-        """The operators that a stage computes again in backward."""
+        """The operators that a stage recomputes in backward."""
         return Recomputation(self.plan.stages[stage].recompute, self.modules)
 
     def mixtures_again(self, stage: int) -> frozenset[str]:
-        """The mixtures of experts that a stage computes again. They do not keep their activations, so that plans with
-        other ones among them have other calls (``lower.fuse``)."""
+        """The mixtures of experts that a stage recomputes. They do not keep their activations. So plans that recompute
+        different mixtures of experts have different calls (``lower.fuse``)."""
         again = self.recomputation(stage)
         return frozenset(filter(again.holds, self._mixtures)) if again.names else frozenset()
 

@@ -1,6 +1,6 @@
 """Lowers a plan to the programs of its stages, without starting processes.
 
-Planning computes the cost of these programs, and ``plan --program`` shows them.
+The planner computes costs from these programs, and ``plan --program`` shows them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ from meshwright.torch_private import DisableTorchFunction
 class PlanLowering:
     """Lowers plans of one graph; implements ``ir.program.Lower``. ``rules`` are the user's operator rules.
 
-    PyTorch's function modes, such as the one that ``torch.set_default_device`` leaves on, do not see the many calls on
-    fake tensors that lowering makes: they would take a third of its time."""
+    PyTorch's function modes, such as the mode that ``torch.set_default_device`` leaves on, are hidden from the many
+    calls on fake tensors that lowering makes. Otherwise they would take a third of the time."""
 
     def __init__(self, graph: Graph, rules: Mapping[Target, OperatorRule] | None = None) -> None:
         self._graph, self._rules, self._counter = graph, rules or {}, Counter(rules or {})
@@ -39,7 +39,7 @@ class PlanLowering:
     def __call__(self, plan: Plan, rank: int = 0) -> tuple[Program, ...]:
         """The programs of all stages. Each program is for the rank of its stage's submesh that corresponds to ``rank``.
         If parts have different sizes, rank 0 has the largest part."""
-        # A search asks for the memory and for the time of the same plan.
+        # A search needs the memory and the time of the same plan.
         same = msgspec.structs.replace(plan, notes=(), alternatives=(), prediction=None)
         if self._last is None or self._last[:2] != (same, rank):
             (programs,) = self._programs([plan], rank)
@@ -48,7 +48,7 @@ class PlanLowering:
         return self._last[2]
 
     def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
-        """The programs of plans that differ in recomputation only, which share most of the work."""
+        """The programs of plans that differ only in recomputation. They share most of the work."""
         programs = self._programs(plans, 0)
         collect_young()
         return programs
@@ -89,7 +89,7 @@ class PlanLowering:
         return self._operators[key]
 
     def _call_of(self, operator: Operator) -> tuple[object, ...]:
-        """A key of everything that an operator's program depends on, except its strategy."""
+        """A key made of everything that an operator's program depends on, except its strategy."""
         if operator.name not in self._calls:
             tensors = [self._graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
             rule = operator.rule

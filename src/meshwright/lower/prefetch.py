@@ -1,4 +1,4 @@
-"""Passes over a rank's graph that move or join collectives.
+"""Passes over a rank's graph that move collectives or join them.
 
 They gather parameters one bucket ahead, start sums over grids early, delay the wait for sums of halo rows until their
 first reader, and join the all-reduces of returned values into one.
@@ -80,7 +80,7 @@ def start_early(graph: fx.Graph) -> None:
             own = own and len(term.users) == 1
             moved.append(term)
             term = term.args[0]
-        # a sum is made in the memory of its term, which nobody else may read
+        # a sum is computed in the memory of its term, which no other node may read
         own = own and (len(term.users) == 1 or any(each.target is aten.clone.default for each in moved))
         if not own or term.target is not aten.mm.default:
             continue

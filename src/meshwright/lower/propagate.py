@@ -14,14 +14,14 @@ from meshwright.torch_private import FakeTensor, FakeTensorMode, OpOverload
 aten = torch.ops.aten
 
 _SAME = frozenset({collectives.ALL_REDUCE, collectives.WAIT, collectives.ADD_ROWS, aten.add_.Tensor})
-"""Operators that return their first input. All of them but ``WAIT`` write into it."""
+"""Operators that return their first input. All of these except ``WAIT`` write into it."""
 
 
 @cache
 def _fakes() -> tuple[FakeTensorMode, FakeTensor]:
     """The mode in which all fake values are made, and a fake scalar of this mode. The mode is kept for the whole
-    process: making a new mode for each operator would take as long as making the values of a small operator. The mode
-    holds no values, and needs no lock because only one thread lowers."""
+    process, because making a mode for each operator would take as long as making the values of a small operator. The
+    mode holds no values. It needs no lock, because only one thread lowers."""
     mode = fake_mode()
     return mode, fake_scalar(mode)
 

@@ -40,7 +40,7 @@ them by their input."""
 _MADE = frozenset(
     {aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.zeros.default}
 )
-"""Operators that make a tensor without reading values of another tensor: they can stand anywhere in a graph."""
+"""Operators that make a tensor without reading values of another tensor. They can be placed anywhere in a graph."""
 
 WORTH = 4096
 """The smallest number of elements in a region's largest result for which the region is compiled. With fewer elements,
@@ -116,7 +116,7 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
     given = {value.untyped_storage().data_ptr() for value in examples}
     if any(result.untyped_storage().data_ptr() in given for result in results):
         return None
-    (call,) = bare  # without torch.compile's wrapper, which no region needs: it costs 0.1 ms with cold caches
+    (call,) = bare  # torch.compile's wrapper is not needed; it costs 0.1 ms with cold caches
 
     def region(*arguments: Tensor) -> tuple[Tensor, ...]:
         return tuple(call(list(arguments)))
@@ -195,7 +195,7 @@ def _joins(node: fx.Node) -> bool:
 
 
 def _is_one_a_row(node: fx.Node) -> bool:
-    """Whether a scatter adds one number to each row, as the gradient of a cross-entropy does."""
+    """Whether a scatter adds a single number to each row, as in the gradient of a cross-entropy."""
     into, dim, index = node.args[:3]
     assert isinstance(into, fx.Node)
     assert isinstance(index, fx.Node)
@@ -205,7 +205,7 @@ def _is_one_a_row(node: fx.Node) -> bool:
 
 def _is_light(node: fx.Node) -> bool:
     """Whether a region may continue past this node, so that the region's kernel runs after the node. Such a node takes
-    hardly any time."""
+    almost no time."""
     if node.target in _MADE:
         return True
     value = node.meta.get("val")
@@ -290,8 +290,7 @@ class _Extraction:
             place = node
 
     def _views_before(self, last: fx.Node) -> list[fx.Node]:
-        """Views of the region's results that stand before the region's end and that operators outside the region
-        read."""
+        """Views of the region's results that are made before the region's end and are read outside the region."""
         views: list[fx.Node] = []
         node = self.members[0]
         while node is not last:

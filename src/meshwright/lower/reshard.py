@@ -61,7 +61,7 @@ class Resharder:
             if move.kind == "slice":
                 assert not isinstance(placement, Partial)
                 node = self._slice(node, move.axis, placement, before, shape)
-                continue  # a view: ``owned`` stays as it is
+                continue  # a view, so ``owned`` does not change
             if isinstance(placement, Partial):
                 if not owned:
                     node = self._emit(aten.clone.default, node)
@@ -97,7 +97,8 @@ class Resharder:
         if cut.even:
             node = yield from self._gathered(node, group, label)
             return self._joined(node, group.size, lead, whole)
-        # all parts are padded to the largest, which is longer by a unit; the padding is cut off after the gather
+        # all parts are padded to the length of the largest part, which has one more unit; the padding is cut off after
+        # the gather
         node = self._emit(aten.reshape.default, node, [lead, cut.length(group.index), prod(whole[dim + 1 :])])
         node = yield from self._gathered(self._padded(node, cut, group.index), group, label)
         parts = [self._emit(aten.select.int, node, 0, index) for index in range(group.size)]
@@ -214,7 +215,7 @@ def local_part(value: torch.Tensor, placements: Placements, groups: dict[str, Ax
 
     resharder = Resharder(emit, groups)
     cuts: list[tuple[str, Placement | None]] = [(axis, placements.get(axis)) for axis in groups]
-    cuts.sort(key=lambda cut: isinstance(cut[1], Flat))  # Flat comes last: it divides what the shards leave
+    cuts.sort(key=lambda cut: isinstance(cut[1], Flat))  # Flat is last: it divides what the shards leave
     for axis, placement in cuts:
         if isinstance(placement, Shard | Flat):
             value = resharder._slice(value, axis, placement, now, shape)  # type: ignore[arg-type,assignment]

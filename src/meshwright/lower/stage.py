@@ -89,8 +89,8 @@ def emit_stage(
     planned: PlannedGraph, stage: int, groups: Mapping[str, AxisGroup], *, device: torch.device = CPU,
     rules: Mapping[Target, OperatorRule] | None = None,
 ) -> EmittedStage:  # fmt: skip
-    """Emit the calls of a stage. Of the operators that the plan computes again, only mixtures of experts matter here
-    (``PlannedGraph.mixtures_again``). Arguments and errors are those of ``lower_stage``."""
+    """Emit the calls of a stage. Recomputation matters here only for mixtures of experts
+    (``PlannedGraph.mixtures_again``). Arguments and errors are the same as for ``lower_stage``."""
     microbatches = planned.plan.microbatches
     every = {**groups, **({TIME: AxisGroup(TIME, microbatches, 0)} if microbatches > 1 else {})}
     return _StageLowering(planned, stage, every, device, rules).emitted()
@@ -135,7 +135,7 @@ class _StageLowering:
         joined = join_returned(graph, [*self.scalars.values(), *self.buffers.values()], self.device)
         fuse(graph, self.planned.recomputation(self.stage))
         propagate(graph)
-        # A schedule without other stages or micro-batches runs all phases once, one after the other.
+        # Without other stages or micro-batches, a step runs all phases once, one after the other.
         alone = self.divided.num_stages == 1 and not emission.microbatched and not emission.released
         return EmittedStage(graph, self._program(self._named_results(joined), alone))
 
@@ -145,7 +145,7 @@ class _StageLowering:
         emission, graph, owners = self.emission, self.ir, self.divided.owners
         for index, name in enumerate((*graph.parameters, *graph.buffers, *graph.inputs)):
             if name in owners and self.stage not in owners[name] and name not in graph.buffers:
-                continue  # a parameter of other stages
+                continue  # a parameter of another stage
             placements = emission.known(self.plan.storage(name))
             if name in graph.inputs:
                 placements = given_batch(graph, name, self.sizes) | self._rows_of_input(name)
@@ -164,8 +164,8 @@ class _StageLowering:
         self.emission.make(name, node, placements)
 
     def _as_given(self, placements: Placements) -> Placements:
-        """The placements in which a rank gets an input. If stages have different submeshes, a rank gets its part of
-        every micro-batch, so that a micro-batch has the same samples in all stages."""
+        """The placements in which a rank receives an input. If stages have different submeshes, a rank receives its
+        part of every micro-batch. A micro-batch then has the same samples in all stages."""
         if not self.plan.uneven:
             return placements
         return {
@@ -175,7 +175,7 @@ class _StageLowering:
         }
 
     def _rows_of_input(self, name: str) -> Placements:
-        """The shards of an input over axes that do not split the batch, if all of its readers want these shards."""
+        """The shards of an input over axes that do not split the batch, if all of its readers need these shards."""
         if self.plan.uneven:
             return {}
         wants = [self._wanted(operator, position) for operator, position in self.planned.consumers.get(name, ())]
@@ -312,7 +312,7 @@ class _StageLowering:
             if buffer in often and self.emission.values[name].phase != PROLOGUE:
                 with self.emission.during(FORWARD):
                     node = self.emission.want(name, {})
-                    if node.op == "placeholder":  # the new value is another buffer's current value
+                    if node.op == "placeholder":  # the new value is the present value of another buffer
                         node = self.emission.emit(aten.clone.default, node)
                 self.buffer_updates[buffer] = self.emission.returned(node).name
             else:

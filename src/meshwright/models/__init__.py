@@ -1,4 +1,4 @@
-"""Small reference models in plain PyTorch, and their loss functions; they know nothing of parallel training."""
+"""Small reference models in plain PyTorch, and their loss functions. They contain no code for parallel training."""
 
 from meshwright.models.alexnet import AlexNet
 from meshwright.models.googlenet import GoogLeNet

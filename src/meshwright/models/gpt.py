@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. Defaults are those of ``gpt_s``."""
+    """Sizes of a GPT. The defaults are the sizes of ``gpt_s``."""
 
     layers: int = 4
     """Number of transformer blocks."""
@@ -28,8 +28,8 @@ class GPTConfig:
     tied_head: bool = True
     """Whether the output head shares the token embedding's weight, as in GPT-2."""
     writes_scores: bool = False
-    """Whether attention writes its scores to memory, as was usual before fused kernels: a product, a mask that is
-    added, a softmax, and a product."""
+    """Whether attention writes its scores to memory, as before fused kernels: a product, an added mask, a softmax, and
+    a product."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocabulary", "sequence_length"):
@@ -41,7 +41,7 @@ class GPTConfig:
             raise ValueError(f"GPTConfig.dropout must be in [0, 1), not {self.dropout}")
 
 
-# Every layer initialises itself, so that a model made on the meta device can be initialised module by module.
+# Every layer initialises itself, so that a model on the meta device can be initialised module by module.
 class _Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, *, std: float = 0.02, bias: bool = True) -> None:
         self.std = std  # nn.Linear's constructor calls reset_parameters
@@ -117,7 +117,8 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply attention, then the MLP, each with a residual, to ``x`` [batch, sequence, width]; the shape stays."""
+        """Apply attention, then the MLP, each with a residual, to ``x`` [batch, sequence, width]; the shape does not
+        change."""
         x = x + self.attention(self.attention_norm(x))
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
@@ -138,7 +139,7 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, vocabulary] of the token after each of ``tokens`` [b, s] (int64).
+        """Logits [b, s, vocabulary] for the token that follows each of ``tokens`` [b, s] (int64).
 
         Raises:
             ValueError: s is longer than ``config.sequence_length``.
@@ -164,5 +165,5 @@ def demo_gpt() -> GPT:
 
 
 def _residual_std(config: GPTConfig) -> float:
-    # Two residual additions per block: their sum keeps the variance of one (GPT-2, section 2.3).
+    # Two residual additions per block: their sum keeps the variance of one residual (GPT-2, section 2.3).
     return 0.02 / math.sqrt(2 * config.layers)

@@ -68,8 +68,8 @@ def attention_local(local: Local) -> Any:
 
 
 def emit_attention(local: Local) -> Any:
-    """Emit the operator on this rank's parts, or around a ring. Backward needs no communication but the ring's: it has
-    the output and the log-sum-exp over all keys, so the gradient for some keys does not depend on the other keys."""
+    """Emit the operator on this rank's parts, or around a ring. Backward communicates only in a ring: it has the output
+    and the log-sum-exp over all keys, so the gradient for some keys does not depend on the other keys."""
     *tensors, dropout, causal, scale, _, number = local.args
     # forward and backward of one call have the same number, so that they draw the same mask
     key = local.key(f"attention {number}") if dropout else (0, 0)

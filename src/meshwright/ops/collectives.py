@@ -17,10 +17,10 @@ tensors lie one after the other, each with its padding. The parts of the sums th
 
 ``again`` says that the result is freed soon and that similar results follow. On a CPU they reuse the same memory.
 
-``codec`` is the text of a codec (``ir/codec.py``) for what crosses. ``before`` is what the codec keeps between steps
-(``Codec.state_lengths``), in one vector, as the step before left it. The collective writes what it now keeps to
-``state``, all of it; both may be the same vector. ``draw`` decides the codec's random numbers.
-``shapes`` has the number of dims and the dims of each tensor in the vector.
+``codec`` is the text of a codec (``ir/codec.py``) that encodes the elements for sending. ``before`` is the state that
+the codec has kept from the previous step (``Codec.state_lengths``), in one vector. The collective writes the whole new
+state to ``state``, which may be the same vector. ``draw`` is the seed of the codec's random numbers. ``shapes`` has the
+number of dims and the dims of each tensor in the vector.
 
 Halos (``ir.halo``): part ``index`` of a dim owns the rows from ``edges[index]`` up to ``edges[index + 1]`` and reads
 the rows from ``lows[index]`` up to ``highs[index]``. ``halo_exchange`` returns the rows that the part reads but does

@@ -166,7 +166,7 @@ def _on_rank(local: Local, first: int) -> tuple[_Settings, list[Side], tuple[Any
 
 
 def _check_algorithm(local: Local, kernel: Sequence[int], rest: tuple[Any, ...]) -> None:
-    """Raise a PlanError if the plan names an algorithm that does not serve the operator on this rank."""
+    """Raise a PlanError if the plan names an algorithm that does not support the operator on this rank."""
     if not local.algorithm:
         return
     direction = "forward"

@@ -1,4 +1,5 @@
-"""Operators of this project for convolutions with an algorithm, and how a rank's graph calls them.
+"""Meshwright's own operators for convolutions with a chosen algorithm, and the calls of these operators in a rank's
+graph.
 
 They take the arguments of ``aten.convolution`` without the bias, and the text of an algorithm
 (``ir/operator_algorithm.py``). Each gradient has an operator of its own. The pieces of samples run one after the other
@@ -133,7 +134,8 @@ def emit_gradients(
     algorithm: str = "",
 ) -> Any:  # fmt: skip
     """Emit the gradient that ``mask`` asks for, by an algorithm (empty: PyTorch's own). Return the results of
-    ``aten.convolution_backward``: a value of several tensors, or a tuple with None for what is not computed."""
+    ``aten.convolution_backward``: a value of several tensors, or a tuple with None for gradients that are not
+    computed."""
     if not algorithm:
         return local.call(aten.convolution_backward.default, grad, images, weight, None, *rest, mask)
     value = local.call(OF_INPUT if mask == INPUT else OF_WEIGHT, grad, images, weight, *rest, algorithm)

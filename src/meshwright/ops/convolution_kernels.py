@@ -1,8 +1,8 @@
 """Convolutions by several algorithms, from PyTorch's operators: explicit and implicit GEMM, FFT, Winograd.
 
-An algorithm computes forward, the gradient of the input, and the gradient of the weight, of images with two spatial
-dims, with square kernels or not. ``ir/convolution.py`` says which settings an algorithm serves, and the bytes of its
-temporary tensors. Gradients of the weight are added to the result, so that pieces of samples can follow one another.
+An algorithm computes forward and both gradients (of input and weight) for images with two spatial dims. Kernels need
+not be square. ``ir/convolution.py`` says which settings an algorithm supports, and gives the bytes of its temporary
+tensors. Gradients of the weight are added to the result, so that pieces of samples can follow one another.
 
     gemm          unfold the windows of all positions to columns, then one product (Chellapilla et al. 2006)
     implicit      a product for each position of the kernel, of a shifted view of the image; nothing is unfolded
@@ -271,8 +271,8 @@ _TO_RESULT = {
 def _both_dims(
     matrices: tuple[tuple[float, ...], ...], dtype: torch.dtype, device: torch.device, turned: bool = False
 ) -> Tensor:
-    """The matrix that applies a matrix to both dims of a tile whose elements lie in one row. ``turned`` reverses the
-    order of the elements that it reads."""
+    """The matrix that applies a matrix to both dims of a tile whose elements are stored in one row. ``turned`` reverses
+    the order of the elements that it reads."""
     with torch.inference_mode(False):
         matrix = torch.tensor(matrices, dtype=torch.float64)
         matrix = torch.kron(matrix, matrix)
@@ -291,7 +291,8 @@ def _points(images: Tensor, m: int, first: tuple[int, int], output: tuple[int, i
 
 
 def _winograd(images: Tensor, weight: Tensor, out: Tensor, m: int, padding: tuple[int, int], turned: bool) -> None:
-    """Convolve images, or (``turned``) a gradient with the reversed kernel, whose filters then are the images'."""
+    """Convolve images with a kernel. With ``turned``, convolve a gradient with the reversed kernel; its filters are
+    then the channels of the images."""
     (down, right), (height, width) = tiles(out.shape[2:], m), out.shape[2:]
     points = _points(images, m, padding, (height, width))
     kernels = _both_dims(_OF_KERNEL[m], weight.dtype, weight.device, turned) @ weight.flatten(2).flatten(0, 1).t()

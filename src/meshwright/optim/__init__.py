@@ -1,4 +1,4 @@
-"""Optimizers for large batches, and for gradients that cross in few bits."""
+"""Optimizers for large batches, and for gradients that are sent in few bits."""
 
 from meshwright.optim.frozen_variance import OneBitAdam, ZeroOneAdam
 from meshwright.optim.large_batch import LAMB, LARC, LARS

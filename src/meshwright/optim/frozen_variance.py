@@ -1,8 +1,9 @@
-"""1-bit Adam and 0/1 Adam: Adam whose variance is frozen, so that the momentum is all that ranks have to exchange.
+"""1-bit Adam and 0/1 Adam: Adam with a variance that is frozen after some steps. Ranks then exchange only the momentum.
 
-Neither corrects the bias of its moments, as in the authors' code (DeepSpeed). The weight decay is decoupled, as in
-AdamW. An element whose gradient was 0 in all steps until its variance was frozen has a variance of 0. After that, it
-only decays: a code of one bit has no zero, and the element would step by the full momentum over ``eps``.
+Neither optimizer corrects the bias of its moments, as in the authors' code (DeepSpeed). The weight decay is decoupled,
+as in AdamW. The gradient of an element may be 0 in all steps until the variance is frozen. Its variance is then 0, and
+the element only decays. Otherwise it would step by the full momentum over ``eps``, because a code of one bit has no
+zero.
 """
 
 from abc import abstractmethod
@@ -16,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 
 class _FrozenVariance(Optimizer):
-    """The base class: Adam's step, with a rule that says in which steps the variance is updated, and until when."""
+    """The base class: Adam's step, with a rule for the steps in which the variance is updated."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -62,15 +63,15 @@ class _FrozenVariance(Optimizer):
 
 
 class OneBitAdam(_FrozenVariance):
-    """Adam without bias correction, whose variance is that of step ``freeze_step`` from then on.
+    """Adam without bias correction. From step ``freeze_step`` on, the variance does not change.
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g²  while step < freeze_step
         w = w - lr (m / (√v + eps) + weight_decay w)
 
     H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", ICML 2021,
-    arXiv:2102.02888, algorithm 1. The codec ``onebit(momentum=b1, warmup=freeze_step)`` exchanges the momentum, and
-    hands the optimizer the gradient of which the optimizer makes this momentum.
+    arXiv:2102.02888, algorithm 1. The codec ``onebit(momentum=b1, warmup=freeze_step)`` exchanges the momentum. It
+    gives the optimizer a gradient from which the optimizer computes the exchanged momentum.
 
     Args:
         lr: the learning rate.
@@ -101,15 +102,15 @@ class OneBitAdam(_FrozenVariance):
 
 
 class ZeroOneAdam(_FrozenVariance):
-    """Adam without bias correction, whose variance is updated more and more rarely, and then frozen.
+    """Adam without bias correction. Its variance is updated more and more rarely, and then frozen.
 
-    Update j + 1 of the variance comes 2**⌊j / ``num_updates``⌋ steps after update j, which is the policy of Y. Lu et
+    Update j + 1 of the variance comes 2**⌊j / ``num_updates``⌋ steps after update j. This is the policy of Y. Lu et
     al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023, arXiv:2202.06009 (κ is
-    ``num_updates``). Momentum and step are those of ``OneBitAdam``. Beside a codec, the
-    variance is that of decoded gradients. The paper's local steps are not part of the optimizer.
+    ``num_updates``). Momentum and step are those of ``OneBitAdam``. With a codec, the variance is computed from decoded
+    gradients. The paper's local steps are not part of the optimizer.
 
     Args:
-        num_updates: number of updates of the variance until their distance doubles.
+        num_updates: number of updates of the variance before their distance doubles.
         freeze_step: number of steps after which the variance is not updated any more.
 
     Raises:

@@ -1,9 +1,10 @@
-"""LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, even if ranks hold parts of them.
+"""LARS, LARC and LAMB: steps in proportion to the norms of whole parameters, also when ranks hold parts of the
+parameters.
 
 All three scale the step of each parameter tensor (a "layer") by a ratio of two norms. If one of the norms is 0, the
-scale is 1, as in the authors' code. With ``adapt_vectors=False``, which is an option of the optimizer or of a single
-parameter group, parameters with fewer than two dims (biases, gains of normalization layers) are not scaled, as in
-MLPerf's ResNet-50 and in the LAMB authors' BERT. The papers' algorithms scale all parameters, which is the default.
+scale is 1, as in the authors' code. With ``adapt_vectors=False``, parameters with fewer than two dims (biases, gains of
+normalization layers) are not scaled, as in MLPerf's ResNet-50 and in the LAMB authors' BERT. It is an option of the
+optimizer or of a single parameter group. The papers' algorithms scale all parameters, which is the default.
 """
 
 from abc import abstractmethod
@@ -24,11 +25,11 @@ class _LayerWise(Optimizer):
     _shard_sum: ShardSum | None = None
 
     def sum_shards_with(self, shard_sum: ShardSum) -> None:
-        """Use ``shard_sum`` to sum squares over the ranks that hold a parameter's parts (see ``NeedsShardSums``)."""
+        """Use ``shard_sum`` to sum squares over the ranks that hold parts of a parameter (see ``NeedsShardSums``)."""
         self._shard_sum = shard_sum
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_shard_sum": self._shard_sum}  # a copy must not forget it
+        return {**super().__getstate__(), "_shard_sum": self._shard_sum}  # a copy keeps it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -120,7 +121,8 @@ class LARS(_LayerWise):
 
 
 class LARC(_LayerWise):
-    """Layer-wise adaptive rate clipping: momentum SGD that limits each tensor's learning rate to that of LARS.
+    """Layer-wise adaptive rate clipping: momentum SGD that limits each tensor's learning rate to its learning rate
+    under LARS.
 
         λ = trust_coefficient ‖w‖ / (‖g‖ + weight_decay ‖w‖);  s = min(λ / lr, 1)
         v = momentum v + s (g + weight_decay w);  w = w - lr v
@@ -172,7 +174,7 @@ class LAMB(_LayerWise):
     arXiv:1904.00962, algorithm 2, with φ(z) = z. Parameters that are not adapted take AdamW's step (decoupled decay).
 
     Args:
-        lr: the learning rate: the change of a tensor relative to its norm.
+        lr: the learning rate. It is the change of a tensor relative to its norm.
         betas: decay of the running means of the gradient and of its square.
         eps: added to the denominator.
         adapt_vectors: whether parameters of fewer than two dims are scaled too.

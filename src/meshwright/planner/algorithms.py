@@ -1,4 +1,4 @@
-"""Choose the collective algorithm of each mesh axis of a plan, and find the link that each axis uses."""
+"""Choose the collective algorithm for each mesh axis of a plan, and find the link that each axis uses."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,8 @@ def algorithms_of(mesh: Mesh, axes: Iterable[str], cluster: Cluster | None) -> d
 
 def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     """Whether the ranks of each group of ``axis`` are CPU ranks of one box. Without a cluster, the result is True. A
-    mesh of more ranks than the cluster has (stages that are priced one by one) lies on the cluster several times."""
+    mesh may have more ranks than the cluster, if stages are priced separately. It is then laid over the cluster several
+    times."""
     if cluster is None:
         return True
     if cluster.device.kind != "cpu" or not cluster.levels:
@@ -49,6 +50,6 @@ def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     if box.name == NETWORK:
         return False
     one_box = len(cluster.levels) == 1  # a single box may hold more ranks than devices
-    # The search prices each layer as a stage of its own. There may be more such stages than devices.
+    # The search prices each layer as a separate stage, so there may be more stages than devices.
     groups = [ranks for ranks in mesh.groups(axis) if max(ranks) < cluster.num_devices]
     return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in groups)

@@ -35,22 +35,22 @@ def plan_auto(
     """Find the fastest plan that fits in memory.
 
     The search varies dp, cp, ep, tp, pp, micro-batches, schedule, chunks, the cut into stages, the recomputation of
-    each stage, ZeRO, sequence parallelism, and dp and tp of each stage. If the fastest layout has a large tp, grids of
-    these ranks follow. For models with convolutions, the search also varies mixed axes, which may split any factor of
-    an operator.
+    each stage, ZeRO, sequence parallelism, and dp and tp of each stage. If the fastest layout has a large tp, the
+    search also tries grids of these ranks. For models with convolutions, the search also varies mixed axes, which may
+    split any factor of an operator.
 
     Layouts are estimated in the order of their lower bounds until six of them have shorter estimates than the lower
-    bounds of all others. The cuts of the fastest are tried in the simulator (``inter_op.recut``). Of these layouts, all
-    within ``ALIKE`` of the fastest count as equally fast, and the planner takes the simplest. It is planned and lowered
-    for the whole model, and simulated, so that its prediction is that of the program that runs. The search leaves out
-    the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps ``batch_statistics`` global,
-    because other values would change the results of training. The plan lists the next-best layouts, and why each was
-    not taken (see ``Plan.explain``). ``only`` restricts the search to divided operators (``intra``) or to stages of one
-    rank each (``inter``). With ``codec="auto"``, layouts are compared with the best codecs of their gradients, so that
-    data parallelism may win over a slow network.
+    bounds of all others. The simulator then improves the cuts of the fastest layouts (``inter_op.recut``). All layouts
+    within ``ALIKE`` of the fastest layout count as equally fast, and the planner takes the simplest of them. The chosen
+    layout is planned, lowered and simulated for the whole model. So the prediction belongs to the program that runs.
+    The search leaves out the schedule ``gpipe``, because ``1f1b`` takes as long with less memory. It keeps
+    ``batch_statistics`` global, because other values would change the results of training. The plan lists the next-best
+    layouts, each with the reason why it was not chosen (see ``Plan.explain``). ``only`` restricts the search to divided
+    operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, each layout is compared with
+    the best codecs for its gradients, so that data parallelism may win on a slow network.
 
-    ``lowering`` makes the lowering of a graph, from whose programs costs are computed. The other arguments are the same
-    as in ``mw.plan``. When the time of ``clock`` is over, the planner estimates no further layouts and makes the plan
+    ``lowering`` makes the lowering of a graph; costs are computed from its programs. The other arguments are the same
+    as in ``mw.plan``. When the time limit ``clock`` is over, the planner stops to estimate layouts and makes the plan
     of the best layout so far.
 
     Raises:
@@ -68,7 +68,7 @@ def plan_auto(
     limit = memory_bytes or room_of(cluster, range(world_size))
     search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
-        offload=offload and cluster.device.kind != "cpu",  # a CPU's memory is the host's
+        offload=offload and cluster.device.kind != "cpu",  # on a CPU, device memory and host memory are the same
         clock=clock, memory_bytes=memory_bytes, codec=codec,
     )  # fmt: skip
     try:

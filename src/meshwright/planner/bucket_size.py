@@ -1,4 +1,5 @@
-"""Choose the bucket sizes and codecs for which computing waits least for communication, within the memory of a rank."""
+"""Choose bucket sizes and codecs so that computing waits as little as possible for communication, within the memory of
+a rank."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,9 +36,9 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """A bucket size for gradients (``reduced_bytes``) and one for parameters (``gathered_bytes``). ``exposed_s`` is the
-    seconds per step that computing waits for these buckets, on the stage that waits longest, with what codecs must save
-    at least (``GAIN``)."""
+    """A bucket size for gradients (``reduced_bytes``) and a bucket size for parameters (``gathered_bytes``).
+    ``exposed_s`` is the time per step, in seconds, that computing waits for these buckets, on the stage that waits
+    longest. It includes the least saving that is asked of codecs (``GAIN``)."""
 
     reduced_bytes: int
     gathered_bytes: int
@@ -58,13 +59,13 @@ def fit_buckets(
     optimizer: OptimizerCost,
     memory_bytes: float,
 ) -> Plan:
-    """Give ``plan`` the codec of its layout, or with ``auto`` the best codecs or none, and the bucket sizes of
-    ``LADDER_BYTES`` for which computing waits least for communication.
+    """Return ``plan`` with bucket sizes and codecs. The bucket sizes are those in ``LADDER_BYTES`` for which computing
+    waits least for communication. The codecs are those of the layout; with ``auto``, the best codecs or none.
 
-    ``reduced`` are the members of the gradient buckets, and ``gathered`` those of the parameter buckets. Each bucket
-    has its own codec, if several are allowed (``codecs.candidates``). Notes in the plan say how much longer computing
-    would wait with other sizes and codecs. The peak memory of a rank stays within ``memory_bytes``. If even buckets of
-    ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
+    ``reduced`` are the members of gradient buckets, and ``gathered`` are the members of parameter buckets. If several
+    codecs are allowed (``codecs.candidates``), each bucket may have a different codec. Notes in the plan say how much
+    longer computing would wait with other sizes and codecs. The peak memory of a rank stays within ``memory_bytes``. If
+    even buckets of ``BUCKET_BYTES`` need more memory, their peak is the limit instead.
     """
     texts = candidates(plan.layout, plan.buckets, plan.mesh, cluster)
     item_bytes = ITEM_BYTES[reduced[0].key[-1].split()[0]] if reduced else 4
@@ -127,8 +128,8 @@ def peak_bytes(lower: Lower, plan: Plan, cluster: Cluster, optimizer: OptimizerC
 
 
 class _Scale:
-    """Computes how long computing waits for buckets of each size. For this, ``weighed`` lowers the plan only once, with
-    one parameter in each bucket."""
+    """Computes how long computing waits for buckets, for each bucket size. For this, ``weighed`` lowers the plan only
+    once, with a bucket for each parameter."""
 
     def __init__(
         self,
@@ -163,12 +164,12 @@ class _Scale:
 
     @property
     def differ(self) -> bool:
-        """Whether different sizes give different buckets."""
+        """Whether different bucket sizes lead to different buckets."""
         return len(self.reduced) > 1 or len(self.gathered) > 1
 
     def weighed(self) -> list[BucketSizes]:
-        """The ``BucketSizes`` of every pair of a gradient bucket size and a parameter bucket size. Of several sizes
-        that give equal buckets, only one is included."""
+        """The ``BucketSizes`` of every pair of a gradient bucket size and a parameter bucket size. If several sizes
+        lead to equal buckets, only one of them is included."""
         return [
             BucketSizes(size, other, self._exposed_s(gathers, reductions))
             for size, reductions in self.reductions.items()
@@ -176,17 +177,18 @@ class _Scale:
         ]
 
     def lowered(self) -> list[tuple[Actions, ...]]:
-        """The actions of all stages, with one parameter in each bucket."""
+        """The actions of all stages, with a bucket for each parameter."""
         return [stage_actions(program, self.singles, self.cluster) for program in self.lower(self.singles)]
 
     @property
     def computed_s(self) -> float:
-        """Seconds of compute of the stage that computes longest."""
+        """The compute time, in seconds, of the stage that computes longest."""
         return max(computed_s(actions) for actions in self.actions)
 
     def choose(self, texts: Sequence[str], charge_s: float) -> None:
-        """Give each bucket of each size the codec of ``texts`` with which its stage waits least. ``charge_s`` is the
-        time that a stage must save if all of its buckets are coded, and each bucket an equal part of it."""
+        """For each bucket size, give each bucket the codec in ``texts`` with which its stage waits least. ``charge_s``
+        is the time that a stage must save if codecs are used in all of its buckets. Each bucket must save an equal part
+        of it."""
         usual = min(self.gathers, key=_unusual)
         for size, buckets in self.dense.items():
             every = {bucket.parameters: self._options(bucket, texts) for bucket in buckets}
@@ -208,13 +210,13 @@ class _Scale:
             self.reductions[size] = [transfer for _, transfer in chosen]
 
     def _options(self, bucket: Bucket, texts: Sequence[str]) -> list[tuple[Bucket, BucketTransfer]]:
-        """The bucket as it is, and with the codec that takes the least time."""
+        """The bucket without a codec, and with the codec that takes the least time."""
         dense, *coded = (self._reduced(bucket, text) for text in texts)
         fastest = min(coded, key=lambda option: option[1].seconds + option[1].after_s, default=dense)
         return [dense, fastest] if fastest[0].codings else [dense]
 
     def _exposed_s(self, gathers: Sequence[BucketTransfer], reductions: Sequence[BucketTransfer]) -> float:
-        """The seconds that the slowest stage waits, with the charges of codecs."""
+        """The seconds that the slowest stage waits, including the charges for codecs."""
         waits = []
         for actions in self.actions:
             made = _made(actions)
@@ -243,15 +245,15 @@ class _Scale:
     def _hides(self, operation: str, bucket: Bucket) -> bool:
         """Whether a rank computes while the collective of a bucket runs.
 
-        On devices other than CPUs, a rank always does. On CPUs, a rank never does during a collective inside a box. A
-        collective between boxes runs beside computing if threads of torch.distributed carry it out. It also does so if
-        it has only one round, because it then sends most of its bytes at its start.
+        On devices other than CPUs, this is always true. On CPUs, it is false for collectives inside a box. On CPUs, a
+        collective between boxes overlaps with computing in two cases: threads of torch.distributed carry it out, or it
+        has only one round, because it then sends most of its bytes at its start.
         """
         if self.cluster.device.kind != "cpu":
             return True
         if in_a_box(self.plan.mesh, bucket.axis, self.cluster):
             return False
-        if bucket.codings:  # this rank encodes and decodes
+        if bucket.codings:  # the rank itself encodes and decodes
             return False
         name = chosen(bucket.algorithm, operation, bucket.num_bytes)
         if operation == "all_reduce":
@@ -267,7 +269,7 @@ class _Scale:
         return self.network.collective_s(collective, num_bytes, group, name)
 
     def _reduced(self, bucket: Bucket, text: str) -> tuple[Bucket, BucketTransfer]:
-        """A bucket of gradients with a codec, and its collective."""
+        """A bucket of gradients with the codec ``text``, and its collective."""
         cut = is_cut(self.plan, bucket)
         coded = self.codecs.reduced(bucket, text, cut=cut)
         return coded, self._transfer(coded, "reduce_scatter" if cut else "all_reduce")
@@ -287,7 +289,7 @@ class _Scale:
     # --- notes -------------------------------------------------------------------------------------------------------
 
     def notes(self, choice: BucketSizes) -> list[Note]:
-        """Notes on the sizes of gradient buckets and of parameter buckets, where different sizes are possible."""
+        """Notes on the sizes of gradient buckets and of parameter buckets, if there was a choice."""
         notes = []
         for module, size, buckets, transfers in (
             ("gradients", choice.reduced_bytes, self.reduced, self.reductions),
@@ -312,7 +314,8 @@ class _Scale:
         return notes
 
     def codec_note(self, choice: BucketSizes, texts: Sequence[str]) -> Note:
-        """A note on the codecs of gradients, and on the time that computing would wait with one codec for all."""
+        """A note on the codecs of gradients: for each codec, the time that computing would wait if all buckets used
+        it."""
         gathers, dense = self.gathers[choice.gathered_bytes], self.dense.values()
         waits_s = {
             text: min(self._waits_s(gathers, [self._reduced(each, text)[1] for each in buckets]) for buckets in dense)
@@ -331,24 +334,24 @@ class _Scale:
 
 
 def declined() -> Note:
-    """A note for ranks between which no codec is considered."""
+    """A note for plans in which no codec is considered between the ranks."""
     reason = "ranks share memory: encoding would take as long as sending"
     return Note(module="gradients", split="no codec", reason=reason)
 
 
 def with_notes(plan: Plan, notes: Sequence[Note]) -> Plan:
-    """The plan with more notes."""
+    """The plan with additional notes."""
     return msgspec.structs.replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def _made(actions: Sequence[Actions]) -> set[str]:
-    """The parameters whose gradients a stage makes."""
+    """The parameters whose gradients a stage computes."""
     return {name for action in actions for moment in action.moments for name in moment.made}
 
 
 def _distinct(members: Sequence[BucketMember], algorithms: Mapping[str, str]) -> dict[int, tuple[Bucket, ...]]:
-    """Maps each bucket size to its buckets. Of sizes that give the same buckets, only the size nearest to
-    ``BUCKET_BYTES`` is kept."""
+    """Maps each bucket size to the buckets that it leads to. If several sizes lead to equal buckets, only the size
+    nearest to ``BUCKET_BYTES`` is kept."""
     by_size = {size: filled(members, size, algorithms) for size in LADDER_BYTES}
     size_of: dict[tuple[Bucket, ...], int] = {}
     for size in sorted(by_size, key=_unusual):

@@ -1,4 +1,5 @@
-"""Fill buckets, in order of use, with parameters that are gathered together and gradients that are reduced together."""
+"""Fill buckets, in the order of use. A bucket holds parameters that are gathered together, or gradients that are
+reduced together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut
 
 BUCKET_BYTES = 8 * 2**20
-"""Upper limit of a bucket's bytes, unless ``planner/bucket_size.py`` chooses the size."""
+"""Upper limit on the bytes of a bucket, unless ``planner/bucket_size.py`` chooses the size."""
 
 
 class BucketMember(NamedTuple):
@@ -21,8 +22,8 @@ class BucketMember(NamedTuple):
 
     ``key`` has the stages, the axis, the other axes over which the gradient is summed, whether the parameter is stored
     Flat, its ZeRO stage, and the dtype. If several modules share a gathered parameter, the names of these modules
-    follow the dtype. If gradients are coded, the axes that split the gradient follow it.
-    ``num_bytes`` is the size on one rank before ZeRO shards the parameter or gradient.
+    follow the dtype. If gradients are coded, the names of the axes that split the gradient follow too. ``num_bytes`` is
+    the size on one rank before ZeRO shards the parameter or gradient.
     """
 
     key: "_Together"
@@ -37,8 +38,8 @@ def filled(
     members: Sequence[BucketMember], most_bytes: float, algorithms: Mapping[str, str], base: Sequence[Bucket] = ()
 ) -> tuple[Bucket, ...]:
     """Fill members into buckets of at most ``most_bytes``, and return the buckets in the order in which they are
-    completed. A member that is larger has its own bucket. Members that share a bucket in ``base`` share a bucket here
-    too, whatever its size."""
+    completed. A member that is larger than ``most_bytes`` gets a bucket of its own. Members that share a bucket in
+    ``base`` also share a bucket here, whatever its size."""
     home = {name: index for index, bucket in enumerate(base) for name in bucket.parameters}
     pending: dict[tuple[_Together, int], list[BucketMember]] = {}
     buckets: list[Bucket] = []
@@ -105,15 +106,16 @@ def reduced_members(
     *,
     coded: bool = False,
 ) -> tuple[BucketMember, ...]:
-    """The gradients that only need a sum over ranks, in the order in which backward makes them.
+    """The gradients that need only a sum over ranks, in the order in which backward makes them.
 
     If the parameter is stored Flat over an axis, the gradient is summed over this axis first, because the
     reduce-scatter leaves each rank only a part of the gradient. Sums over the other axes follow one after the other.
     For all other gradients, a sum over several axes runs over one joined axis if ``mover`` finds that cheaper, else
     over one axis after the other.
 
-    ``coded``: gradients share a bucket only if the same axes split them. Otherwise, ranks that hold the same gradient
-    would code it together with different others, and would end with different values.
+    ``coded``: the gradients have codecs. Gradients then share a bucket only if the same axes split them. Otherwise,
+    ranks with equal gradients would encode them together with different other gradients, and would end with different
+    values.
     """
     consumers = graph.consumers()
     order = {output: index for index, operator in enumerate(graph.operators) for output in operator.outputs}

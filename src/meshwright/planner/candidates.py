@@ -15,14 +15,15 @@ from meshwright.planner.factors import Factors
 from meshwright.schedules.pipeline import least_microbatches
 
 MOST_MICROBATCHES = 32
-"""Largest number of micro-batches of a step that is considered at first, for up to 4 stages. With p stages, it is 8 p
-if that is more. If a layout with this number does not fit, more micro-batches are considered."""
+"""The largest number of micro-batches per step that is considered at first, for up to 4 stages. With p stages, the
+limit is 8 p if that is more. If a layout with this number does not fit in memory, larger numbers are considered."""
 MOST_CHUNKS = 3
 LEAST_GRID = 8
-"""Smallest number of tensor-parallel ranks for which a search tries a grid in place of one axis. The products of a
-transformer block sum fewer words on a grid of 2 x p/2 ranks from p = 8 on (``cost.grid``)."""
+"""The smallest number of tensor-parallel ranks for which a search tries a grid instead of a single axis. From 8 ranks
+on, the products of a transformer block sum fewer words (elements) on a grid of 2 x p/2 ranks (``cost.grid``)."""
 Only = Literal["both", "intra", "inter"]
-"""What a search may divide: operators (``intra``), the model into stages of one rank each (``inter``), or both."""
+"""The decisions of a search. ``intra``: operators are divided. ``inter``: the model is divided into stages of one rank
+each. ``both``: both."""
 ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 """Schedules that split backwards."""
 
@@ -33,12 +34,12 @@ def _all(shape: Layout) -> bool:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts that a search may take (default: all that there are).
+    """The layouts that a search may choose (default: all layouts).
 
     ``schedules``: the schedules of layouts with stages. ``recompute``: the kinds of recomputation of stages, in the
     order of falling memory. ``zero``: the ZeRO stages that may save memory or time. ``unlike``: whether stages may
     differ in their ranks. ``fewest`` is the smallest number of micro-batches. ``batch_statistics``: as in ``Layout``.
-    ``holds`` says of a division of the ranks, with one micro-batch, whether it belongs to the space.
+    ``holds`` decides whether a division of the ranks, given with one micro-batch, belongs to the space.
     """
 
     schedules: tuple[ScheduleName, ...] = ("1f1b", *ZERO_BUBBLE, "interleaved")
@@ -50,7 +51,7 @@ class Space:
     holds: Callable[[Layout], bool] = _all
 
     def least(self, shape: Layout) -> Layout:
-        """A division of the ranks with the least recomputation of the space."""
+        """The division of the ranks with the least recomputation that the space allows."""
         return msgspec.structs.replace(shape, recompute=self.recompute[0], batch_statistics=self.batch_statistics)
 
     def has(self, shape: Layout, only: Only) -> bool:
@@ -59,11 +60,11 @@ class Space:
         return alone.get(only, True) and self.holds(shape)
 
     def within(self, every: Iterable[Layout], only: Only) -> list[Layout]:
-        """Those divisions of the ranks that belong to the space, with its least recomputation."""
+        """The divisions of the ranks that belong to the space, with the least recomputation that the space allows."""
         return [self.least(shape) for shape in every if self.has(shape, only)]
 
     def runs(self, shape: Layout, batch_size: int) -> list[Layout]:
-        """The runs of a division of the ranks that belong to the space."""
+        """The layouts with this division of the ranks that belong to the space."""
         every = runs(shape, batch_size, self.fewest)
         return [run for run in every if run.pp == 1 or run.schedule in self.schedules]
 
@@ -73,7 +74,7 @@ EVERYTHING = Space()
 
 @dataclass(frozen=True)
 class Axes:
-    """The parts of a model that a layout can divide besides batch and features.
+    """The parts of a model that a layout can divide, in addition to batch and features.
 
     ``sequences``: whether the model has sequences. ``attention``: whether it has attention over sequences. ``images``:
     whether it has convolutions. ``experts`` is the number of experts. If mixture-of-experts operators have different
@@ -87,7 +88,7 @@ class Axes:
 
 
 def axes_of(graph: Graph) -> Axes:
-    """Find the parts of a graph's model that a layout can divide besides batch and features."""
+    """Find the parts of a graph's model that a layout can divide, in addition to batch and features."""
     mixtures = [operator for operator in graph.operators if operator.target.startswith("meshwright.experts.")]
     experts = math.gcd(*(graph.tensors[mixture.inputs[-1]].shape[0] for mixture in mixtures)) if mixtures else 1
     sequences = Factors(graph, {}, {}).sequences()
@@ -134,9 +135,10 @@ def variations(batch_size: int, world_size: int, axes: Axes, most_tp: float = ma
 
 
 def grids_of(layout: Layout, most_tp: float) -> list[Layout]:
-    """The grids of tensor-parallel ranks beside a fast layout with tp, with one micro-batch. The same ranks along two
-    axes, if there are at least ``LEAST_GRID``; and if tp fills a box, twice as many: a box along one axis, two boxes
-    along the other. Depth is left out: its ranks split samples and state, as dp with ZeRO does."""
+    """The grids to try in place of the tp ranks of a fast layout, with one micro-batch. They use the same ranks along
+    two axes, if there are at least ``LEAST_GRID`` ranks. If tp fills a box, a grid of twice as many ranks is tried too:
+    a box along one axis, two boxes along the other. Depth is left out, because its ranks divide samples and state in
+    the same way as dp with ZeRO."""
     if isinstance(layout.tp, tuple) or not layout.is_plain or layout.stage_sizes:
         return []
     dp, tp, grids = layout.dp, layout.tp, []
@@ -148,8 +150,9 @@ def grids_of(layout: Layout, most_tp: float) -> list[Layout]:
 
 
 def has_one_more(shape: Layout, layout: Layout) -> bool:
-    """Whether a variation has as many stages and as large tp as ``layout``, and either twice its cp or a larger ep. The
-    integer program already splits the sequence over tp where that is faster."""
+    """Whether a variation has the stages and tp of ``layout``, and either twice its cp or a larger ep. Sequence
+    parallelism is not tried here, because the integer program already splits the sequence over tp where that is
+    faster."""
     if (shape.pp, shape.tp) != (layout.pp, layout.tp) or shape.sequence_parallel:
         return False
     return (shape.cp == 2 * layout.cp and shape.ep == layout.ep) or (shape.cp == layout.cp and shape.ep > layout.ep)
@@ -159,9 +162,10 @@ def runs(shape: Layout, batch_size: int, fewest: int = 1) -> Iterator[Layout]:
     """Yield ``shape`` with all numbers of micro-batches from ``fewest`` on, and for each number all schedules and
     numbers of chunks.
 
-    The schedule ``gpipe`` is left out, because ``1f1b`` takes as long with less memory. All others can be the best:
-    ``zb-v`` waits least where the passes of a stage take equal time; ``dualpipe-v`` where they do not, with slightly
-    more memory; ``zb-h2`` where the model has too few layers for two chunks, with twice the memory of ``zb-h1``.
+    The schedule ``gpipe`` is left out, because ``1f1b`` takes the same time with less memory. Each other schedule can
+    be the best. ``zb-v`` waits least if the passes of a stage take equal times. ``dualpipe-v`` waits least if they do
+    not, with slightly more memory. ``zb-h2`` waits least if the model has too few layers for two chunks, with twice the
+    memory of ``zb-h1``.
     """
     dp, pp = shape.dp, shape.pp
     for m in divisors(batch_size // dp) if batch_size % dp == 0 else (1,):
@@ -180,8 +184,9 @@ def runs(shape: Layout, batch_size: int, fewest: int = 1) -> Iterator[Layout]:
 
 
 def more_microbatches(layout: Layout, batch_size: int) -> Layout | None:
-    """The layout with the next larger number of micro-batches, which is taken only if ``layout`` does not fit. None if
-    there is none, or if ``runs`` has it: with stages, all numbers up to a limit are compared by their times."""
+    """The layout with the next larger number of micro-batches, which serves only if ``layout`` does not fit in memory.
+    None if there is no larger number, or if ``runs`` already yields it: with stages, all numbers up to a limit are
+    compared by time."""
     if layout.mixed or batch_size % layout.dp:
         return None
     step = layout.pp if layout.schedule == "interleaved" else 1

@@ -1,6 +1,6 @@
 """Read tables of measured training steps, with one row per run.
 
-Rows with errors are left out, and the reason is kept.
+Rows with errors are left out, with the reason.
 """
 
 import csv
@@ -85,16 +85,16 @@ SPELLINGS = {
         "float32": "fp32", "tfloat32": "tf32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8",
     },
 }  # fmt: skip
-"""Maps a column to other accepted spellings of its values. Upper or lower case does not matter."""
+"""Maps a column to other spellings of its values that are accepted. Upper and lower case are equal."""
 
 
 _MEANINGS = COLUMNS | OPTIONAL
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a table: its setup, its cluster and its measurements. ``named`` is the cell that names the cluster, a
-    name or a file. ``measured_s`` is None if no time was measured
-    or the run ran out of memory. ``measured_peak_bytes`` is None if no peak was measured."""
+    """A row of a table: its setup, its cluster and its measurements. ``named`` is the text in the column of the
+    cluster: a name or a file. ``measured_s`` is None if no time was measured or the run ran out of memory.
+    ``measured_peak_bytes`` is None if no peak was measured."""
 
     name: str
     setup: Setup
@@ -106,7 +106,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that was left out, and why."""
+    """A row that was left out, with the reason."""
 
     case: str
     line: int
@@ -114,8 +114,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cases(path: str | os.PathLike[str], software: str = "") -> tuple[list[Case], list[LeftOut]]:
-    """Read a table (see ``COLUMNS``). Return its usable rows, and the rows that were left out. ``software`` is the
-    profile of rows that name none.
+    """Read a table (see ``COLUMNS``). Return the usable rows, and the rows that were left out. ``software`` is the
+    profile of rows that name no profile.
 
     Raises:
         FileFormatError: the file cannot be read, is empty, or lacks columns.
@@ -138,7 +138,7 @@ def read_cases(path: str | os.PathLike[str], software: str = "") -> tuple[list[C
         )
     reader.fieldnames = header
     if software:
-        load_software(software)  # raises once, not for every row
+        load_software(software)  # raises an error once, not for every row
     cases, left_out, cluster_of = [], [], functools.cache(_cluster)
     for line, row in enumerate(reader, start=2):
         name = (row.get("case") or "").strip() or f"line {line}"
@@ -153,8 +153,8 @@ def read_cases(path: str | os.PathLike[str], software: str = "") -> tuple[list[C
 
 
 def pick_micro_batch(make: Callable[[int], Setup], largest: int, cluster: Cluster) -> Setup:
-    """The setup with the fastest micro-batch size that fits in the devices' memory, or with size 1 if none fits.
-    ``make`` returns the setup for a given micro-batch size. Candidate sizes are the powers of two that divide
+    """The setup with the fastest micro-batch size that fits in the devices' memory. If no size fits, the setup with
+    size 1. ``make`` returns the setup for a given micro-batch size. Candidate sizes are the powers of two that divide
     ``largest``."""
     weighed: list[tuple[tuple[bool, float], Setup]] = []
     size = 1
@@ -225,7 +225,7 @@ def _case(name: str, row: dict[str, str], cluster_of: Callable[[str, int, str], 
     if row["micro_batch"]:
         setup = make(_whole(row, "micro_batch"))
     else:
-        make(1)  # raises an error that says what does not divide
+        make(1)  # raises an error if a size does not divide
         setup = pick_micro_batch(make, global_batch // dp, cluster)
     measured_s = _seconds(row, "step_time_s")
     if status == "ok" and measured_s is None and not row["peak_memory_bytes"]:

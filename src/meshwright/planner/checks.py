@@ -1,4 +1,5 @@
-"""Check requests to the planner: precision, operators without a rule, operators that need several micro-batches."""
+"""Check requests to the planner: precision, operators without a rule, and operators that need data of several
+micro-batches."""
 
 from collections.abc import Iterator
 
@@ -26,9 +27,9 @@ def check_precision(asked: Precision | None, graph: Graph, cluster: Cluster | No
 
 def batch_problems(graph: Graph, layout: Layout, runs_forward: bool) -> Iterator[Problem]:
     """Problems of a batch that does not divide over data-parallel ranks and micro-batches. ``runs_forward``: the graph
-    is an evaluation, which runs whole if it has too few samples."""
+    is an evaluation, which runs undivided if it has too few samples."""
     size, parts = graph.batch_size, layout.data_ranks * layout.microbatches
-    whole = layout.microbatches == 1  # parts may be unequal, micro-batches may not
+    whole = layout.microbatches == 1  # parts of ranks may be unequal, micro-batches may not
     ranks = f"dp={layout.dp}" + (f" x tz={layout.depth}" if layout.depth > 1 else "")
     if runs_forward:
         return

@@ -1,4 +1,5 @@
-"""Give buckets the codecs that a layout asks for, each with the algorithm that carries it in the least time."""
+"""Give buckets the codecs that a layout asks for. For each, choose the algorithm that carries the coded elements in the
+least time."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,14 +20,14 @@ from meshwright.planner.algorithms import in_a_box
 
 AUTO, NONE, FACTORS = "auto", "none", "factors"
 UNNAMED = ("", AUTO, NONE)
-"""Values of ``Layout.codec`` that name no codec."""
+"""Values of ``Layout.codec`` that do not name a codec."""
 GAIN = 0.02
-"""Codecs of all buckets are taken if they make the time for which computing waits shorter by more than this fraction of
-the step; the codec of one of n buckets if it saves an n-th part of this time."""
+"""The least saving for which codecs are used, as a fraction of the step: codecs of all buckets together must shorten
+the time that computing waits by more than this. Of n buckets, each must save an n-th part."""
 
 
 def codec_problems(layout: Layout) -> Iterator[Problem]:
-    """Codecs that cannot do what a layout asks of them, or that have nothing to code.
+    """Codecs that are not possible where the layout asks for them, or that would have nothing to encode.
 
     Raises:
         PlanError: a text names no codec.
@@ -54,7 +55,7 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
         problem = f"codec={layout.codec!r} with zero={layout.zero} and micro-batches: it would count each as a step"
         yield "layout", problem, "use zero=1, microbatches=1, or a codec without momentum and warm-up"
     if layout.codec == FACTORS and layout.microbatches > 1:
-        # A rank's samples are cut into micro-batches: the rows of one micro-batch are no neighbours in the batch.
+        # A rank's samples are cut into micro-batches, so the rows of a micro-batch are not neighbours in the batch.
         problem = (
             f"codec='factors' with {layout.microbatches} micro-batches: a rank gathers the rows of the whole batch"
         )
@@ -66,8 +67,8 @@ def codec_problems(layout: Layout) -> Iterator[Problem]:
 
 
 def undecided(plan: Plan, cluster: Cluster | None) -> Plan:
-    """The plan, with a note if its layout asks for a choice of codecs that cannot be made: without a cluster, or for
-    stages that are planned one by one."""
+    """Add a note to the plan if its layout asks for a choice of codecs that cannot be made: without a cluster, or for
+    stages that are planned separately."""
     if plan.layout.codec != AUTO:
         return plan
     reason = "without a cluster, nobody knows what gradients and codecs would take"
@@ -77,7 +78,7 @@ def undecided(plan: Plan, cluster: Cluster | None) -> Plan:
 
 
 class BucketCodecs:
-    """Codes the buckets of a plan. ``item_bytes`` is the size of an element of gradients."""
+    """Gives codecs to the buckets of a plan. ``item_bytes`` is the size of an element of gradients."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster | None, item_bytes: int = 4) -> None:
         self._mesh, self._item_bytes = mesh, item_bytes
@@ -91,12 +92,12 @@ class BucketCodecs:
         return msgspec.structs.replace(plan, buckets=tuple(buckets), gathers=tuple(gathers))
 
     def gathered(self, bucket: Bucket, text: str) -> Bucket:
-        """A bucket of parameters with a codec; empty: none."""
+        """A bucket of parameters with the codec ``text``; empty: no codec."""
         return self._coded(bucket, bucket.axis, text, "all_gather") if text else bucket
 
     def reduced(self, bucket: Bucket, text: str, *, cut: bool) -> Bucket:
-        """A bucket of gradients with a codec; empty: none. ``cut``: the gradients are reduce-scattered over
-        ``Bucket.axis``."""
+        """A bucket of gradients with the codec ``text``; empty: no codec. ``cut``: the gradients are reduce-scattered
+        over ``Bucket.axis``."""
         axis = coded_axis(bucket) if text not in ("", FACTORS) else ""
         if not axis:
             return bucket
@@ -107,28 +108,28 @@ class BucketCodecs:
         return msgspec.structs.replace(bucket, codings=(*bucket.codings, coding))
 
     def algorithm(self, text: str, axis: str, operation: CollectiveKind, num_bytes: int) -> str:
-        """The algorithm that carries coded elements in the least time."""
+        """The algorithm that carries the coded elements in the least time."""
         if self._network is None:
             return next(algorithms(codec_of(text), operation, self._mesh.size(axis)))
         group = axis_group(self._mesh, axis)
         return fastest(self._network, text, operation, num_bytes, group, self._item_bytes).algorithm
 
     def seconds(self, coding: Coding, operation: CollectiveKind, num_bytes: float) -> float:
-        """Seconds of a coded collective."""
+        """The seconds that a coded collective takes."""
         assert self._network is not None
         elements = elements_of(coding.codec, coding.algorithm, num_bytes, self._item_bytes)
         return coded_s(self._network, operation, num_bytes, axis_group(self._mesh, coding.axis), elements)
 
 
 def coded_axis(bucket: Bucket) -> str:
-    """The axis of a bucket over which its elements are coded: the outermost data-parallel axis, whose links are the
-    slowest. Empty if the bucket crosses no such axis."""
+    """The axis over which the elements of a bucket are coded: its outermost data-parallel axis, whose links are the
+    slowest. Empty if the bucket has no such axis."""
     axes = [axis for axis in (bucket.axis, *bucket.across) if not {*members(axis)}.isdisjoint(DATA_AXES)]
     return next((axis for axis in axes if "dp" in members(axis)), next(iter(axes), ""))
 
 
 def follow_codings(plan: Plan, base: Plan) -> Plan:
-    """The plan with the codings of the buckets in ``base`` that hold the same parameters."""
+    """The plan with the codings in ``base``, for buckets that hold the same parameters."""
     return msgspec.structs.replace(
         plan, buckets=_follow(plan.buckets, base.buckets), gathers=_follow(plan.gathers, base.gathers)
     )
@@ -140,9 +141,9 @@ def _follow(buckets: Sequence[Bucket], base: Sequence[Bucket]) -> tuple[Bucket, 
 
 
 def candidates(layout: Layout, buckets: Sequence[Bucket], mesh: Mesh, cluster: Cluster) -> tuple[str, ...]:
-    """The codecs of gradients to compare; the empty text is none. A layout without codecs allows ``lossless``, whose
-    time must be measured. Between ranks that share memory, there is no codec: encoding reads all elements, and so takes
-    as long as sending them."""
+    """The codecs to compare for gradients; the empty text stands for no codec. If the layout names no codec,
+    ``lossless`` is a candidate, provided that its time was measured. Between ranks that share memory, codecs are not
+    considered: encoding reads all elements, which takes as long as sending them."""
     if layout.codec not in ("", AUTO):
         return ("" if layout.codec == NONE else layout.codec,)
     axes = {axis for bucket in buckets if (axis := coded_axis(bucket))}
@@ -152,6 +153,7 @@ def candidates(layout: Layout, buckets: Sequence[Bucket], mesh: Mesh, cluster: C
 
 
 def exact_codecs(cluster: Cluster) -> tuple[str, ...]:
-    """``lossless``, if ranks are CPUs and a calibration has measured it: they have the library that compresses."""
+    """``lossless`` if the ranks are CPUs and a calibration has measured it, because such machines have the compression
+    library."""
     measured = cluster.device.kind == "cpu" and any(row.codec == LOSSLESS for row in cluster.codecs)
     return (LOSSLESS,) if measured else ()

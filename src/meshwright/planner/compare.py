@@ -25,13 +25,14 @@ from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.reasons import alternative, needs_memory
 from meshwright.planner.remedy import Change
 from meshwright.schedules.pipeline import schedule_of
 
 MOST_CHANGES = 5
-"""Largest number of changes that are named for a layout that does not fit."""
+"""The largest number of changes that are suggested for a layout that does not fit."""
 _IMPOSSIBLE = (*REFUSALS, ClusterError)
 """Errors of a layout that the model, the schedule or the number of devices does not allow."""
 
@@ -47,8 +48,8 @@ def why_not(
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
 ) -> Alternative:
-    """Why ``layout`` was not chosen instead of the plan ``best``: it is not possible, needs too much memory, or is
-    slower. Both are planned, lowered and simulated for the whole model, with the same number of ranks."""
+    """The reason why ``layout`` was not chosen instead of the plan ``best``: it is impossible, needs too much memory,
+    or is slower. Both layouts are planned, lowered and simulated for the whole model, with the same number of ranks."""
     try:
         resolved = layout.resolved(best.mesh.world_size)
         if best.layout.codec == AUTO and not layout.codec:
@@ -70,7 +71,7 @@ def why_not(
 
 
 def _room_bytes(cluster: Cluster, layout: Layout) -> float:
-    """The bytes that the live tensors of a rank of the layout may take."""
+    """The memory, in bytes, for live tensors on a rank of the layout."""
     return room_of(cluster, range(layout.num_ranks), num_peers(layout.mesh().sizes, box_of(cluster)))
 
 
@@ -90,8 +91,8 @@ def _option_of(plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerC
 class SearchCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a search that may divide only operators (``intra``), only make stages (``inter``), or do both.
 
-    Seconds and bytes are those of the busiest rank in a step. ``waiting_s`` is the time in which it neither computes
-    nor communicates. ``problem`` says why there is no plan; the other fields are then 0."""
+    Seconds and bytes are per step, on the busiest rank. ``waiting_s`` is the time in which this rank neither computes
+    nor communicates. ``problem`` says why no plan exists; the other fields are then 0."""
 
     only: Only
     layout: str = ""
@@ -105,7 +106,7 @@ class SearchCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchComparison(msgspec.Struct, frozen=True):
-    """The plans of several searches of one model."""
+    """The plans of several searches for one model."""
 
     searches: tuple[SearchCosts, ...]
 
@@ -113,7 +114,7 @@ class SearchComparison(msgspec.Struct, frozen=True):
 def search_costs(
     only: Only, plan: Plan, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool
 ) -> SearchCosts:
-    """The costs of a plan that a search with ``only`` found."""
+    """The costs of the plan that a search with ``only`` found."""
     option = _option_of(plan, cluster, lower, optimizer, clips)
     predicted = option.predicted
     return SearchCosts(
@@ -129,7 +130,7 @@ def search_costs(
 
 
 def _communicated_bytes(work: StepWork, schedule: Schedule) -> int:
-    """The bytes of the collectives and messages of the rank that has the most."""
+    """The largest number of bytes that any rank sends in collectives and messages."""
     every = []
     for actions in schedule.ranks:
         total = 0
@@ -160,9 +161,9 @@ def changes_that_fit(
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
 ) -> tuple[Change, ...]:
-    """Up to ``MOST_CHANGES`` changes of one thing that make ``layout`` fit in memory, the fastest first; empty if no
-    single change is enough. Prices of layers choose among the changes (decision 0040); those that are returned were
-    lowered and simulated for the whole model."""
+    """Up to ``MOST_CHANGES`` single changes that make ``layout`` fit in memory, the fastest first. Empty if no single
+    change is enough. Prices of layers select the changes (decision 0040). The returned layouts were lowered and
+    simulated for the whole model."""
     limit = memory_bytes or _room_bytes(cluster, layout)
     chain, lower = chain_of(graph, cluster, layout.num_ranks), lowering(graph)
     prices = LayerPrices(chain, cluster, lowering(chain.graph), optimizer, clips, layout.num_ranks)
@@ -191,7 +192,8 @@ def _estimated(pipelines: Pipelines, layout: Layout) -> Option:
 
 
 def _single_changes(layout: Layout, batch_size: int, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
-    """Yield all changes of one thing that may save memory, as a user would write them, with the layout that results."""
+    """Yield all single changes that may save memory, in the form in which a user would write them, each with the
+    resulting layout."""
     sizes = [layout.of_stage(index).dp for index in range(layout.pp)] if layout.stage_sizes else [layout.data_ranks]
     shares = math.lcm(*sizes)
     wanted: list[dict[str, object]] = [

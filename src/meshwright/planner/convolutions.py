@@ -1,10 +1,10 @@
-"""Choose the algorithms of convolutions and the micro-batches of their samples, within a limit of workspace.
+"""Choose the algorithms of convolutions, and how many samples they compute at a time, within a limit on workspace.
 
-Every convolution of a rank has choices: each algorithm that serves it (``ir/convolution.py``) on 1, 2, 4, ... samples
-and on all, with seconds and workspace. ``planner/workspace.py`` divides the samples among them. The seconds are those
-of a measured table, or else follow from FLOPs and bytes. PyTorch's own algorithm on all samples at once stays wherever
-it fits, unless a measured time is shorter by more than the noise of the measurement. (With a budget for all operators
-together, the times alone decide.)
+Every convolution of a rank has choices: each algorithm that supports it (``ir/convolution.py``), on 1, 2, 4, ...
+samples and on all samples. A choice has a time in seconds, and a workspace. ``planner/workspace.py`` divides the
+samples among the choices. The times come from a table of measurements; without a table, they follow from FLOPs and
+bytes. PyTorch's own algorithm on all samples at once is kept if it fits, unless a measured time is shorter by more than
+the noise of the measurement. (If all operators share a budget, the times alone decide.)
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,7 +54,7 @@ class Choices(NamedTuple):
         return bool(self.deviations)
 
     def gain(self, pieces: Iterable[Choice]) -> float:
-        """The fraction by which these pieces must be faster than ``native`` to take its place."""
+        """The fraction by which ``pieces`` must be faster than ``native`` to replace it."""
         if not self.measured:
             return 1.0
         noise = max(self.deviations[piece] for piece in pieces)
@@ -63,9 +63,9 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a plan computes its convolutions. ``interiors`` are the starred names of convolutions that compute their
-    interior rows first. ``texts`` maps a convolution to its algorithm, unless PyTorch's own algorithm runs. ``notes``
-    are for ``Plan.explain``."""
+    """The decisions of a plan about its convolutions. ``interiors`` are the starred names of convolutions that compute
+    their interior rows first. ``texts`` maps a convolution to its algorithm. Convolutions with PyTorch's own algorithm
+    are left out. ``notes`` are for ``Plan.explain``."""
 
     interiors: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -76,8 +76,9 @@ def choose_on_rank(
     graph: Graph, mesh: Mesh, axes: Mapping[str, int], strategies: Mapping[str, Strategy], cluster: Cluster | None,
     lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] | None = None,
 ) -> Chosen:  # fmt: skip
-    """How a rank computes its parts of convolutions under the strategies on ``axes``. Nothing is chosen if the cluster
-    or the lowering is not known. ``rank_of`` maps operators to pipeline ranks (default: all have one).
+    """Decide how a rank computes its parts of convolutions under the strategies on ``axes``. Nothing is decided if the
+    cluster or the lowering is unknown. ``rank_of`` maps operators to pipeline ranks (default: all operators are on one
+    rank).
 
     Raises:
         LayoutError: as ``choose``.
@@ -86,7 +87,7 @@ def choose_on_rank(
         return Chosen()
     known = {name: {a: c for a, c in strategy.items() if a != TIME} for name, strategy in strategies.items()}
     prices = Prices(graph, axes, ClusterCosts(mesh, axes, cluster), lower, layout.microbatches)
-    hides = cluster.device.kind != "cpu"  # CPU cores move the rows, too
+    hides = cluster.device.kind != "cpu"  # CPU cores also move the rows
     inside = interiors(graph, prices, known, hides)
 
     def program(operator: Operator) -> OperatorProgram:
@@ -97,14 +98,14 @@ def choose_on_rank(
 
 
 def sizes_of(program: OperatorProgram) -> ConvolutionSizes | None:
-    """The sizes of a convolution's part on a rank. Of several calls, as for the borders of a part, the largest counts.
-    None if the operator is no convolution."""
+    """The sizes of a convolution's part on a rank. If there are several calls, as for the borders of a part, the
+    largest call counts. None if the operator is not a convolution."""
     kernels = [kernel for node in program.nodes for kernel in node.kernels if kernel.convolution is not None]
     return max(kernels, key=lambda kernel: kernel.flops).convolution if kernels else None
 
 
 def choices_of(sizes: ConvolutionSizes, rates: Rates, times: AlgorithmTimes | None) -> Choices:
-    """The choices of a convolution on the device of ``rates``."""
+    """The choices for a convolution on the device of ``rates``."""
     timings = times.of(sizes) if times is not None else ()
     deviations: dict[Choice, float] = {}
     if timings:
@@ -133,13 +134,13 @@ def choose(
     operators: Iterable[Operator], program: Callable[[Operator], OperatorProgram], layout: Layout, rates: Rates,
     times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] = MappingProxyType({}),
 ) -> Chosen:  # fmt: skip
-    """The algorithms of the convolutions among the operators. ``program`` is an operator's program on a rank. Without a
-    limit in the layout, only measured times are a reason for another algorithm than PyTorch's own. A budget of the
-    network is that of each pipeline rank; ``rank_of`` maps operators to them.
+    """Choose the algorithms of all convolutions among the operators. ``program`` returns an operator's program on a
+    rank. If the layout has no limit, only measured times can justify an algorithm other than PyTorch's own. A budget
+    for the network holds for each pipeline rank; ``rank_of`` maps operators to pipeline ranks.
 
     Raises:
-        LayoutError: nothing fits within the limit; the error names the operator, and the smallest limit that fits. Or a
-            limit is given for a device other than a CPU: the workspace of its library is not known.
+        LayoutError: no choice fits within the limit (the error names the operator and the smallest sufficient limit);
+            or a limit is given for a device other than a CPU, where the library's workspace is unknown.
     """
     limit = layout.workspace_bytes
     if limit and rates.device.kind != "cpu":
@@ -192,7 +193,7 @@ def _text(division: Division) -> str:
 
 
 def _notes(taken: Mapping[str, Division], every: Mapping[str, Choices], shown: set[str]) -> tuple[Note, ...]:
-    """A note for each convolution: its algorithms and micro-batches, their workspace and seconds."""
+    """A note for each convolution: its algorithms and their numbers of samples, workspace and seconds."""
     lines = {}
     for name, division in taken.items():
         if name not in shown:

@@ -1,4 +1,5 @@
-"""Choose where to cut a graph into stages of similar work: where few bytes are live, preferably between blocks.
+"""Choose where to cut a graph into stages of similar work. Good cuts are where few bytes are live, preferably between
+blocks.
 
 The live bytes of a cut are the bytes of the tensors that are made before the cut and read after it.
 """
@@ -175,7 +176,7 @@ def live_bytes(graph: Graph, forward: Sequence[Operator]) -> list[float]:
 
 def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
     """For every buffer that a step updates, the positions of the first and the last forward operator that read the
-    buffer or make its new value."""
+    buffer or compute its new value."""
     consumers, producers = graph.consumers(), graph.producers()
     spans = []
     for buffer, update in graph.buffer_updates.items():
@@ -188,14 +189,14 @@ def _buffer_spans(graph: Graph, place: dict[str, int]) -> list[tuple[int, int]]:
 
 
 def _block(operator: Operator) -> str:
-    """The repeated block that contains an operator, or else its outermost module. Where blocks lie in blocks, as in the
+    """The repeated block that contains an operator, or else its outermost module. If blocks contain blocks, as in the
     groups of a ResNet, it is the inner block."""
     return block_of(operator, 2) or block_of(operator) or operator.module.partition(".")[0]
 
 
 def between_sizes(graph: Graph, layout: Layout, firsts: tuple[str, ...]) -> frozenset[str]:
-    """Parameters that stages of different dp or tp sizes share. No split fits all these stages, so the parameters are
-    stored whole. ``firsts`` are the first operators of all stages except the first stage."""
+    """Parameters that are shared by stages with different sizes of dp or tp. No split fits all these stages, so the
+    parameters are stored whole. ``firsts`` are the first operators of all stages except the first stage."""
     divided = cut(graph, firsts)
     sizes = [(stage.dp, stage.feature_ranks) for stage in map(layout.of_stage, range(layout.pp))]
     shared = {

@@ -1,4 +1,5 @@
-"""Name what limits the data parallelism of a captured model on some ranks: batch, memory of one sample, or time."""
+"""Find what limits the data parallelism of a captured model on some ranks: the batch, the memory of one sample, or
+time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,16 +20,17 @@ from meshwright.planner.candidates import divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 
 LimitKind = Literal["batch", "memory", "communication", "computing", "none"]
 
 
 class DataLimit(msgspec.Struct, frozen=True):
-    """A limit of data parallelism, and how it shows. ``batch``: the batch does not divide over the ranks. ``memory``:
-    the model and one sample at a time need more memory than a rank has. ``communication``: sums of gradients and ZeRO's
-    gathers make a step slower than that of another layout. ``computing``: with so few samples on a rank, or with
-    recomputation, kernels take longer than those of another layout. ``none``: dp alone takes as long as the plan."""
+    """A limit of data parallelism, and its reason. ``batch``: the batch does not divide over the ranks. ``memory``: the
+    model and one sample at a time need more memory than a rank has. ``communication``: sums of gradients and ZeRO's
+    gathers make a step slower than that of another layout. ``computing``: with few samples per rank, or with
+    recomputation, kernels take longer than in another layout. ``none``: dp alone is as fast as the plan."""
 
     kind: LimitKind
     text: str
@@ -44,9 +46,10 @@ def data_limits(
     optimizer: OptimizerCost = ADAMW,
     clips: bool = False,
 ) -> tuple[DataLimit, ...]:
-    """What keeps the ranks of ``plan``, which a search found, from being data-parallel alone. Empty if they are. The
-    search's prices of layers decide, for layouts with dp only and as much ZeRO and recomputation as memory demands. How
-    large a batch may be until it trains less per sample (a statistical limit) does not follow from a graph."""
+    """The reasons why the ranks of ``plan``, which a search found, are not all data-parallel. Empty if they are all
+    data-parallel. The reasons follow from the search's prices of layers, for layouts with dp only and with as much ZeRO
+    and recomputation as memory requires. The statistical limit (the batch size beyond which a sample improves the model
+    less) does not follow from a graph, and is not considered."""
     ranks, batch = plan.mesh.world_size, graph.batch_size
     if plan.layout.dp == ranks and not plan.layout.stage_sizes:
         return ()
@@ -86,8 +89,8 @@ class _DataParallel:
     batch: int
 
     def smallest(self) -> Option | None:
-        """The option that needs the least memory: one sample at a time where the model allows micro-batches, all else
-        recomputed and divided by ZeRO. None if the model allows no such layout."""
+        """The option that needs the least memory: micro-batches of one sample where the model allows it, with full
+        recomputation and ZeRO. None if the model allows no such layout."""
         for microbatches in dict.fromkeys((self.batch // self.dp, 1)):
             with suppress(*REFUSALS):
                 layout = Layout(dp=self.dp, microbatches=microbatches, zero=3 if self.dp > 1 else 0)
@@ -99,8 +102,8 @@ class _DataParallel:
         return min(self._fitting(), key=lambda option: option.step_s, default=None)
 
     def _fitting(self) -> Iterator[Option]:
-        """For each ZeRO stage, the option with the fewest micro-batches that fits. Those that would not fit even if
-        ZeRO took no time are not priced."""
+        """For each ZeRO stage, yield the option with the fewest micro-batches that fits. Options that would not fit
+        even with ideal ZeRO are skipped."""
         for zero in ZERO_STAGES if self.dp > 1 else ZERO_STAGES[:1]:
             for microbatches in divisors(self.batch // self.dp):
                 with suppress(*REFUSALS):

@@ -1,4 +1,4 @@
-"""Derive further parts of a plan from its strategies: unreduced Partials, parameter storage, recomputation."""
+"""Derive other parts of a plan from its strategies: unreduced Partials, the storage of parameters, recomputation."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -40,10 +40,10 @@ def pass_partials(
     """Let Partials pass unreduced through linear operators where that costs no more than reducing the Partials first.
 
     The function changes ``strategies`` and returns the placements of all outputs. A tensor from another stage can be a
-    Partial only over ``TIME``, the axis of micro-batches. On the axes in ``settled``, the strategies already say which
-    operators let Partials pass. There the function only withdraws this from operators whose inputs are no Partials, or
-    come from another stage. ``otherwise`` maps an operator to the strategy that the operator gets on axes on which no
-    Partial passes through it.
+    Partial only over ``TIME``, the axis of micro-batches. On the axes in ``settled``, the strategies already decide
+    which operators let Partials pass. On these axes, the function only revokes this for operators whose inputs are not
+    Partial, or come from another stage. ``otherwise`` maps an operator to its strategy on axes on which no Partial
+    passes through it.
     """
     settled, consumers, producers = list(settled), graph.consumers(), graph.producers()
     placements: dict[str, Placements] = {}
@@ -89,7 +89,7 @@ def _linear_group(
     if len(groups) != 1 or 0 in groups:
         return 0
     group = groups.pop()
-    if axis == TIME:  # nothing is reduced over time; division turns a whole operand into a term
+    if axis == TIME:  # nothing is reduced over time; a division turns a whole operand into a term
         return group
     if any(operand.linear == group and not term for operand, term in zip(rule.parsed.inputs, partial, strict=True)):
         return 0
@@ -102,7 +102,7 @@ def take_own_samples(graph: Graph, strategies: dict[str, Strategy], sizes: Mappi
     """Let batch norms take the statistics of each rank's own samples.
 
     Raises:
-        PlanError: an operator cannot do this.
+        PlanError: an operator does not support this.
     """
     for operator in graph.operators:
         strategies[operator.name] = owned(operator, strategies[operator.name])
@@ -113,8 +113,8 @@ def take_own_samples(graph: Graph, strategies: dict[str, Strategy], sizes: Mappi
 def parameter_storage(
     graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, Placement]]:
-    """The placements in which every parameter is stored: the placements that its forward operators want. If one
-    operator wants the parameter split and another wants it whole, the parameter is stored split."""
+    """The placements in which every parameter is stored: the placements that its forward operators need. If one
+    operator needs the parameter split and another needs it whole, it is stored split."""
     consumers = graph.consumers()
     storage: dict[str, dict[str, Placement]] = {}
     for name in graph.parameters:
@@ -134,8 +134,8 @@ def zero_storage(
     graph: Graph, storage: dict[str, dict[str, Placement]], axis: str, stage: int, whole: Collection[str] = ()
 ) -> dict[str, dict[str, Placement]]:
     """Parameter storage under ZeRO stage ``stage``: a parameter that is not split over ``axis`` becomes Flat over this
-    axis. Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat. Parameters that
-    must not be split (``whole``) stay as they are."""
+    axis. Untrained parameters have no gradient and no optimizer state, so only stage 3 makes them Flat. Parameters in
+    ``whole``, which must not be split, are unchanged."""
     kept = {*storage} - (_trained(graph) if stage < 3 else {*storage}) | {*whole}
     return {
         name: placements if axis in placements or name in kept else {**placements, axis: Flat()}
@@ -146,11 +146,11 @@ def zero_storage(
 def in_parts(
     graph: Graph, zero: Mapping[str, int], storage: Mapping[str, Placements], base: Stage | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The Flat parameters of a stage whose gradients are reduced in every micro-batch, then those gathered for every
-    use.
+    """Two lists of Flat parameters of a stage: those whose gradients are reduced in every micro-batch, and those that
+    are gathered for every use.
 
     ``storage`` has the parameters of the stage. If ``base`` (the stage of an existing plan) is given, both lists are
-    the same as in ``base``. Otherwise ``zero``, the ZeRO stage of each parameter, decides.
+    taken from it. Otherwise ``zero``, the ZeRO stage of each parameter, decides.
     """
     flat = [name for name, placements in storage.items() if flat_axis(placements)]
     if base is not None:
@@ -176,7 +176,7 @@ def recomputing(plan: Plan, graph: Graph, kind: Recompute) -> Plan:
 
 
 def stage_operators(graph: Graph, divided: Cut, stage: int) -> list[Operator]:
-    """The operators of a stage, and those that run in every stage."""
+    """The operators of a stage, and the operators that run in every stage."""
     return [operator for operator in graph.operators if divided.stage_of.get(operator.name, stage) == stage]
 
 
@@ -192,7 +192,8 @@ def recomputed(operators: Iterable[Operator], divided: Cut, kind: str) -> tuple[
 
 
 def grouped(strategies: dict[str, Value]) -> dict[str, Value]:
-    """Group strategies, or algorithms, by starred name if all repetitions of an operator agree, else by name.
+    """Group strategies, or algorithms, by starred name if all repetitions of an operator have the same value, else by
+    name.
 
     A starred name has ``*`` in place of block indices, such as ``h.*.mlp:mm#0``. Operators that are replicated in all
     repetitions are left out.
@@ -211,6 +212,6 @@ def grouped(strategies: dict[str, Value]) -> dict[str, Value]:
 
 
 def algorithms(operators: Iterable[Operator], chosen: Mapping[str, str], base: Stage | None) -> dict[str, str]:
-    """The algorithms of a stage's operators: ``chosen``, or those of ``base``, the stage of another plan."""
+    """The algorithms of a stage's operators: ``chosen``, or the algorithms in ``base`` (the stage of another plan)."""
     texts = {op.name: chosen.get(op.name, "") if base is None else base.operator_algorithm(op.name) for op in operators}
     return {name: text for name, text in grouped(texts).items() if text}

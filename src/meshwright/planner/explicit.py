@@ -54,19 +54,18 @@ class Ask:
     ``explains``: note what other strategies would cost. ``memory_bytes``: the memory limit of a rank that the integer
     program must respect. ``whole``: parameters that must not be split. ``by_rule``: split ``tp`` by the explicit rule
     of Megatron-LM (``tensor_rule``) instead of by the integer program, for comparisons. ``fits_buckets``: choose bucket
-    sizes by their cost, instead of ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket sizes are
-    chosen (default: the device's memory). ``known`` caches the solutions of the integer program; ``learned`` has
-    solutions of other processes, which cannot be explained. ``firsts``: the first operators of all stages except the
-    first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of recomputation of each stage, if
-    stages differ. ``alike`` gives the layout whose strategies a layout takes (None:
-    each layout has its own). ``costs``: the cost model of the integer program (None: the cluster's).
-    ``parameter_bytes``: the limit of the parameters that a rank stores between steps; the integer program respects it.
-    ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``. ``times``: measured
-    times of the algorithms of convolutions.
+    sizes by their cost, instead of using ``BUCKET_BYTES``. ``room_bytes``: the memory limit of a rank while bucket
+    sizes are chosen (default: the device's memory). ``known`` caches solutions of the integer program. ``learned`` has
+    solutions that other processes found; these cannot be explained. ``firsts``: the first operators of all stages
+    except the first stage (None: ``choose_cut`` chooses the cut). ``recompute``: the kind of recomputation of each
+    stage, if stages differ. ``alike`` maps a layout to the layout whose strategies it uses (None: each layout has its
+    own strategies). ``costs``: the cost model of the integer program (None: the model of the cluster).
+    ``parameter_bytes``: the limit on the parameters that a rank stores between steps, which the integer program must
+    respect. ``factors``: ranks gather the factors of dense layers' gradients, as with ``codec="factors"``. ``times``:
+    measured times of the algorithms of convolutions.
 
-    ``lower`` makes programs. From the costs of these programs, the planner chooses the strategies for ``tp``, mixed
-    axes and pins, the bucket sizes, and the convolutions that compute their interior rows first
-    (``planner.interiors``).
+    ``lower`` makes programs. From the costs of programs, the planner chooses the strategies for ``tp``, mixed axes and
+    pins, the bucket sizes, and the convolutions that compute their interior rows first (``planner.interiors``).
     """
 
     explains: bool = True
@@ -119,7 +118,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
     """
     layout = plan.layout
     parts = layout.microbatches * math.lcm(layout.data_ranks, *(axes.get("dp", 1) for axes in layout.stage_sizes))
-    if not graph.gradients and graph.batch_size % parts:  # an evaluation of a ragged batch
+    if not graph.gradients and graph.batch_size % parts:  # an evaluation of an incomplete last batch
         layout = msgspec.structs.replace(layout, microbatches=1)
     return _planned(graph, layout, None, plan, Ask())
 
@@ -128,7 +127,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
     """The plan of a layout. If stages have different axis sizes, the plan is assembled from one plan per pipeline
     rank."""
     if not layout.stage_sizes:
-        if cluster is not None and not cluster.homogeneous:  # stages that are split alike are split for the slowest
+        if cluster is not None and not cluster.homogeneous:  # equal stages are split for the slowest device
             cluster = part_of(cluster, range(layout.num_ranks))
         planner = _Planner(graph, layout, cluster, base, ask)
         if base is not None or cluster is None or ask.lower is None or not ask.fits_buckets:
@@ -136,7 +135,7 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         other, room = _Planner(graph, layout, cluster, None, replace(ask, factors=True)), planner.room_bytes(cluster)
         return better_by_factors(planner.plan(), other.plan, graph, cluster, ask.lower, ask.optimizer, room)
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
-    ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each plan holds for part of the stages only
+    ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of these plans serves some stages only
     mesh, plans = layout.mesh(), []
     for index in range(layout.pp):
         part = stage_cluster(cluster, mesh, index) if cluster is not None else None
@@ -238,7 +237,7 @@ class _Planner:
         return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
 
     def room_bytes(self, cluster: Cluster) -> float:
-        """The bytes that the live tensors of a rank may take."""
+        """The memory, in bytes, for live tensors on a rank."""
         peers = num_peers(self.mesh.sizes, box_of(cluster))
         return self.ask.room_bytes or room_of(cluster, range(self.mesh.world_size), peers)
 
@@ -260,8 +259,8 @@ class _Planner:
 
     def _follow_rules(self) -> None:
         """Add the strategies that the explicit rule of each axis gives, unless a strategy is already decided. With a
-        ``base`` plan, an operator that an axis cannot split stays whole on that axis. Without a ``base`` plan, it is an
-        error if an axis cannot split the model."""
+        ``base`` plan, an operator that an axis cannot split stays whole on that axis. Without a ``base`` plan, an axis
+        that cannot split the model is an error."""
         required = self.base is None
         for axis in (*DATA_AXES, "ep"):
             if axis in self.sizes:

@@ -16,16 +16,17 @@ from meshwright.planner.codecs import AUTO, FACTORS, GAIN
 from meshwright.planner.foretell import foretell
 
 _TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.view.default", "aten._to_copy.default")
-"""Operators between the product of a dense layer's gradient and the gradient itself."""
+"""Operators between the matrix product of a dense layer's gradient and the gradient itself."""
 
 
 def better_by_factors(
     plan: Plan, gathering: Callable[[], Plan], graph: Graph, cluster: Cluster, lower: Lower, optimizer: OptimizerCost,
     room_bytes: float,
 ) -> Plan:  # fmt: skip
-    """``plan``, whose codecs the planner chose, or the plan that ``gathering`` makes: there, ranks gather the operands
-    of dense layers' weight gradients where that moves fewer bytes (``gather_factors``), and other gradients have
-    codecs. The second one is taken if it fits in ``room_bytes`` and its step is shorter by more than ``GAIN``."""
+    """Choose between two plans. In ``plan``, the planner has chosen codecs. In the plan that ``gathering`` makes, ranks
+    gather the operands of dense layers' weight gradients where that moves fewer bytes (``gather_factors``), and other
+    gradients have codecs. The second plan is taken if it fits in ``room_bytes`` and its step is shorter by more than
+    ``GAIN``."""
     layout, mesh = plan.layout, plan.mesh
     axes = [axis for axis in DATA_AXES if mesh.has(axis) and mesh.size(axis) > 1]
     shared = all(in_a_box(mesh, axis, cluster) for axis in axes)
@@ -45,9 +46,9 @@ def better_by_factors(
 
 
 def factored(graph: Graph, num_ranks: int) -> list[str]:
-    """The operators of dense layers' weight gradients whose operands have fewer bytes than their sums over ranks:
-    (P-1) B (n+m) elements received, against 2 (P-1)/P n m, for B rows on each of P ranks (Xie et al. 2016, Sufficient
-    Factor Broadcasting)."""
+    """The operators that compute dense layers' weight gradients and whose operands have fewer bytes than the sum over
+    ranks. A rank receives (P-1) B (n+m) elements of operands, against 2 (P-1)/P n m of a sum, for B rows on each of P
+    ranks (Xie et al. 2016, Sufficient Factor Broadcasting)."""
     producers, names = graph.producers(), []
     for entry in graph.gradients if num_ranks > 1 else ():
         operator = producers.get(entry.gradient or "")
@@ -63,8 +64,8 @@ def factored(graph: Graph, num_ranks: int) -> list[str]:
 
 
 def gather_factors(graph: Graph, strategies: dict[str, Strategy], sizes: Mapping[str, int]) -> None:
-    """Let ranks gather the operands of dense layers' weight gradients, instead of reducing the gradients, where that
-    moves fewer bytes (``factored``). The operator then runs with the whole batch on every rank."""
+    """Let ranks gather the operands of dense layers' weight gradients where that moves fewer bytes than reducing the
+    gradients (``factored``). The operator then runs with the whole batch on every rank."""
     axes = [axis for axis in DATA_AXES if axis in sizes]
     for name in factored(graph, prod(sizes[axis] for axis in axes)):
         for axis in axes:

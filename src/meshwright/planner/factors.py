@@ -97,11 +97,11 @@ def repeated_heads(graph: Graph) -> set[str]:
 
 
 def dividing_heads(sizes: list[int], axis: str, parts: int, module: str) -> int:
-    """The index in ``sizes`` of the head factor that an axis of ``parts`` ranks splits.
+    """The index in ``sizes`` of the head factor that an axis with ``parts`` ranks splits.
 
     If query heads share keys and values, ``sizes`` has the number of key and value heads, then the number of query
-    heads for each of them. The first factor that ``parts`` divides is taken. If there is none, the first factor with at
-    least one head for every rank is taken.
+    heads for each of them. The result is the first factor that ``parts`` divides; if there is none, the first factor
+    with at least one head per rank.
 
     Raises:
         LayoutError: every factor has fewer heads than the axis has ranks.

@@ -16,17 +16,22 @@ from meshwright.ir.program import Lower
 from meshwright.planner.codecs import AUTO
 from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.inter_op.pipelines import ALIKE, Option
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.kept_blocks import keep_what_fits
 from meshwright.planner.reasons import complexity, nothing_fits
 from meshwright.planner.time_limit import TimeLimit
 
 REFUSALS = (LayoutError, PlanError, ScheduleError)
-"""Errors that say that a layout is not possible for a model."""
+"""Errors that mean that a layout is impossible for a model."""
 SURE = 2
-"""Number of options that are simulated because they are the fastest so far."""
+"""The number of fastest options that are always simulated."""
+RECOMPUTING, NEARLY = 2, 1.1
+"""Number of options that recompute that are simulated in addition, if they take at most ``NEARLY`` times as long as the
+fastest by their estimates: how many blocks they can keep is only estimated."""
 FEW_OPERATORS = 5000
-"""Only models with up to so many operators: one more plan of a larger model takes about ten seconds."""
+"""Upper limit on a model's operators for an additional plan. For a larger model, another plan takes about ten
+seconds."""
 
 
 @dataclass
@@ -41,16 +46,16 @@ class WholeModel:
     clips: bool
     limit_bytes: float
     memory_bytes: float | None = None
-    """The memory limit of a rank that was asked for; None: each rank has the memory of its device."""
+    """The requested memory limit of a rank; None: the memory of its device."""
     codec: str = ""
-    """``Layout.codec`` of all plans. ``auto``: the best codecs of their gradients."""
+    """``Layout.codec`` of all plans. With ``auto``, they get the best codecs for their gradients."""
 
     def __post_init__(self) -> None:
         self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
 
     def planned(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
         """The plan of an option, and its simulated step. With ``explains``, the plan has the best bucket sizes, and
-        notes on the costs of other strategies. With codecs, it has the best bucket sizes in any case."""
+        notes on the costs of other strategies. With codecs, it always has the best bucket sizes."""
         ask = replace(
             self._ask, explains=explains, fits_buckets=explains or self.codec == AUTO, firsts=option.firsts,
             recompute=option.recompute, memory_bytes=option.memory_bytes,
@@ -64,7 +69,7 @@ class WholeModel:
         return plan, foretell(self.lower, plan, self.cluster, optimizer=self.optimizer, clips=self.clips)
 
     def keeping_what_fits(self, plan: Plan, foretold: Foretold, clock: TimeLimit) -> tuple[Plan, Foretold]:
-        """The plan with fewer blocks computed again, as far as memory and time allow; and its simulated step."""
+        """Return the plan with fewer recomputed blocks, as far as memory and time allow, and its simulated step."""
 
         def simulated(other: Plan) -> Foretold:
             return foretell(self.lower, other, self.cluster, optimizer=self.optimizer, clips=self.clips)
@@ -72,10 +77,10 @@ class WholeModel:
         return keep_what_fits(plan, foretold, self.graph, self.memory_bytes, simulated, lambda: clock.over)
 
     def fitting_or_error(self, options: Sequence[Option], refused: list[str]) -> list[Option]:
-        """The options that fit although their estimates do not.
+        """The options that fit although their estimates do not fit.
 
         Raises:
-            LayoutError: none fits; the message names the smallest option.
+            LayoutError: no option fits; the message names the option that needs the least memory.
         """
         real = []
         for option in options:
@@ -93,29 +98,33 @@ class WholeModel:
 
 @dataclass
 class Finalists:
-    """The options that fit by their estimates, the fastest first. ``step_s`` maps the name of an option to its estimate
-    and, once it is simulated, to the simulated seconds (infinite if it does not fit after all). The first ``at_least``
-    options are simulated in any case, others only if those are slower than estimated.
+    """Simulates the options that fit by their estimates, the fastest first, and chooses the best. ``step_s`` maps the
+    name of an option to its estimate and, once it is simulated, to the simulated seconds (infinite if it does not fit
+    after all). The first ``at_least`` options are always simulated. Others are simulated only if these turn out slower
+    than estimated.
 
-    If the model has few operators, the fastest is simulated, too, before a simpler option is taken in its place: what
-    the two take as whole models decides whether they are equally fast.
+    If the model has few operators, the fastest option is also simulated before a simpler option replaces it. The times
+    of the whole model then decide whether both are equally fast.
 
-    If the best option is without ZeRO, and the same layout with ZeRO is among the options, both are compared with the
-    best bucket sizes, on which ZeRO depends most."""
+    Stages that recompute keep as many blocks as fit, if ``keeps``.
+
+    If the best option has no ZeRO, and an option with the same layout and ZeRO exists, both are compared with the best
+    bucket sizes, because ZeRO depends most on them."""
 
     model: WholeModel
     options: Sequence[Option]
     at_least: int
     clock: TimeLimit
     refused: list[str]
+    keeps: bool
     step_s: dict[str, float] = field(default_factory=dict)
     real: dict[str, tuple[Plan, Foretold]] = field(default_factory=dict)
     stopped: bool = False
-    """Whether the time was over before all were simulated that could be the best."""
+    """Whether the time limit ended the search before all options that could be the best were simulated."""
 
     def _in_any_case(self) -> list[Option]:
-        """The options that are simulated in any case. Grids take the place of no other option: if the first option is a
-        grid, the first option without a grid is simulated, too."""
+        """The options that are always simulated. Grids do not count: if the first option is a grid, the first option
+        without a grid is simulated too."""
         grids = [option for option in self.options if isinstance(option.layout.tp, tuple)]
         others = [option for option in self.options if isinstance(option.layout.tp, int)]
         most = self.at_least or int(bool(grids) and self.options[0] is grids[0])
@@ -123,22 +132,28 @@ class Finalists:
         return [option for option in self.options if option.name in chosen]
 
     def best(self) -> tuple[Option, Plan, Foretold]:
-        """The simplest of the options within ``ALIKE`` of the fastest, with its plan and simulated step.
+        """The simplest option within ``ALIKE`` of the fastest, with its plan and simulated step.
 
         Raises:
             LayoutError: no option fits.
         """
-        self.step_s |= {option.name: option.step_s for option in self.options}
+        self.step_s |= {option.name: option.likely_s for option in self.options}
         for option in self._in_any_case():
             if self._any_fits and self.clock.over:
                 self.stopped = True
                 break
             self._simulate(option)
-        for _ in range(SURE if len(self.model.graph.operators) <= FEW_OPERATORS else 0):
-            fastest = min(self.options, key=lambda option: self.step_s[option.name])
-            if fastest.name in self.real or (self._any_fits and self.clock.over):
-                break
-            self._simulate(fastest)
+        if len(self.model.graph.operators) <= FEW_OPERATORS:
+            for _ in range(SURE):
+                fastest = min(self.options, key=lambda option: self.step_s[option.name])
+                if fastest.name in self.real or (self._any_fits and self.clock.over):
+                    break
+                self._simulate(fastest)
+            near = NEARLY * min(option.likely_s for option in self.options)
+            recomputing = [option for option in self.options if option.gain and option.likely_s <= near]
+            for option in recomputing[:RECOMPUTING]:
+                if option.name not in self.real and not self.clock.over:
+                    self._simulate(option)
         while True:
             best = self._simplest(self.options)
             if best.name in self.real:
@@ -149,8 +164,8 @@ class Finalists:
                 break
             self._simulate(best)
         plan, foretold = self.real[best.name]
-        if self.at_least:  # without explanations so far
-            plan, foretold = self.model.planned(best, explains=True)
+        if self.at_least:  # plans have had no explanations so far
+            plan, foretold = self._planned(best, explains=True)
             self.step_s[best.name] = foretold.played.step_s
         other = self._with_zero(best.layout)
         self.stopped |= other is not None and self.clock.over
@@ -161,7 +176,7 @@ class Finalists:
         return best, plan, foretold
 
     def _with_zero(self, layout: Layout) -> Option | None:
-        """The fastest option that is ``layout`` with ZeRO stage 1 or 2."""
+        """The fastest option that has ``layout`` plus ZeRO stage 1 or 2."""
         for option in self.options if not layout.zero else ():
             if option.layout.zero in (1, 2) and msgspec.structs.replace(option.layout, zero=0) == layout:
                 return option
@@ -184,7 +199,7 @@ class Finalists:
     def _simulate(self, option: Option, *, explains: bool = False) -> None:
         self.clock.say(f"simulating {option.name}")
         try:
-            self.real[option.name] = self.model.planned(option, explains=explains or not self.at_least)
+            self.real[option.name] = self._planned(option, explains=explains or not self.at_least)
         except REFUSALS as error:
             self.refused.append(f"{option.name}: {error.problem}")
             self.step_s[option.name] = math.inf
@@ -192,6 +207,11 @@ class Finalists:
         foretold = self.real[option.name][1]
         fits = foretold.fits(self.model.memory_bytes)
         self.step_s[option.name] = foretold.played.step_s if fits else math.inf
+
+    def _planned(self, option: Option, *, explains: bool) -> tuple[Plan, Foretold]:
+        plan, foretold = self.model.planned(option, explains=explains)
+        fits = self.keeps and foretold.fits(self.model.memory_bytes)
+        return self.model.keeping_what_fits(plan, foretold, self.clock) if fits else (plan, foretold)
 
     def _error(self) -> LayoutError:
         model = self.model

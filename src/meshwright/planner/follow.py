@@ -1,4 +1,4 @@
-"""Follow an existing plan for another batch size or an evaluation: operators keep the strategies of the plan."""
+"""Adapt an existing plan to another batch size or an evaluation: operators keep the strategies of the plan."""
 
 from meshwright.ir.graph import Graph
 from meshwright.ir.placement import Shard
@@ -19,8 +19,8 @@ def inherit(factors: Factors, base: Plan, firsts: tuple[str, ...]) -> None:
 
 
 def follow_storage(factors: Factors, base: Plan, axis: str) -> None:
-    """Give operators without a factor on ``axis`` a factor over which one of their inputs is split. The splits of the
-    parameters are those of their storage in ``base``."""
+    """For operators without a factor on ``axis``: choose a factor over which an input is already split. The splits of
+    the parameters are those of their storage in ``base``."""
     graph, placed = factors.graph, dict[str, str | None]()
     for name in graph.parameters:
         shard = base.storage(name).get(axis)

@@ -23,9 +23,9 @@ from meshwright.simulate.played import Played
 
 class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted step of a plan. ``digest`` identifies the plan. ``memory`` has one entry for each pipeline rank.
-    ``host_share`` is the part of the step for which the device of the rank that waits longest waits for its host.
-    ``device_bytes`` has the memory of the smallest device of each pipeline rank, ``room_bytes`` the part of it that
-    live tensors may take (``cost.occupancy.room_of``). ``spread`` says how uncertain the step is."""
+    ``host_share`` is the fraction of the step in which the device waits for its host, on the rank with the longest such
+    wait. ``device_bytes`` has the memory of the smallest device of each pipeline rank. ``room_bytes`` is the part of it
+    that live tensors may use (``cost.occupancy.room_of``). ``spread`` describes the uncertainty of the step's time."""
 
     digest: str
     work: StepWork
@@ -42,14 +42,15 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.memory, key=lambda memory: memory.peak_bytes)
 
     def fullest(self, memory_bytes: float | None = None) -> tuple[RankMemory, float]:
-        """The memory of the rank that uses the largest part of its limit, and this limit: ``memory_bytes``, or else the
-        memory of its device."""
+        """The memory of the rank that uses the largest part of its limit, and this limit: ``memory_bytes`` if given,
+        else the memory of its device."""
         limits = [memory_bytes or own for own in self.device_bytes]
         pairs = zip(self.memory, limits, strict=True)
         return max(pairs, key=lambda pair: pair[0].peak_bytes / pair[1])
 
     def fits(self, memory_bytes: float | None = None) -> bool:
-        """Whether every rank stays within ``memory_bytes``, or else within the room of its device."""
+        """Whether every rank stays within ``memory_bytes``. Without this limit, each rank must stay within the room of
+        its device."""
         pairs = zip(self.memory, self.room_bytes, strict=True)
         return all(memory.peak_bytes <= (memory_bytes or room) for memory, room in pairs)
 
@@ -60,7 +61,7 @@ class Foretold(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deviation(self) -> float:
         """The standard deviation of the logarithm of the step's time."""
-        one_of_each = self.played.trace(self.played.classes.first)  # ranks of a class have equal times
+        one_of_each = self.played.trace(self.played.classes.first)  # all ranks of a class have equal times
         return step_deviation(self.spread, exposed_share(summarize(one_of_each)), self.host_share)
 
     @property
@@ -82,17 +83,17 @@ def foretell(
     faults: Faults | None = None,
     work: StepWork | None = None,
 ) -> Foretold:
-    """Lower ``plan``, and simulate one training step of it on ``cluster``, with ``threads`` threads per device.
+    """Lower ``plan``, and simulate a training step on ``cluster``, with ``threads`` threads per device.
 
     ``work``: the work of the step, if it is already known from a plan that differs only in its schedule. ``plan`` is
-    then not lowered.
+    not lowered in this case.
 
     Raises:
         ClusterError: the cluster is too small.
     """
     done = work or step_work(lower(plan), plan, cluster, optimizer=optimizer, clips=clips, threads=threads)
     schedule = schedule_of(plan)
-    overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the computing cores also copy and add
+    overlap = contention or cluster.device.kind != "cpu"  # on CPUs, the cores that compute also copy and add
     played = play(schedule, done, plan.mesh, cluster, overlap=overlap, contention=contention, faults=faults)
     peers = num_peers(plan.mesh.sizes, box_of(cluster))
     ranks = [plan.mesh.stage_ranks(rank) for rank in range(plan.mesh.num_stages)]
@@ -109,7 +110,7 @@ def foretell(
 
 
 def _host_s(work: StepWork, schedule: Schedule, outside_s: float) -> float:
-    """Seconds for which the device of the rank that waits longest waits for its host."""
+    """The seconds in which the device waits for its host, on the rank with the longest such wait."""
     waits = []
     for actions in schedule.ranks:
         every = [work.stages[action.stage].pieces.get(action.kind.value, ()) for action in actions]

@@ -1,4 +1,4 @@
-"""Chooses the grids of tensor-parallel ranks that communicate least, for a model that is described by its sizes."""
+"""Choose the grids of tensor-parallel ranks that communicate least, for a model that is described by its sizes."""
 
 import math
 from collections.abc import Iterator
@@ -11,16 +11,18 @@ from meshwright.ir.transformer import Transformer
 from meshwright.planner.candidates import divisors
 
 MOST_GRIDS = 16
-"""A search estimates all setups of so many grids: the grids whose ranks wait least for communication."""
+"""The number of grids for which a search estimates all setups. These are the grids whose ranks wait least for
+communication."""
 ELEMENT_BYTES = 2
 STATE_BYTES = 16
-"""Bytes of a parameter that a rank holds in any case: with its gradient, a float32 copy and Adam's two moments."""
+"""Bytes per parameter that a rank holds in any case: the parameter, its gradient, a float32 copy, and Adam's two
+moments."""
 SEQUENCES = 32
-"""Largest number of sequences of a micro-batch with which grids are compared."""
+"""The largest number of sequences in a micro-batch when grids are compared."""
 
 
 class RankGrid(NamedTuple):
-    """Ranks that split input features (``x``), output features (``y``) and depth (``z``), and ``dp`` copies."""
+    """Ranks that split input features (``x``), output features (``y``) and depth (``z``), in ``dp`` copies."""
 
     x: int
     y: int
@@ -34,11 +36,11 @@ class RankGrid(NamedTuple):
 
 
 def promising_grids(model: Transformer, cluster: Cluster, global_batch: int, *, every: bool) -> list[RankGrid]:
-    """The ``MOST_GRIDS`` grids of all devices of ``cluster`` whose layers wait least for communication. ``every``: also
-    grids that a search knows by other names, tp in a box with ZeRO over all or none of the dp ranks.
+    """The ``MOST_GRIDS`` grids over all devices of ``cluster`` whose layers wait least for communication. ``every``:
+    include grids that a search also reaches in another form: tp in a box, with ZeRO over all or none of the dp ranks.
 
-    As in AxoNN, only the collectives of products decide. Those of the depth overlap products of other layers, in the
-    fraction of the time in which the software overlaps communication."""
+    As in AxoNN, only the collectives of products count. Collectives over the depth overlap with products of other
+    layers, for the fraction of time in which the software overlaps communication."""
     if model.experts:
         return []
     network, box = Network(cluster), cluster.levels[0].fan_out if cluster.levels else 1
@@ -61,7 +63,7 @@ def _grids(model: Transformer, devices: int, global_batch: int) -> Iterator[Rank
 
 
 def waiting_s(model: Transformer, cluster: Cluster, network: Network, grid: RankGrid, global_batch: int) -> float:
-    """Seconds of a step in which a rank waits for the collectives of its products (``cost/grid.py``)."""
+    """The seconds of a step in which a rank waits for the collectives of its products (``cost/grid.py``)."""
     x, y, z, dp = grid
     samples = global_batch // (z * dp)
     sequences = max(size for size in divisors(samples) if size <= SEQUENCES)
@@ -84,8 +86,8 @@ def waiting_s(model: Transformer, cluster: Cluster, network: Network, grid: Rank
 
 
 def products_of(model: Transformer) -> Iterator[tuple[int, int, bool]]:
-    """The products of a layer with weights: input features, output features, and whether the product is the second of
-    a pair, whose grid is turned."""
+    """The products of a layer with its weights: input features, output features, and whether the product is the second
+    of a pair, for which the grid is transposed."""
     yield model.hidden, model.query_width + 2 * model.key_width, False
     yield model.query_width, model.hidden, True
     yield model.hidden, (model.mlp_matrices - 1) * model.ffn, False

@@ -1,4 +1,4 @@
-"""Integer programs as rows over columns, and HiGHS, which solves them.
+"""Builds integer programs from rows and columns, and solves them with HiGHS.
 
 Each column is a variable between 0 and its upper limit, with a cost. Each row limits a weighted sum of columns.
 """
@@ -16,7 +16,7 @@ TIME_LIMIT_S, GAP = 60.0, 1e-6
 
 @dataclass
 class Rows:
-    """The rows of a program. Each row has the numbers of its columns, with their weights."""
+    """The rows of a program. Each row has the indices of its columns, with their weights."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -44,9 +44,9 @@ class Solution(NamedTuple):
 
 
 def minimize(costs: Sequence[float], upper: Sequence[float], rows: Rows, num_integer: int) -> Solution:
-    """Minimize the cost within the relative gap ``GAP`` or the time limit. The first ``num_integer`` columns take whole
-    values."""
-    unit = max((cost for cost in costs if cost > 0), default=1.0)  # HiGHS's tolerances are absolute
+    """Minimize the cost within the relative gap ``GAP`` or the time limit. The first ``num_integer`` columns must be
+    whole numbers."""
+    unit = max((cost for cost in costs if cost > 0), default=1.0)  # the tolerances of HiGHS are absolute
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = len(costs), len(rows.lower)
     model.col_cost_ = np.array(costs) / unit

@@ -12,8 +12,8 @@ from meshwright.ir.stages import Cut, cut
 
 
 def join_plans(graph: Graph, layout: Layout, plans: Sequence[Plan]) -> Plan:
-    """The plan of ``layout``. ``plans`` has one plan for each pipeline rank, in which all stages have the sizes of this
-    pipeline rank; they have equal cuts. Each stage is taken from the plan of its pipeline rank."""
+    """The plan of ``layout``. ``plans`` has a plan for each pipeline rank, in which all stages have the sizes of this
+    pipeline rank. All plans have the same cut. Each stage is taken from the plan of its pipeline rank."""
     divided, places = cut(graph, plans[0].firsts), layout.pipeline
     stages = []
     for index in range(divided.num_stages):

@@ -1,7 +1,8 @@
-"""Keep the activations of as many blocks as fit, where a stage of the best plan computes all of its blocks again.
+"""If a stage of the best plan recomputes all of its blocks, keep the activations of as many blocks as fit.
 
-A kind of recomputation holds for a whole stage. The memory that it leaves free often has room for the activations of
-some blocks (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5).
+The search chooses one kind of recomputation for a whole stage. The memory that stays free often has room for the
+activations of some blocks (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
+section 5).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ from meshwright.planner import derive
 from meshwright.planner.foretell import Foretold
 
 MOST_TRIED = 5
-"""Number of plans that are simulated at most, beside those that keep nothing and everything."""
+"""The largest number of plans that are simulated, in addition to the plans that keep no blocks and all blocks."""
 
 
 def recomputed_units(plan: Plan, graph: Graph) -> list[tuple[str, ...]]:
-    """The blocks, or the single operators, that each stage computes again, in the order of forward."""
+    """The blocks, or single operators, that each stage recomputes, in the order of forward."""
     divided, modules = cut(graph, plan.firsts), {op.name: op.module for op in graph.operators}
     return [_units(plan, graph, divided, modules, index) for index in range(len(plan.stages))]
 
@@ -40,13 +41,14 @@ def keep_what_fits(
     plan: Plan, before: Foretold, graph: Graph, memory_bytes: float | None, foretell: Callable[[Plan], Foretold],
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Plan, Foretold]:  # fmt: skip
-    """The plan with fewer blocks computed again, if that fits and is faster; else the plan itself. ``before`` is its
-    simulated step, and ``foretell`` simulates another plan. ``memory_bytes`` is the limit of a rank; None: the room of
-    its device. The search ends early when ``is_over`` says so.
+    """Return the plan with fewer recomputed blocks and its simulated step, if it fits and is faster. Otherwise return
+    the given plan. ``before`` is the simulated step of ``plan``, and ``foretell`` simulates another plan.
+    ``memory_bytes`` is the limit of a rank; None: the memory for live tensors on its device. The search ends early when
+    ``is_over`` returns true.
 
-    The memory of a rank grows by about the same bytes with each block that it keeps, so the search begins with the
-    number that follows from the memory with all and with none. It goes on until one more block does not fit. The last
-    blocks of a stage are kept: backward frees them before it computes the others again."""
+    Each kept block adds about the same memory to a rank. So the search begins with the number of blocks that follows
+    from the memory with all blocks and with none. It goes on until one more block does not fit. A stage keeps its last
+    blocks, because backward frees them before it recomputes the others."""
     units = recomputed_units(plan, graph)
     if not any(units) or is_over():
         return plan, before
@@ -80,15 +82,15 @@ def keep_what_fits(
 
 
 def _share(number: int, limit: float, least: float, largest: float) -> int:
-    """How many of ``number`` blocks may be kept if the memory is ``least`` with none of them, and ``largest`` with
-    all."""
+    """The number of blocks, of ``number``, that may be kept if the memory is ``least`` without them and ``largest``
+    with all of them."""
     if largest <= limit:
         return number
     return max(0, min(number, int(number * (limit - least) / (largest - least)))) if largest > least else 0
 
 
 def _divided(number: int, sizes: Sequence[int]) -> list[int]:
-    """``number`` divided over stages with these numbers of blocks, in proportion."""
+    """``number`` divided over stages in proportion to their numbers of blocks."""
     bounds, before, total = [0], 0, max(1, sum(sizes))
     for size in sizes:
         before += size

@@ -25,19 +25,20 @@ Way = Literal["data", "outputs", "inputs"]
 inputs of the weights (``inputs``)."""
 
 Place = Literal["images", "features", "whole"]
-"""The part of a value between two layers that each rank has: some of the images (``images``), some of the features of
-all images (``features``), or the whole value (``whole``)."""
+"""The part of a value between two layers that each rank has: some images (``images``), some features of all images
+(``features``), or the whole value (``whole``)."""
 
 PLACES: dict[Way, tuple[Place, Place]] = {
     "data": ("images", "images"),
     "outputs": ("whole", "features"),
     "inputs": ("features", "whole"),
 }
-"""Maps each way to the place that the inputs of a layer must have, and the place that its outputs then have."""
+"""Maps each way to two places: the place that the inputs of a layer must have, and the resulting place of its
+outputs."""
 
 
 class LayerChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The way that is chosen for a layer, and its cost. ``compute_s`` is the seconds of forward and backward.
+    """The chosen way to divide a layer, and its costs. ``compute_s`` is the time of forward and backward, in seconds.
     ``moving_s`` is the seconds to move inputs and their gradients between ranks, and to add up outputs. ``gradients_s``
     is the seconds to add up the gradients of the weights over ranks. ``optimizer_s`` is the seconds to update the
     weights. ``held_bytes`` is the memory that a rank holds for the layer."""
@@ -58,8 +59,8 @@ class LayerChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Layerwise(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of a network, divided over ``ranks`` ranks. ``interval_s`` holds 80 % of the times of such steps;
-    ``fit_chance`` is the chance that the network fits in memory. ``all_data_s`` is the seconds of a step in which every
-    layer is data parallel, for comparison. It is None if the images do not divide evenly over the ranks."""
+    ``fit_chance`` is the chance that the network fits in memory. ``all_data_s`` is the time of a step, in seconds, if
+    all layers are data parallel, for comparison. It is None if the images do not divide evenly over the ranks."""
 
     network: str
     ranks: int
@@ -123,8 +124,8 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
     of the whole value.
 
     If the layer needs the whole value, the gradient on each rank is a term of a sum. A reduce-scatter brings the
-    gradient back, or an all-reduce if all ranks had the whole value. Otherwise, the gradient has the place ``need`` and
-    is brought back to the place ``have``.
+    gradient back. If all ranks had the whole value, it is an all-reduce. Otherwise, the gradient has the place ``need``
+    and is brought back to the place ``have``.
     """
     group = Group(ranks)
     if ranks == 1 or have == need != "whole":
@@ -138,7 +139,7 @@ def moving_s(network: Network, have: Place, need: Place, num_bytes: float, ranks
 
 
 def ways_of(layer: NetLayer, images: int, ranks: int) -> list[Way]:
-    """The ways in which ``ranks`` ranks divide a layer evenly."""
+    """The ways in which ``ranks`` ranks can divide a layer evenly."""
     ways: list[Way] = ["data"] if images % ranks == 0 else []
     if layer.groups == 1 and layer.outputs % ranks == 0:
         ways.append("outputs")
@@ -182,7 +183,7 @@ def _best(
 ) -> tuple[LayerChoice, ...] | None:
     """The fastest choices for all layers, by dynamic programming; None if the ranks cannot divide some layer.
 
-    After every layer, the fastest choices so far are kept for each ``Place`` of the layer's outputs. If ``only`` is
+    After each layer, the search keeps the fastest choices for each ``Place`` of the layer's outputs. If ``only`` is
     given, no other way is considered.
     """
     best: dict[Place | None, tuple[float, tuple[LayerChoice, ...]]] = {None: (0.0, ())}

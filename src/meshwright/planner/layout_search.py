@@ -1,9 +1,8 @@
 """Find the best layout of a captured model.
 
-Layers are priced once for each way to divide a stage's ranks and each size of micro-batch (``inter_op.layer_work``).
-From these prices follow the best cut into stages and the time of a layout (``inter_op.pipelines``). Layouts are taken
-in the order of lower bounds, so that most are never cut. The fastest are planned and lowered for the whole model, and
-simulated.
+Layers are priced once for each division of a stage's ranks and each size of micro-batch (``inter_op.layer_work``). The
+prices give the best cut into stages and the time of a layout (``inter_op.pipelines``). Layouts are visited in the order
+of lower bounds, so most of them are never cut. The fastest are planned, lowered and simulated for the whole model.
 """
 
 import heapq
@@ -38,7 +37,8 @@ from meshwright.planner.candidates import (
 from meshwright.planner.finalists import REFUSALS, Finalists, WholeModel
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
 from meshwright.planner.inter_op.recut import recut
 from meshwright.planner.lighter import Lighter, Sketch
 from meshwright.planner.reasons import alternative, complexity, needs_memory
@@ -46,23 +46,23 @@ from meshwright.planner.time_limit import TimeIsOverError, TimeLimit
 from meshwright.planner.unlike_stages import UnlikeStages
 
 PLAYED = 6
-"""Number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
+"""The number of layouts that are compared by simulation. These are the layouts with the shortest estimates."""
 SHOWN = 8
 """Largest number of slower layouts that a plan lists. A plan lists at most half as many layouts that need too much
 memory."""
 AHEAD = 16
-"""Number of entries for which other processes may price layouts before their turn."""
+"""The number of heap entries for which other processes may price layouts in advance."""
 EVERY_VARIATION = 24
 """Largest number of divisions of the ranks with context, expert or sequence parallelism that are all considered. If
-there are more, only those akin to the fastest layouts, and the most promising with experts over ranks, are considered,
+there are more, only variations of the fastest layouts, and the most promising with expert parallelism, are considered,
 unless no layout fits."""
 AKIN = 3
-"""Number of fastest plain layouts whose variations are considered. Variations of fast variations are considered."""
+"""The number of fastest plain layouts whose variations are considered. Variations of fast variations are considered."""
 FILLED = 4
-"""Number of micro-batches for each stage with which a pipeline is filled well enough to compare divisions of ranks."""
+"""With this number of micro-batches per stage, a pipeline is full enough to compare divisions of ranks."""
 Entry = Layout | Option | Sketch
-"""What the search takes up in the order of seconds: a layout with its lower bound, an option that fits with its
-estimate, or a variant of a layout with ZeRO or recomputation, with its lower bound."""
+"""An entry of the heap, which is ordered by seconds: a layout with its lower bound, an option that fits with its
+estimate, or a variant of a layout with ZeRO or recomputation with its lower bound."""
 
 
 @dataclass
@@ -70,14 +70,14 @@ class Search:
     """The search for the fastest layout.
 
     ``found`` has the estimated layouts that fit. ``too_large`` maps the name of a layout that does not fit to its
-    option and its smallest variant. ``count`` is the number of layouts of the space, of which ``weighed`` were
-    estimated or excluded by a lower bound. ``stopped``: the time was over before the end. ``limit`` is the memory limit
-    of every rank, and ``memory_bytes`` the limit that was asked for.
+    option and its smallest variant. ``count`` is the number of layouts in the space. ``weighed`` of them were
+    estimated, or excluded by a lower bound. ``stopped``: the time limit ended the search. ``limit`` is the memory limit
+    of every rank, and ``memory_bytes`` the limit that the user requested.
 
-    If devices differ, layouts are estimated as if all devices were the slowest. The fastest are then cut anew for the
-    devices where their stages lie, beside pipelines with unequal stages (``unlike_stages``).
+    If devices differ, layouts are estimated as if all devices were like the slowest. The fastest layouts are then cut
+    again for the devices of their stages, together with pipelines whose stages differ (``unlike_stages``).
 
-    With the ``codec`` ``auto``, layouts are compared with the best codecs of their gradients. ``space`` restricts the
+    With ``codec="auto"``, layouts are compared with the best codecs for their gradients. ``space`` restricts the
     layouts. ``before`` has the model and the prices of layers of an earlier search (see ``within``).
     """
 
@@ -109,13 +109,13 @@ class Search:
         self.pipelines = Pipelines(self.prices, self.limit, self.space.recompute)
         self.lighter = Lighter(self.pipelines, self.model, self.whole, self.offload, self.space.zero)
         self.axes = axes_of(graph)
-        # Entries: seconds, complexity, a number that orders equal entries, and what they belong to.
+        # Entries: seconds, complexity, a number that orders equal entries, and the object.
         self._heap: list[tuple[float, tuple[int, ...], int, Entry]] = []
         self._numbers = itertools.count()
         self._seen, self._lightened = set[str](), set[str]()
 
     def _priced(self) -> tuple[WholeModel, LayerPrices]:
-        """The whole model, and its layers, which have no prices yet."""
+        """The whole model, and its layers without prices."""
         graph, lower = self.graph, self.lowering(self.graph)
         chain = chain_of(graph, self.slowest, self.world_size, self.world_size if self.only == "inter" else 0)
         asked, room = (self.optimizer, self.clips), (self.limit, self.memory_bytes)
@@ -125,7 +125,7 @@ class Search:
 
     def within(self, only: Only, space: Space) -> "Search":
         """A new search for the same model in another space. The two searches share the prices of layers, unless the new
-        one must make more stages than there are layers."""
+        search needs more stages than there are layers."""
         short = only == "inter" and len(self.prices.chain.layers) < self.world_size
         return Search(
             self.graph, self.world_size, self.cluster, self.lowering, self.optimizer, self.clips, self.limit, only,
@@ -136,7 +136,7 @@ class Search:
     # --- the order of the search -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Estimate layouts until the fastest are known, or the time is over."""
+        """Estimate layouts until the fastest are known, or the time limit is reached."""
         try:
             space = self.batch, self.world_size, self.axes, self.most_tp
             plain, every = (self.space.within(kind(*space), self.only) for kind in (shapes, variations))
@@ -158,20 +158,22 @@ class Search:
 
     @property
     def most_tp(self) -> float:
-        """The largest tp: a box, because tensor parallelism communicates the most. There is no limit without boxes, and
-        none without stages, because then nothing else may divide parameters far enough."""
+        """The largest tp: the size of a box, because tensor parallelism communicates the most. There is no limit if the
+        cluster has no boxes. There is none either if stages are not possible, because parameters may then need a larger
+        tp."""
         levels = self.slowest.levels
         boxed = len(levels) > 1 and self.world_size > levels[0].fan_out and self.only != "intra"
         return levels[0].fan_out if boxed else math.inf
 
     def _needs_cp(self, shape: Layout) -> bool:
-        """Whether cp divides ranks over which the batch cannot be divided."""
+        """Whether cp divides ranks that cannot divide the batch."""
         return self.batch % (shape.dp * shape.cp) != 0 and shape.ep == 1 and not shape.sequence_parallel
 
     def _push(self, shape: Layout) -> None:
-        """Add the runs of a shape to the heap, with their lower bounds. Without stages, several micro-batches only save
-        memory: the next larger number comes if a number does not fit. If the time is limited and nothing was found yet
-        that fits, the first run is estimated at once, so that there is a result when the time is over."""
+        """Add all runs of a division of ranks to the heap, with their lower bounds. Without stages, several
+        micro-batches only save memory, so a larger number is added only if the smaller number does not fit. If time is
+        limited and no layout that fits is known, the first run is estimated at once, so that the search always has a
+        result."""
         text = layout_text(shape)
         if text in self._seen:
             return
@@ -199,14 +201,14 @@ class Search:
         self._push_next(layout)
 
     def _push_next(self, layout: Layout) -> None:
-        """Add the run with more micro-batches than a run that does not fit."""
+        """A run does not fit: add the run with the next larger number of micro-batches."""
         if (larger := more_microbatches(layout, self.batch)) is not None:
             self.count += 1
             self._bound(larger)
 
     def _climb(self, every: list[Layout]) -> None:
-        """Take the layout with the smallest bound or estimate from the heap, until ``PLAYED`` estimates were taken, or
-        no other layout can matter."""
+        """Take the entries with the smallest bounds or estimates from the heap, until ``PLAYED`` estimates were taken
+        or no other layout can be among the fastest."""
         taken = akin = 0
         while self._heap and taken < PLAYED and not self._decided:
             _, _, _, entry = heapq.heappop(self._heap)
@@ -218,7 +220,7 @@ class Search:
                 self.clock.check()
                 self._lighten(entry)
             else:
-                taken += isinstance(entry.layout.tp, int)  # grids take the place of no other layout
+                taken += isinstance(entry.layout.tp, int)  # grids do not count
                 akin += entry.layout.is_plain
                 if taken == 1:
                     self._push_every(self.space.within(grids_of(entry.layout, self.most_tp), self.only))
@@ -227,30 +229,29 @@ class Search:
         self.weighed = self.count
 
     def _next_to_price(self) -> Iterator[Layout]:
-        """The layouts that other processes may price now, while the search itself prices those of the entry that it
-        took from the heap."""
+        """The layouts that other processes may price now, while the search prices the layouts of the current entry."""
         yield from itertools.chain.from_iterable(self._priced_for(e[-1]) for e in heapq.nsmallest(AHEAD, self._heap))
 
     def _priced_for(self, entry: Entry) -> list[Layout]:
-        """The layouts whose prices an entry probably needs."""
+        """The layouts whose prices an entry will probably need."""
         if not isinstance(entry, Sketch):
             return [entry] if isinstance(entry, Layout) else []
-        # Whether ZeRO makes it fit follows from all kinds of recomputation without ZeRO.
+        # Prices of all kinds of recomputation without ZeRO decide whether a variant with ZeRO can fit.
         layout = entry.plain.layout if entry.ideal is None else entry.layout
         kinds = self.space.recompute[1:] if entry.ideal is None else entry.recompute
         return [msgspec.structs.replace(layout, recompute=kind) for kind in kinds]
 
     @property
     def _decided(self) -> bool:
-        """Whether all other layouts are slower than the fastest by more than ``ALIKE``. For a model whose layers are
-        priced one by one, ``PLAYED`` layouts are compared in any case."""
+        """Whether all other layouts are slower than the fastest by more than ``ALIKE``. If a model's layers are all
+        priced separately, ``PLAYED`` layouts are always compared."""
         if self.whole or not self.found:
             return False
-        return self._heap[0][0] > (1 + ALIKE) * min(option.step_s for option in self.found)
+        return self._heap[0][0] > (1 + ALIKE) * min(option.likely_s for option in self.found)
 
     def _nearest(self, every: list[Layout]) -> list[Layout]:
-        """The most promising layouts that divide experts over ranks and have no tp: ``AKIN`` layouts, those with the
-        smallest lower bounds. They may be fast even if no plain layout with as many stages is fast."""
+        """The ``AKIN`` layouts with the smallest lower bounds among those with expert parallelism and without tp. They
+        may be fast even if no plain layout with the same number of stages is fast."""
         bounds = []
         for number, shape in enumerate(every):
             runs = self.space.runs(shape, self.batch) if shape.ep > 1 and shape.tp == shape.cp == 1 else []
@@ -264,7 +265,7 @@ class Search:
         return [every[number] for number in list(nearest)[:AKIN]]
 
     def _push_every(self, every: list[Layout]) -> None:
-        """Add the runs of the shapes that were not added before."""
+        """Add the runs of all divisions of ranks that were not added before."""
         fresh = [shape for shape in every if layout_text(shape) not in self._seen]
         self.count += sum(len(self.space.runs(shape, self.batch)) for shape in fresh)
         for number, shape in enumerate(fresh):
@@ -272,7 +273,7 @@ class Search:
             self._push(shape)
 
     def _weigh_or_price(self, layout: Layout) -> None:
-        """Estimate a layout, or if it is not priced yet, price it and put it back with its exact bound."""
+        """Estimate a layout. If it is not priced yet, price it, and return it to the heap with its exact bound."""
         if self.prices.knows(layout):
             self._weigh(layout)
             return
@@ -284,9 +285,9 @@ class Search:
         self._bound(layout)
 
     def _weigh(self, layout: Layout) -> None:
-        """Estimate a layout. If it does not fit, its variants with less memory come later: they are slower, but for the
-        update of parameters, which ZeRO divides. If it fits, and its update takes long, its variant with ZeRO comes
-        later."""
+        """Estimate a layout. If it does not fit, its variants with less memory are tried later. They are slower, except
+        for the update of parameters, which ZeRO divides. If it fits and its update is long, its variant with ZeRO is
+        tried later."""
         self.clock.say(f"{layout_text(layout)}, layout {self.weighed + 1} of {self.count}")
         try:
             option = self.pipelines.option(layout, self.space.recompute[:1])
@@ -304,8 +305,8 @@ class Search:
             self._put(sketch.bound_s, sketch)
 
     def _lighten(self, sketch: Sketch) -> None:
-        """Take up a variant of a layout that does not fit: first as if ZeRO took no time, and if it fits so, price it.
-        The next ZeRO stage follows where it can be faster."""
+        """Try a variant of a layout that does not fit: first with ideal ZeRO, and if it fits then, with real prices.
+        The variant with the next ZeRO stage is added if it can be faster."""
         if sketch.plain.name in self._lightened:
             return
         try:
@@ -317,8 +318,8 @@ class Search:
             self._put(more.bound_s, more)
 
     def _idealize(self, sketch: Sketch) -> bool:
-        """Put a variant back with its ideal option, if it may fit. Returns whether the next ZeRO stage can wait until
-        this variant is priced."""
+        """If a variant may fit, return it to the heap with its ideal option. Returns whether the next ZeRO stage can
+        wait until this variant is priced."""
         last = sketch.zero == self.lighter.last_zero(sketch.plain.layout)
         if not last and self.lighter.holds_too_much(sketch):
             return False
@@ -331,7 +332,7 @@ class Search:
         return self.lighter.fits_plainly(sketch)
 
     def _price(self, sketch: Sketch) -> bool:
-        """Estimate a variant, and keep it if it fits. Returns whether the next ZeRO stage is of no use, or was put on
+        """Estimate a variant, and keep it if it fits. Returns true if the next ZeRO stage is useless, or was added to
         the heap with this variant."""
         option = self.lighter.priced(sketch)
         if self.lighter.fits(option):
@@ -344,12 +345,12 @@ class Search:
         return not self.lighter.fits_plainly(sketch)
 
     def _note_size(self, sketch: Sketch, option: Option) -> None:
-        """Note that the smallest variant of a layout does not fit. It is the variant with the last ZeRO stage."""
+        """Record that the smallest variant of a layout does not fit. It is the variant with the last ZeRO stage."""
         if not self.lighter.fits(sketch.plain) and sketch.zero == self.lighter.last_zero(sketch.plain.layout):
             self.too_large[sketch.plain.name] = sketch.plain, option
 
     def _lighten_first(self) -> None:
-        """Estimate the variants of a layout that does not fit, before its turn."""
+        """Estimate the variants of a layout that does not fit before their turn."""
         while not self.found:
             places = [place for place, (*_, entry) in enumerate(self._heap) if isinstance(entry, Sketch)]
             if not places:
@@ -361,8 +362,8 @@ class Search:
 
     def _keep(self, option: Option) -> None:
         self.found.append(option)
-        self.clock.found(option.name, option.step_s)
-        self._put(option.step_s, option)
+        self.clock.found(option.name, option.likely_s)
+        self._put(option.likely_s, option)
 
     def _put(self, seconds: float, entry: Entry) -> None:
         layout = entry if isinstance(entry, Layout) else entry.layout
@@ -375,17 +376,17 @@ class Search:
         if not self.found:
             smallest = sorted((each for _, each in self.too_large.values()), key=lambda option: option.peak_bytes)
             self.found = self.model.fitting_or_error(smallest[:PLAYED], self.refused)
-        fitting = sorted(self.found, key=lambda option: (option.step_s, complexity(option.layout)))
+        fitting = sorted(self.found, key=lambda option: (option.likely_s, complexity(option.layout)))
         fitting = recut(fitting, self.pipelines) if self.cluster.homogeneous else fitting
         unlike = UnlikeStages(
             self.cluster, self.world_size, self.lighter, self.of_chain, self.most_tp, self.only, self.memory_bytes,
             self.clock,
         ).options(fitting) if self.space.unlike else []  # fmt: skip
-        slowest_first = sorted([*unlike, *fitting], key=lambda option: option.step_s, reverse=True)
-        fitting = sorted({option.name: option for option in slowest_first}.values(), key=lambda option: option.step_s)
-        finalists = Finalists(self.model, fitting, PLAYED if self.whole else 0, self.clock, self.refused)
+        slowest_first = sorted([*unlike, *fitting], key=lambda option: option.likely_s, reverse=True)
+        fitting = sorted({option.name: option for option in slowest_first}.values(), key=lambda option: option.likely_s)
+        played = PLAYED if self.whole else 0
+        finalists = Finalists(self.model, fitting, played, self.clock, self.refused, self.pipelines.may_keep)
         best, plan, foretold = finalists.best()
-        plan, foretold = self.model.keeping_what_fits(plan, foretold, self.clock)
         step_s = finalists.step_s | {best.name: foretold.played.step_s}
         timed = [msgspec.structs.replace(option, step_s=step_s[option.name]) for option in fitting]
         winner = next(option for option in timed if option.name == best.name)

@@ -1,4 +1,4 @@
-"""Learn the numbers of a software profile from measured runs: times, peaks, and runs that were out of memory."""
+"""Learn the numbers of a software profile from measured runs: times, peaks, and runs that ran out of memory."""
 
 import math
 from collections import Counter
@@ -19,9 +19,9 @@ from meshwright.planner.posterior import Number, Posterior, known, most_probable
 TIME_NUMBERS = {
     "pace": 0.2, "matmul": 0.06, "attention": 0.3, "traffic": 0.3, "host": 0.5, "communication": 0.4, "step_s": 1.5,
 }  # fmt: skip
-"""The numbers that times teach, with the standard deviation of their logarithm before any run is seen, for software
-without a profile. The widths are those between the catalog's profiles: stacks call the same libraries for matrix
-products, and differ most in their host's time."""
+"""The numbers that are learned from times. Each has the standard deviation of its logarithm before any run is known,
+for software without a profile. These widths reflect the differences between the catalog's profiles: all software calls
+the same libraries for matrix products, and differs most in the host's time."""
 MEMORY_NUMBERS = {
     "activations": 0.15,
     "fragmentation": 0.06,
@@ -29,28 +29,28 @@ MEMORY_NUMBERS = {
     "peer_bytes": 0.4,
     "logit_bytes": 0.4,
 }
-"""The numbers that peaks and failures teach. ``fragmentation`` is a fraction, and its deviation absolute; the others
-are factors, as in ``TIME_NUMBERS``."""
+"""The numbers that are learned from peaks and failures. ``fragmentation`` is a fraction with an absolute deviation. The
+others are factors, as in ``TIME_NUMBERS``."""
 TIME_ERROR, MEMORY_ERROR = 0.08, 0.05
-"""The error of one run that no number of a profile explains, as a standard deviation of the logarithm: runs of one
-layout differ by that much."""
+"""The error of one run that no number of a profile explains, as a standard deviation of the logarithm. Repeated runs of
+one layout differ by this amount."""
 VERDICT_ERROR = 0.1
-"""The error of a predicted peak, as a standard deviation of the logarithm, for runs without a measured peak: the table
-only says whether they ran out of memory."""
+"""The error of a predicted peak, as a standard deviation of the logarithm, for runs without a measured peak. For such
+runs, the table says only whether they ran out of memory."""
 OTHER_CAUSE = 0.05
-"""The fraction of runs that fail, or fit, for a reason that a table does not say."""
+"""The fraction of runs that fail, or succeed, for a reason that a table does not contain."""
 MOST = 8.0
-"""The largest factor between a measured and a predicted time that a profile explains; a larger factor has another
-cause, for example a wrong unit."""
+"""The largest factor between a measured and a predicted time that a profile can explain. A larger factor has another
+cause, such as a wrong unit."""
 MIXED = 0.15
-"""If the learned profile still errs by more than this (standard deviation of the logarithm), the runs are probably of
-different stacks."""
+"""If the learned profile has a larger error than this (standard deviation of the logarithm), the runs probably come
+from different software."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """A profile that was learned from ``runs`` runs. ``error_before`` and ``error`` are the mean errors of the runs'
-    times in percent, with the profile from which learning started and with the learned profile; None without times.
-    ``notes`` are sentences about the runs that a reader should know."""
+    times in percent, with the initial profile and with the learned profile (None without times). ``notes`` are remarks
+    about the runs for the user."""
 
     software: Software
     runs: int
@@ -61,7 +61,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnedCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster whose software was learned, what was learned, and the rows of the table that were left out."""
+    """A cluster with learned software, the learned profile, and the rows of the table that were left out."""
 
     cluster: Cluster
     learned: Learned
@@ -69,12 +69,12 @@ class LearnedCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learn(cases: Sequence[Case], start: Software) -> Learned:
-    """Fit the numbers of ``start`` to runs of one stack, held near their values in ``start`` (the maximum of the
-    posterior, with independent normal priors on their logarithms). Runs that failed say that the peak is above the
-    device's memory; runs that did not fail say that it is below.
+    """Fit the numbers of ``start`` to runs of one software. Priors hold them near their values in ``start``: the result
+    is the maximum of the posterior, with independent normal priors on the logarithms. A run that ran out of memory has
+    a peak above the device's memory; a run that succeeded has a peak below it.
 
     Raises:
-        FileFormatError: there is no run; the runs are of several stacks; a time is impossible.
+        FileFormatError: there is no run; the runs are of several kinds of software; or a time is impossible.
     """
     _refuse(cases)
     timed = [case for case in cases if case.measured_s]
@@ -101,7 +101,8 @@ def learn(cases: Sequence[Case], start: Software) -> Learned:
 
 
 def _learn_times(timed: Sequence[Case], start: Software) -> tuple[Software, list[Number], float, float]:
-    """The profile with the numbers that times teach, these numbers, and the mean errors before and after in percent."""
+    """The profile with the numbers that are learned from times, these numbers, and the mean errors before and after, in
+    percent."""
     measured = np.log([case.measured_s or 0.0 for case in timed])
     errors = np.array([_expected_error(case, start) for case in timed])
 
@@ -122,7 +123,7 @@ def _learn_times(timed: Sequence[Case], start: Software) -> tuple[Software, list
 
 
 def _learn_memory(cases: Sequence[Case], start: Software) -> tuple[Software, list[Number]]:
-    """The profile with the numbers that peaks and failures teach, and these numbers."""
+    """The profile with the numbers that are learned from peaks and failures, and these numbers."""
     if start.logit_bytes is None:
         start = msgspec.structs.replace(start, logit_bytes=_usual_logit_bytes(cases, start))
 
@@ -158,8 +159,8 @@ def _refuse(cases: Sequence[Case]) -> None:
 
 
 def _expected_error(case: Case, software: Software) -> float:
-    """The error of a run that no number of a profile explains: larger where communication and the host take a large
-    share of the step, because runs vary most in these."""
+    """The error of a run that no number of a profile explains. It is larger if communication and the host take a large
+    part of the step, because these vary most between runs."""
     spread = msgspec.structs.replace(software.spread, step=TIME_ERROR)
     return estimate_deviation(estimate_step(case.setup, case.cluster), spread)
 
@@ -185,7 +186,7 @@ def _peak_error(case: Case, software: Software) -> float:
 
 
 def _memory_residual(case: Case, software: Software) -> float:
-    """The residual of a run's memory: of its peak if it is known, else of whether it failed (a probit)."""
+    """The residual of a run's memory. If the peak is unknown, it follows from whether the run failed (a probit)."""
     if case.measured_peak_bytes:
         return _peak_error(case, software) / MEMORY_ERROR
     cluster = msgspec.structs.replace(case.cluster, software=software)
@@ -195,7 +196,7 @@ def _memory_residual(case: Case, software: Software) -> float:
 
 
 def _usual_logit_bytes(cases: Sequence[Case], software: Software) -> float:
-    """The bytes per logit that the formulas take if the profile has no number: the mean over the runs."""
+    """The bytes per logit that the formulas use if the profile has no value: the mean over the runs."""
     return float(np.mean([logit_bytes(case.setup, software) for case in cases]))
 
 
@@ -209,5 +210,5 @@ def _fitted(
 
 
 def _mean_percent(errors: np.ndarray) -> float:
-    """The mean error in percent of times, from the logarithms of predicted over measured."""
+    """The mean error of times in percent, from the logarithms of predicted over measured times."""
     return float(100 * np.abs(np.expm1(errors)).mean())

@@ -1,4 +1,4 @@
-"""Learn from ledgers of runs: the pace of computing, the time of communication, and what memory takes besides."""
+"""Learn from ledgers of runs: the pace of computing, the time of communication, and memory beyond the tensors."""
 
 import hashlib
 import math
@@ -18,21 +18,24 @@ from meshwright.planner.learn import MEMORY_ERROR, MEMORY_NUMBERS, TIME_ERROR, T
 from meshwright.planner.posterior import Posterior, known, most_probable
 
 COMMUNICATION = "communication over "
-"""A number of this name and of a level is the factor of alpha, beta and the measured collectives of the level."""
+"""The name of a number that begins with these words ends with the name of a level. The number is the factor of alpha,
+beta and the measured collectives of this level."""
 COMMUNICATION_ERROR = 0.2
-"""The error of a run's factor of communication that no constant explains, as a standard deviation of the logarithm: who
-comes late to collectives differs from run to run."""
+"""The error of a run's communication factor that no constant explains, as a standard deviation of the logarithm. It
+exists because the rank that is late to collectives differs from run to run."""
 HEAP_WIDTH = 0.08
-"""The standard deviation of the logarithm of ``Software.heap`` before a run is seen: cases measured 1.06 to 1.3."""
+"""The standard deviation of the logarithm of ``Software.heap`` before a run is known. Measured cases had 1.06 to
+1.3."""
 ASSUMED = 1.0
-"""The standard deviation of the logarithm of pace, and of communication over a level, where the rates of the device, or
-of the level, are an assumption without a source (``origin`` default): they may be off by a factor of 3."""
+"""The standard deviation of the logarithm of pace, or of communication over a level, if the rates of the device or
+level are assumptions without a source (``origin`` default). Such rates may be wrong by a factor of 3."""
 _SAYS = "; corrected by "
 
 
 class Lesson(NamedTuple):
-    """What a run says of some numbers: predicted over measured is ``more`` plus each number times its factor in
-    ``times``, over ``measured``. ``deviation`` is the standard deviation of its logarithm, which no number explains."""
+    """The information in a run about some numbers. Predicted over measured is (``more`` + the sum of each number times
+    its factor in ``times``) / ``measured``. ``deviation`` is the standard deviation of its logarithm that no number
+    explains."""
 
     times: dict[str, float]
     measured: float
@@ -40,20 +43,20 @@ class Lesson(NamedTuple):
     more: float = 0.0
 
     def error(self, values: Mapping[str, float]) -> float:
-        """The logarithm of predicted over measured with these numbers."""
+        """The logarithm of predicted over measured, with these values of the numbers."""
         predicted = self.more + sum(factor * values[name] for name, factor in self.times.items())
         return math.log(predicted / self.measured)
 
 
 def learn_ledgers(ledgers: Sequence[Ledger], cluster: Cluster) -> LearnedCluster:
-    """The cluster as the runs of ``ledgers`` show it: the most probable numbers (``planner.posterior``) with priors
-    around those of the cluster, as for tables (``planner.learn``).
+    """The cluster with the numbers that are most probable after the runs of ``ledgers`` (``planner.posterior``). Their
+    priors lie around the numbers of the cluster, as for tables (``planner.learn``).
 
-    A ledger has sums over kernels, so it teaches the pace of all of them. Its communication teaches a factor of alpha,
-    beta and measured collectives of each level that its ranks cross; its peaks teach ``heap`` on a CPU, elsewhere
-    ``fragmentation``, ``context_bytes`` and ``peer_bytes``. All other numbers stay. A ledger says with which numbers
-    its run was predicted, so what it teaches does not depend on what was learned in between. A ledger that has taught
-    the cluster (``Software.taught``) teaches it nothing again.
+    A ledger has sums over all kernels, so it teaches one pace for all of them. Its communication teaches a factor for
+    alpha, beta and the measured collectives of each level that its ranks use. Its peaks teach ``heap`` on a CPU, and
+    ``fragmentation``, ``context_bytes`` and ``peer_bytes`` on other devices. All other numbers stay unchanged. A ledger
+    contains the numbers with which its run was predicted. So the result does not depend on what was learned since then.
+    A ledger that was already learned (``Software.taught``) is not used again.
 
     Raises:
         ClusterError: a ledger is of another cluster; a factor is out of bounds (``cost.recalibrate.factors``).
@@ -109,11 +112,12 @@ _OF_PROFILE = {
     "pace": TIME_NUMBERS["pace"], "heap": HEAP_WIDTH, "fragmentation": MEMORY_NUMBERS["fragmentation"],
     "context_bytes": MEMORY_NUMBERS["context_bytes"], "peer_bytes": MEMORY_NUMBERS["peer_bytes"],
 }  # fmt: skip
-"""The numbers of a profile that ledgers teach, with the widths of their priors for software without a profile."""
+"""The numbers of a profile that are learned from ledgers, with the widths of their priors for software without a
+profile."""
 
 
 def digest(ledger: Ledger) -> str:
-    """Identifies a ledger by its content."""
+    """A digest that identifies a ledger by its content."""
     return hashlib.sha256(msgspec.json.encode(ledger)).hexdigest()[:12]
 
 
@@ -137,7 +141,7 @@ def _communication(ledgers: Sequence[Ledger], cluster: Cluster) -> Iterator[Less
 
 
 def _memory(ledgers: Sequence[Ledger], on_cpu: bool) -> Iterator[Lesson]:
-    """What the rank with the highest peak says."""
+    """Yield the lessons of the rank with the highest peak."""
     for ledger in ledgers:
         entry = max(ledger.ranks, key=lambda each: max(each.measured.peak_bytes, each.reserved_bytes))
         predicted, measured = entry.predicted.peak_bytes, entry.measured.peak_bytes
@@ -154,7 +158,8 @@ def _memory(ledgers: Sequence[Ledger], on_cpu: bool) -> Iterator[Lesson]:
 
 
 def _then(ledger: Ledger, level: str, cluster: Cluster) -> float:
-    """The seconds per byte of a level when the run was predicted, relative to now; 1 if the ledger does not say."""
+    """The seconds per byte of a level at the time of the prediction, divided by the present value; 1 if the ledger does
+    not contain it."""
     now, then = cluster.betas[level], dict(zip(ledger.levels, ledger.beta_s_per_byte, strict=False))
     return then[level] / now if level in then and now else 1.0
 
@@ -162,11 +167,11 @@ def _then(ledger: Ledger, level: str, cluster: Cluster) -> float:
 # --- the fit ---------------------------------------------------------------------------------------------------------
 
 Fit = tuple[Posterior | None, np.ndarray]
-"""The most probable numbers, and the errors that are left; None without lessons."""
+"""The most probable numbers, and the remaining errors; None without lessons."""
 
 
 def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], cluster: Cluster) -> Fit:
-    """The most probable values of the numbers of which the lessons say something."""
+    """The most probable values of all numbers that the lessons concern."""
     told = list(lessons)
     if not told:
         return None, np.zeros(0)
@@ -181,7 +186,7 @@ def _fitted(lessons: Iterator[Lesson], before: Mapping[str, float], cluster: Clu
 
 
 def _width(name: str, cluster: Cluster) -> float:
-    """The width of a number's prior. What was learned from runs is no assumption any more."""
+    """The width of a number's prior. A number that was learned from runs is no longer an assumption."""
     spread, software = cluster.software.spread, cluster.software
     if name == "pace":
         assumed = cluster.device.origin == "default" and not software.taught
@@ -194,7 +199,7 @@ def _width(name: str, cluster: Cluster) -> float:
 
 
 def _spread(before: Spread, computing: Fit, waiting: Fit, memory: Fit) -> Spread:
-    """How uncertain predictions are after the lessons."""
+    """The uncertainty of predictions after the lessons."""
     changes = {}
     if (fit := computing[0]) is not None:
         changes["step"] = fit.spread(computing[1], TIME_ERROR)
@@ -206,8 +211,8 @@ def _spread(before: Spread, computing: Fit, waiting: Fit, memory: Fit) -> Spread
 
 
 def _step_error(ledger: Ledger, cluster: Cluster, values: Mapping[str, float]) -> float:
-    """Predicted over measured step, minus 1, if the run had been predicted with these numbers. Communication that was
-    hidden shows as far as computing no longer hides it (``Ledger.communication_factor``)."""
+    """Predicted over measured step time, minus 1, if the run had been predicted with these numbers. Hidden
+    communication becomes exposed to the extent that computing no longer hides it (``Ledger.communication_factor``)."""
     slower = values["pace"] / (ledger.pace or cluster.software.pace)
     levels = [values[COMMUNICATION + level] / _then(ledger, level, cluster) for level in ledger.levels]
     later = geometric_mean(levels) if levels else 1.0

@@ -1,5 +1,5 @@
-"""Make a layout lighter that does not fit in memory: by ZeRO, recomputation, other strategies, or offload. Let ZeRO
-divide long updates of a layout that fits."""
+"""Find variants of a layout that does not fit in memory: with ZeRO, recomputation, other strategies, or offload. If a
+layout fits but its update is long, find its variant with ZeRO."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,24 +8,27 @@ import msgspec
 
 from meshwright.cost.closed_form import pieces_s
 from meshwright.cost.collective import Network
+from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Compute, StageWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute, ZeroStage
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.finalists import WholeModel
 from meshwright.planner.inter_op.assemble import is_sum
+from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.piece_codecs import is_reduction
-from meshwright.planner.inter_op.pipelines import ALIKE, Option, Pipelines
+from meshwright.planner.inter_op.pipelines import ALIKE, Pipelines
+from meshwright.planner.inter_op.rounds import periods
 from meshwright.planner.reasons import complexity
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """ZeRO stage ``zero`` for a layout (``plain``), before it is priced. The layout does not fit, or its update takes
-    long.
+    """A variant of a layout (``plain``) with ZeRO stage ``zero``, before it is priced. Variants are needed if the
+    layout does not fit, or its update is long.
 
-    ``ideal`` is its option as if ZeRO took no time (``Pipelines.ideal``); None: not known yet. ``bound_s`` is a lower
-    bound on its seconds.
+    ``ideal`` is its option under ideal ZeRO, which takes no time (``Pipelines.ideal``); None: not computed yet.
+    ``bound_s`` is a lower bound on its seconds.
     """
 
     plain: Option
@@ -46,10 +49,10 @@ class Sketch:
 
 @dataclass
 class Lighter:
-    """Finds the fastest variant of a layout that fits in the limit of ``pipelines``.
+    """Finds the fastest variant of a layout that fits within the limit of ``pipelines``.
 
-    ``whole``: all layers of the model are priced one by one. ``offloads``: optimizer state may lie on the host if
-    nothing else fits. ``zeros`` are the ZeRO stages that may be taken.
+    ``whole``: all layers of the model are priced separately. ``offloads``: optimizer state may be kept on the host if
+    nothing else fits. ``zeros`` are the allowed ZeRO stages.
     """
 
     pipelines: Pipelines
@@ -59,26 +62,42 @@ class Lighter:
     zeros: tuple[ZeroStage, ...]
 
     def best(self, options: list[Option]) -> Option:
-        """The fastest option that fits; if none fits, the smallest."""
+        """The fastest option that fits. If none fits, the option that needs the least memory."""
         fitting = list(filter(self.fits, options))
         if not fitting:
             return min(options, key=lambda option: option.peak_bytes)
-        return min(fitting, key=lambda option: (option.step_s, complexity(option.layout)))
+        fitting = [msgspec.structs.replace(option, gain=self.gain(option)) for option in fitting]
+        return min(fitting, key=lambda option: (option.likely_s, complexity(option.layout)))
+
+    def gain(self, option: Option) -> float:
+        """The fraction of its time that an option is likely to save if it keeps the activations of as many blocks as
+        fit (``kept_blocks``): with each block, memory and time change by equal amounts. The rank with the least room
+        decides for all ranks."""
+        if not self.pipelines.may_keep or set(option.recompute) == {"none"}:
+            return 0.0
+        plain = self.pipelines.without_recomputation(option)
+        schedule, parts = periods(option.layout)[0], [1.0]
+        for least, most in zip(*(peak_memory(each.work, schedule) for each in (option, plain)), strict=True):
+            if most.peak_bytes > self.pipelines.limit_bytes:
+                room = self.pipelines.limit_bytes - least.peak_bytes
+                parts.append(max(0.0, room / (most.peak_bytes - least.peak_bytes)))
+        return min(parts) * max(0.0, 1 - plain.step_s / option.step_s)
 
     def is_free(self, option: Option) -> bool:
         """Whether no other variant of the same layout can be faster: it fits without recomputation, and ZeRO moves no
-        more bytes than the sums of gradients (stages 1 and 2)."""
+        more bytes than sums of gradients do (stages 1 and 2)."""
         return self.fits(option) and option.layout.zero < 3 and set(option.recompute) == {self.pipelines.kinds[0]}
 
     def first_sketches(self, plain: Option) -> list[Sketch]:
-        """The variants of a layout that does not fit, from which all others follow (``next_sketch``): without ZeRO, and
-        with the first stage."""
+        """The first variants of a layout that does not fit: without ZeRO, and with the first ZeRO stage. All others
+        follow from them (``next_sketch``)."""
         more = [zero for zero in self._stages(plain.layout) if zero]
         return [Sketch(plain, zero, self._bound_s(plain, zero)) for zero in (0, *more[:1])]
 
     def faster_by_zero(self, plain: Option) -> list[Sketch]:
-        """The variant with the first ZeRO stage of a layout that fits, if ranks that divide the update would save more
-        than ``ALIKE`` of the step; else none. This stage moves as many bytes as the sums of gradients."""
+        """For a layout that fits: the variant with the first ZeRO stage, if dividing the update over ranks would save
+        more than ``ALIKE`` of the step; otherwise an empty list. This stage moves as many bytes as the sums of
+        gradients do."""
         saved = self._saved_s(plain)
         worthwhile = saved > ALIKE * plain.step_s and self.pipelines.prices.optimizer.divides
         stages = [zero for zero in self._stages(plain.layout) if zero] if worthwhile else []
@@ -92,22 +111,22 @@ class Lighter:
         return self.zeros if layout.dp > 1 else (0,)
 
     def next_sketch(self, sketch: Sketch) -> Sketch | None:
-        """The variant with the next ZeRO stage. It needs less memory, and ZeRO takes more time in it. No stage follows
-        the variant without ZeRO, and none the first stage of a layout that fits."""
+        """The variant with the next ZeRO stage. It needs less memory, but ZeRO takes more time. There is no next stage
+        for the variant without ZeRO, or for the first stage of a layout that fits."""
         if self.fits(sketch.plain):
             return None
         zero = next((zero for zero in self._stages(sketch.layout) if zero > sketch.zero > 0), None)
         return Sketch(sketch.plain, zero, self._bound_s(sketch.plain, zero)) if zero is not None else None
 
     def idealized(self, sketch: Sketch) -> Sketch:
-        """The sketch with its ideal option, and the bound that follows from it."""
+        """The sketch with its ideal option and the resulting bound."""
         ideal = self.pipelines.ideal(sketch.layout)
         bound_s = self._bound_s(ideal, sketch.zero) if self.fits(ideal) else sketch.bound_s
         return replace(sketch, ideal=ideal, bound_s=bound_s)
 
     def holds_too_much(self, sketch: Sketch) -> bool:
-        """Whether parameters, gradients and optimizer state alone are more than the ranks of a variant can hold, even
-        if ZeRO divides them evenly. Parameters that several layers share are not counted."""
+        """Whether parameters, gradients and optimizer state alone exceed the memory of a variant's ranks, even if ZeRO
+        divides them evenly. Parameters that several layers share are not counted."""
         if self.offloads or self._may_be_careful(sketch.layout):
             return False
         pipelines, layout = self.pipelines, sketch.layout
@@ -116,7 +135,7 @@ class Lighter:
         each = [state.parameters_bytes + state.gradients_bytes + state.optimizer_bytes for state in held]
         for shared in works.shared.values():
             for layer in shared.layers:
-                each[layer] -= shared.num_bytes * (2 + pipelines.prices.optimizer.states)
+                each[layer] -= shared.held_bytes(pipelines.prices.optimizer.states, True)
         return sum(each[number] for number in pipelines.chain.numbers) > layout.pp * pipelines.limit_bytes
 
     def may_fit(self, sketch: Sketch) -> bool:
@@ -125,16 +144,16 @@ class Lighter:
         return self.fits(sketch.ideal) or self._may_be_careful(sketch.layout) or self.offloads
 
     def fits_plainly(self, sketch: Sketch) -> bool:
-        """Whether a variant whose ideal option is known fits without recomputation, as if ZeRO divided everything
-        evenly. The next ZeRO stages are not faster then, unless the real option needs more memory."""
+        """Whether a variant whose ideal option is known fits without recomputation, if ZeRO divides the state evenly.
+        The next ZeRO stages cannot be faster then, unless the real option needs more memory."""
         return sketch.recompute == self.pipelines.kinds[:1] and sketch.ideal is not None and self.fits(sketch.ideal)
 
     def _bound_s(self, option: Option, zero: int) -> float:
-        """A lower bound on the seconds of variants of an option with recomputation and a ZeRO stage."""
+        """A lower bound on the seconds of an option's variants with recomputation and a ZeRO stage."""
         return lighter_bound_s(option, self.pipelines.prices.network) if zero else option.step_s
 
     def _saved_s(self, option: Option) -> float:
-        """The seconds that a step saves at most if ranks divide the update of parameters over dp."""
+        """The largest number of seconds that a step can save if ranks divide the update of parameters over dp."""
         return option.layout.chunks * max(_divided_s(stage, option.layout) for stage in option.work.stages)
 
     def priced(self, sketch: Sketch) -> Option:
@@ -150,12 +169,12 @@ class Lighter:
         return self.best(options)
 
     def fits(self, option: Option) -> bool:
-        """Whether an option needs no more memory than a rank has."""
+        """Whether an option needs at most the memory of a rank."""
         return option.peak_bytes <= self.pipelines.limit_bytes
 
     def _recomputed(self, option: Option) -> Iterator[Option]:
-        """An option that does not fit, with more and more recomputation until it fits; and the option whose strategies
-        need less memory (see ``_careful``). Nothing for an option that fits."""
+        """Yield an option that does not fit with more and more recomputation until it fits, then the option with
+        strategies that need less memory (see ``_careful``). For an option that fits, nothing is yielded."""
         if self.fits(option):
             return
         layout = msgspec.structs.replace(option.layout, recompute="none")
@@ -175,8 +194,8 @@ class Lighter:
     def _careful(self, option: Option) -> Option | None:
         """The option with strategies that the integer program chooses under the memory limit.
 
-        The result is None if no strategies fit, for layouts whose strategies the integer program does not choose, and
-        for models whose equal blocks are priced once.
+        None if no strategies fit, if the integer program does not choose the strategies of the layout, or if equal
+        blocks of the model are priced once.
         """
         if not self._may_be_careful(option.layout):
             return None
@@ -194,9 +213,9 @@ class Lighter:
 
 
 def lighter_bound_s(option: Option, network: Network) -> float:
-    """A lower bound on the seconds of the variants of an option with recomputation and ZeRO. ZeRO divides the
-    update, and sums gradients in other ways, which take some time. No rank can save more than the rank that updates
-    and sums the most."""
+    """A lower bound on the seconds of an option's variants with recomputation and ZeRO. ZeRO divides the update, but it
+    sums gradients in other ways, which take time. No rank can save more than the rank with the longest update and
+    sums."""
     layout, saved = option.layout, 0.0
     for stage in option.work.stages:
         pieces = [*stage.pieces[ActionKind.REDUCE_GRAD.value], *stage.pieces[ActionKind.B.value]]
@@ -207,6 +226,6 @@ def lighter_bound_s(option: Option, network: Network) -> float:
 
 
 def _divided_s(stage: StageWork, layout: Layout) -> float:
-    """The seconds by which the update of a stage is shorter if the ranks with equal parameters divide it."""
+    """The seconds by which the update of a stage becomes shorter if the ranks with equal parameters divide it."""
     update_s = sum(piece.seconds for piece in stage.after if isinstance(piece, Compute))
     return update_s * (1 - layout.ep / layout.dp)

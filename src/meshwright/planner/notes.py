@@ -1,4 +1,4 @@
-"""Notes: one readable line for each module of a plan that says how the module is split, and why."""
+"""Notes: one line for each module of a plan that says how the module is split, and why."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Set

@@ -58,7 +58,7 @@ def read_pins(factors: Factors, pins: dict[str, str], axes: tuple[str, ...]) -> 
                     continue
                 strategies.get(operator.name, {}).pop(axis, None)
             by[operator.name, axis] = glob
-            if not letter and factor not in ("batch", "none"):  # the solver decides for this operator
+            if not letter and factor not in ("batch", "none"):  # the integer program decides for this operator
                 continue
             strategies.setdefault(operator.name, {})[axis] = letter
         if not hits and factor != "none":
@@ -102,8 +102,8 @@ def _letter(factors: Factors, operator: Operator, factor: str, axis: str, by_cla
 
 
 def _closeness(glob: str, module: str) -> tuple[bool, int]:
-    """Sort key for how exactly a glob names a module. A glob that is the full path of the module is most exact. Other
-    globs are compared by the number of their characters that are no wildcards."""
+    """Sort key for how exactly a glob names a module. The full path of the module is the most exact glob. Other globs
+    are compared by their number of characters that are not wildcards."""
     return glob == module, sum(letter not in "*?" for letter in glob)
 
 

@@ -1,4 +1,4 @@
-"""The most probable numbers of a profile after runs: least squares of residuals, with normal priors on the numbers."""
+"""The most probable numbers of a profile, given runs: least squares of residuals, with normal priors on the numbers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,21 +8,21 @@ import msgspec
 import numpy as np
 
 LEAST_STEP_S = 0.005
-"""The scale in seconds of ``step_s`` in a profile that has none: the number is then this times ``exp(x) - 1``, where x
-has the width of its prior."""
+"""A scale, in seconds, for ``step_s`` in a profile where it is 0. The number is then this scale times ``exp(x) - 1``,
+where x has the width of its prior."""
 PRIOR_RUNS = 4.0
-"""The number of runs that the expected error counts as, when the error of runs is estimated from a few runs."""
+"""The weight of the expected error, as a number of runs, when the error of runs is estimated from few runs."""
 MOST_STEPS = 40
-"""The largest number of steps of a fit; the last steps change a number by less than its uncertainty."""
+"""The largest number of iterations of a fit. Later iterations change a number by less than its uncertainty."""
 LEAST_KNOWN = 0.25
-"""The smallest factor of the widths: no profile is so sure that runs teach it nothing."""
+"""The smallest factor on the widths of priors, so that runs can always change a profile."""
 TOLD = 0.7
-"""Runs tell a number if they reduce its standard deviation to this fraction."""
+"""A number counts as learned if the runs reduce its standard deviation to at most this fraction."""
 
 
 class Number(msgspec.Struct, frozen=True, kw_only=True):
-    """A learned number: its value before and after, and its standard deviation before and after (of its logarithm; of
-    the number itself for ``fragmentation``). ``told``: the runs say something about it."""
+    """A learned number: its value and standard deviation, before and after learning. The deviation refers to the
+    logarithm (for ``fragmentation``, to the number itself). ``told``: the runs contain information about it."""
 
     name: str
     before: float
@@ -38,8 +38,8 @@ class Number(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """The most probable numbers. ``leverage`` is the number of runs that the fit uses up: the sum, over the residuals,
-    of how far each follows its own run."""
+    """The most probable values of the numbers. ``leverage`` is the number of runs that the fit uses up: the sum, over
+    all residuals, of how far each residual follows its own run."""
 
     numbers: tuple[Number, ...]
     leverage: float
@@ -55,9 +55,9 @@ class Posterior:
         return {number.name: number.deviation for number in self.numbers}
 
     def spread(self, errors: np.ndarray, expected: float) -> float:
-        """The error to expect of a new run, as a standard deviation of the logarithm. It has two parts: how far the
-        learned runs lie from the fit (``expected`` counts as ``PRIOR_RUNS`` runs), and how uncertain the fit itself
-        is."""
+        """The expected error of a new run, as a standard deviation of the logarithm. It has two parts: the distance of
+        the learned runs from the fit (``expected`` counts as ``PRIOR_RUNS`` runs), and the uncertainty of the fit
+        itself."""
         runs = len(errors)
         left = max(1.0, runs - self.leverage)
         around = (PRIOR_RUNS * expected**2 + float(errors @ errors)) / (PRIOR_RUNS + left)
@@ -67,9 +67,9 @@ class Posterior:
 def most_probable(
     start: Mapping[str, float], widths: Mapping[str, float], residuals: Callable[[dict[str, float]], np.ndarray]
 ) -> Posterior:
-    """The numbers with the least squared residuals, held near ``start``: their logarithms have normal priors with these
-    ``widths`` (``fragmentation`` itself has; ``step_s`` may start from 0). Large residuals count less (``soft_l1``): a
-    run that was disturbed does not move the others."""
+    """The numbers with the smallest squared residuals. Normal priors with these ``widths`` hold the logarithms of the
+    numbers near ``start`` (for ``fragmentation``, the number itself; ``step_s`` may start from 0). Large residuals
+    count less (``soft_l1``), so that a disturbed run does not affect the others."""
     from scipy.optimize import least_squares
 
     names, deviations = list(widths), np.array(list(widths.values()))
@@ -102,7 +102,7 @@ def most_probable(
 
 
 def _moved(name: str, before: float, step: float) -> float:
-    """The number after a step of its logarithm, or of the number itself."""
+    """The number after its logarithm (or the number itself) is changed by ``step``."""
     if name == "fragmentation":
         return min(1.0, max(0.0, before + step))
     if name == "step_s" and not before:
@@ -111,8 +111,8 @@ def _moved(name: str, before: float, step: float) -> float:
 
 
 def known(deviation: float, of_unknown: float) -> float:
-    """The factor of the widths of numbers for a profile that expects this deviation: the numbers of a profile that is
-    surer than the unknown one are surer, too, but never certain."""
+    """The factor on the widths of a profile's numbers, given the deviation that the profile expects. If the profile is
+    more certain than an unknown profile, its numbers are more certain too, but never fully certain."""
     return min(1.0, max(LEAST_KNOWN, deviation / of_unknown))
 
 

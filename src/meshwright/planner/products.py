@@ -1,4 +1,5 @@
-"""The plan of a matrix product on a grid: grid, order of axes, panels and algorithms of the least predicted time."""
+"""Plan a matrix product on a grid: choose the grid, order of axes, panels and algorithms with the least predicted
+time."""
 
 from collections.abc import Iterator
 from itertools import product as pairs
@@ -19,19 +20,20 @@ def plan_product(
     m: int, k: int, n: int, num_ranks: int, network: Network, local: LocalProducts, *,
     item_bytes: int = 4, memory_words: float | None = None, gradients: bool = False, only: tuple[Grid, ...] = (),
 ) -> ProductPlan:  # fmt: skip
-    """The plan with the least predicted time on at most ``num_ranks`` ranks, whose ranks hold at most ``memory_words``.
+    """The plan with the least predicted time on at most ``num_ranks`` ranks, each of which holds at most
+    ``memory_words`` words (elements).
 
-    All grids are tried, also those that leave ranks idle, with all orders of the axes over the levels of the cluster,
-    panels over each dim, and either the algorithms that are the fastest alone, or those of one round, which products
-    hide. Of equal plans, the first.
+    All combinations are tried: all grids, also grids that leave ranks idle; all orders of the axes over the levels of
+    the cluster; panels over each dim; and two kinds of algorithms: the fastest alone, or algorithms with one round,
+    which products can hide. If several plans are equal, the first is taken.
 
     Args:
-        gradients: the time is that of the forward product and both backward products.
+        gradients: count the time of the forward product and both backward products.
         only: try only these grids.
 
     Raises:
-        LayoutError: an operand is empty, there is no rank, or no plan fits in the memory; the error names the least
-            memory in which one fits.
+        LayoutError: an operand is empty, there is no rank, or no plan fits in the memory; the error names the smallest
+            memory in which a plan fits.
     """
     check(m, k, n, num_ranks)
     candidates = list(only or grids(m, k, n, num_ranks))
@@ -39,7 +41,7 @@ def plan_product(
     chosen: ProductPlan | None = None
     for grid in candidates:
         blocks = (-(-m // grid.m), -(-k // grid.k), -(-n // grid.n))
-        if best is not None and _least_s(local, blocks, gradients=gradients) >= best[0]:
+        if best is not None and _least_s(local, grid, blocks, gradients=gradients) >= best[0]:
             continue
         for plan in _variants(ProductPlan(m, k, n, grid), network, item_bytes, memory_words, gradients=gradients):
             seconds = product_s(plan, network, local, item_bytes, gradients=gradients)
@@ -50,15 +52,15 @@ def plan_product(
     return chosen
 
 
-def _least_s(local: LocalProducts, blocks: tuple[int, int, int], *, gradients: bool) -> float:
-    """A lower bound on the time of every plan of a grid: its products alone, in one panel."""
-    return local.multiply_s(*blocks) * (3 if gradients else 1)
+def _least_s(local: LocalProducts, grid: Grid, blocks: tuple[int, int, int], *, gradients: bool) -> float:
+    """A lower bound on the time of all plans with a grid: the products alone, with a single panel."""
+    return local.multiply_s(*blocks, grid.num_ranks) * (3 if gradients else 1)
 
 
 def _variants(
     plan: ProductPlan, network: Network, item_bytes: int, memory_words: float | None, *, gradients: bool
 ) -> Iterator[ProductPlan]:
-    """The plans of one grid that fit in the memory."""
+    """Yield the plans with one grid that fit in the memory."""
     seen = set()
     for order in ORDERS:
         grid = msgspec.structs.replace(plan.grid, order=order)
@@ -67,7 +69,7 @@ def _variants(
             continue
         seen.add(strides)
         fastest = _algorithms(msgspec.structs.replace(plan, grid=grid), network, item_bytes)
-        for over, algorithms in pairs(OVERS, (fastest, {}) if fastest else ({},)):  # {}: all in one round, as it hides
+        for over, algorithms in pairs(OVERS, (fastest, {}) if fastest else ({},)):  # {}: one round
             fewest = within(
                 ProductPlan(plan.m, plan.k, plan.n, grid, over, 1, algorithms), memory_words, gradients=gradients
             )
@@ -76,14 +78,14 @@ def _variants(
             yield fewest
             moving = [operand for operand in DIMS if operand != fewest.stationary]
             if all(fewest.sharing(operand) == 1 for operand in moving):
-                continue  # there is nothing to exchange in panels
+                continue  # no operand is exchanged in panels
             for panels in PANELS:
                 if fewest.panels < panels <= fewest.largest(over):
                     yield msgspec.structs.replace(fewest, panels=panels)
 
 
 def _algorithms(plan: ProductPlan, network: Network, item_bytes: int) -> dict[Dim, str]:
-    """The fastest algorithm on each axis: in one round, around a ring, or along the levels of the cluster."""
+    """The fastest algorithm for each axis: in one round, around a ring, or along the levels of the cluster."""
     found: dict[Dim, str] = {}
     for operand, axis in AXIS.items():
         group = Group(plan.sharing(operand), plan.grid.stride(axis))

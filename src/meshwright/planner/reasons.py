@@ -6,11 +6,12 @@ from meshwright.errors import LayoutError
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import RECOMPUTE, Layout
 from meshwright.ir.plan import Alternative
-from meshwright.planner.inter_op.pipelines import ALIKE, Option
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import ALIKE
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """Sort key: of equally fast layouts, the simpler come first."""
+    """Sort key that puts simpler layouts first, to choose among equally fast layouts."""
     sizes = (layout.dp, *layout.grid, layout.pp, layout.cp, layout.ep, *layout.mixed)
     axes = sum(size > 1 for size in sizes) + layout.sequence_parallel + (layout.context == "ring")
     axes += bool(layout.stage_sizes)
@@ -25,7 +26,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
 
 
 def alternative(loser: Option, winner: Option, *, searched: bool = True) -> Alternative:
-    """The ``Alternative`` for a layout that was not taken. Its reason names the part of the step that takes the most
+    """The ``Alternative`` for a layout that was not chosen. Its reason names the part of the step that takes the most
     extra time. ``searched``: the winner is the result of a search."""
     lost, won = loser.predicted, winner.predicted
     parts = {
@@ -57,8 +58,8 @@ def needs_memory(option: Option, limit: float, smallest: Option | None = None) -
 def nothing_fits(
     graph: Graph, too_large: list[Option], refused: list[str], world_size: int, limit: float
 ) -> LayoutError:
-    """The error that no layout fits. It names the smallest layout and what would help; or, if none divides the model,
-    why."""
+    """The error that no layout fits. It names the smallest layout and the changes that would help. If no layout divides
+    the model, it gives the reasons."""
     if not too_large:
         divides = graph.batch_size % world_size == 0
         return LayoutError(

@@ -84,7 +84,7 @@ def _schedule(setup: Setup) -> Schedule | None:
     try:
         return pipeline.build(name, setup.pp, setup.microbatches, setup.chunks if name in CHUNKED else 1)
     except ScheduleError:
-        return None  # not defined for this number of micro-batches: only the closed form is left
+        return None  # the schedule is not defined for this number of micro-batches; only the closed form remains
 
 
 def _costs(stages: tuple[StageSeconds, ...], send_s: float, places: Pipeline) -> list[timing.Costs]:

@@ -12,7 +12,7 @@ from meshwright.ir.cluster import Cluster
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One change, as a user would write it (``recompute = "full"``), with the step time and peak memory that result.
+    """A single change in the user's notation (``recompute = "full"``), with the resulting step time and peak memory.
     ``setup`` is the changed setup of a model that is planned by its sizes."""
 
     text: str
@@ -72,4 +72,4 @@ def single_changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         try:
             yield text, msgspec.structs.replace(setup, **changes)
         except LayoutError:
-            continue  # the changed sizes do not divide: not a possible change
+            continue  # not possible: the changed sizes do not divide

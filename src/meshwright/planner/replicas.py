@@ -1,4 +1,5 @@
-"""Replicas of a plan: what each rank exchanges, their steps under consistency rules, and the choice of a rule."""
+"""Replicas of a plan: the parameters that ranks exchange, their steps under consistency rules, and the choice of a
+rule."""
 
 import math
 from collections import defaultdict
@@ -21,8 +22,9 @@ from meshwright.simulate.replicas import STEPS, ReplicaTimes, simulate_replicas
 
 
 class RuleTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a comparison. ``sample_s``: seconds per sample of all replicas. ``speedup``: the time of a synchronous
-    step over that of a step under this rule. Traces are left out."""
+    """The simulated times under one consistency rule, as a row of a comparison. ``sample_s``: seconds per sample, for
+    all replicas together. ``speedup``: the time of a synchronous step divided by the time of a step under this rule.
+    The traces are not stored."""
 
     times: ReplicaTimes
     sample_s: float
@@ -30,8 +32,8 @@ class RuleTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Consistency rules side by side, the synchronous one first. ``batch_size``: the samples of a step of all replicas.
-    ``alone_s``: the step of one replica without exchange and faults."""
+    """Consistency rules side by side, beginning with the synchronous rule. ``batch_size``: the number of samples in a
+    step of all replicas. ``alone_s``: the step time of one replica without exchange and faults."""
 
     num_replicas: int
     batch_size: int
@@ -52,8 +54,8 @@ def compare_rules(
     faults: ReplicaFaults | None = None,
     steps: int = STEPS,
 ) -> RuleComparison:
-    """Simulate replicas under each of ``rules``, and under ``sync``, with equal faults. ``batch_size``: the samples of
-    one replica's step.
+    """Simulate replicas under each of ``rules`` and under ``sync``, with the same faults. ``batch_size``: the number of
+    samples in a step of one replica.
 
     Raises:
         LayoutError, ClusterError: as ``simulate_replicas``.
@@ -78,8 +80,9 @@ def compare_rules(
 def replica_step(
     graph: Graph, plan: Plan, step_s: float, optimizer: OptimizerCost, sync_step_s: float | None = None
 ) -> ReplicaStep:
-    """The step of one replica of a plan that takes ``step_s``: of the ranks that hold equal copies of a parameter, the
-    first exchanges it. ``sync_step_s``: the step if all replicas' ranks are data-parallel ranks of one plan."""
+    """The step of one replica of a plan, which takes ``step_s``. Of several ranks with equal copies of a parameter, the
+    first exchanges it with other replicas. ``sync_step_s``: the step time if the ranks of all replicas are
+    data-parallel ranks of one plan."""
     parts = exchanged_bytes(graph, plan)
     return ReplicaStep(
         step_s=step_s, parts={rank: float(size) for rank, size in parts.items()}, num_ranks=plan.mesh.world_size,
@@ -89,7 +92,7 @@ def replica_step(
 
 
 def exchanged_bytes(graph: Graph, plan: Plan) -> dict[int, int]:
-    """Maps the ranks of a replica that exchange parameters with other replicas to the bytes of each."""
+    """Maps the ranks that exchange parameters with other replicas to the bytes that each exchanges."""
     result: dict[int, int] = {}
     for place in range(plan.mesh.num_stages):
         mesh, ranks = plan.mesh.submesh(place), plan.mesh.stage_ranks(place)
@@ -121,16 +124,17 @@ def _parts(sizes: Mapping[str, int], axes: frozenset[str]) -> int:
 # --- the choice of a rule --------------------------------------------------------------------------------------------
 
 LEAST_STEPS = 20
-"""Fewest steps that are simulated; rules with longer periods are simulated for a period."""
+"""The smallest number of steps that are simulated. For rules with longer periods, a whole period is simulated."""
 LITTLE = 1.05
-"""Times a step without exchange: with this, an exchange costs little."""
+"""An exchange costs little if a step with it takes at most this number times a step without it."""
 PERIODS = tuple(2**power for power in range(1, 10))
-"""Steps between two exchanges, if the user leaves them to the planner."""
+"""Candidates for the steps between two exchanges, if the user leaves this number to the planner."""
 UNKNOWN = "what a rule does to the loss, the planner cannot know"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas under an allowed rule: the graph and the plan of one, and the time in which all make a step each."""
+    """Replicas under an allowed rule: the graph and plan of one replica, and the time in which every replica makes one
+    step."""
 
     graph: Graph
     plan: Plan
@@ -146,11 +150,12 @@ def choose_rule(
     search: Callable[[Graph, int], Plan],
     optimizer: OptimizerCost,
 ) -> tuple[Graph, Plan]:
-    """The best synchronous plan, or replicas under the allowed rule with which the simulation takes less time for as
-    many samples. Returns the plan with its graph: of replicas, those of one.
+    """Choose between the best synchronous plan and replicas under an allowed rule, by simulated time for an equal
+    number of samples. Return the plan with its graph. For replicas, both are those of one replica.
 
-    Replicas are as many as divide the devices and the batch. Their speeds are taken to be equal. ``graph_of`` makes the
-    graph of one of so many replicas' parts of the batch. ``search`` finds the best plan of a graph for so many devices.
+    The number of replicas must divide the devices and the batch. All replicas are assumed to be equally fast.
+    ``graph_of`` makes the graph of one replica, given the number of replicas that share the batch. ``search`` finds the
+    best plan for a graph and a number of devices.
 
     Raises:
         PlanError: a rule is malformed.
@@ -180,7 +185,7 @@ def choose_rule(
 
 
 def variants_of(text: str) -> list[Consistency]:
-    """The rules that the user allows with a text: the rule, or, with ``local`` or ``diloco`` alone, the rule with
+    """The rules that the user allows with a text. ``local`` or ``diloco`` without a number allow several rules, with
     rising numbers of steps.
 
     Raises:
@@ -192,7 +197,8 @@ def variants_of(text: str) -> list[Consistency]:
 
 
 def _ranks_of_one(plan: Plan, rule: Consistency, count: int, devices: int) -> int:
-    """The ranks of one of so many replicas; 0 if the devices do not divide into them, or the rule does not fit."""
+    """The number of ranks of one of ``count`` replicas; 0 if the devices cannot be divided into them, or the rule does
+    not allow it."""
     layout = msgspec.structs.replace(plan.layout, stage_sizes=(), replicas=count, consistency=str(rule))
     if devices <= server_ranks(layout):
         return 0
@@ -215,7 +221,7 @@ def _searched(
 def _candidate(
     graph: Graph, plan: Plan, variants: Sequence[Consistency], count: int, cluster: Cluster, optimizer: OptimizerCost
 ) -> Candidate:
-    """The first variant whose exchange costs little, or the last."""
+    """The first variant whose exchange costs little, or else the last variant."""
     assert plan.prediction is not None
     step = replica_step(graph, plan, plan.prediction.step_s, optimizer)
     rule, step_s = variants[0], math.inf
@@ -238,7 +244,7 @@ def _rule_step_s(rule: Consistency, count: int, step: ReplicaStep, cluster: Clus
 def _with_notes(
     chosen: Plan, step_s: float, in_step: Plan, others: Sequence[Candidate], in_step_s: float, cluster: Cluster
 ) -> Plan:
-    """The chosen plan, with a note that says what is expected of it, and the others that were weighed."""
+    """The chosen plan, with a note on its expected time, and with the alternatives that were compared."""
     rule = chosen.consistency if chosen.layout.replicas > 1 else str(Sync())
     if rule == str(Sync()):
         reason = "no allowed rule takes less time for as many samples while all replicas are equally fast"

@@ -31,13 +31,14 @@ from meshwright.schedules.pipeline import least_microbatches
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 3, 4, 6, 8)
 SEARCHED: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
-"""The pipeline schedules that a search considers by default. ``gpipe`` takes as long as ``1f1b`` with more memory; by
-their sizes alone, ``zb-h2`` and ``dualpipe-v`` take as long as ``zb-h1`` and ``zb-v`` with more memory."""
+"""The pipeline schedules that a search considers by default. ``gpipe`` takes the same time as ``1f1b`` with more
+memory. For models that are described by sizes, ``zb-h2`` and ``dualpipe-v`` take the same time as ``zb-h1`` and
+``zb-v`` with more memory."""
 
 
 THINNED = 0.97
-"""A slower option stays on the ``front`` only if it beats each faster option there. That is, it costs less than the
-faster option, or needs less than this fraction of its memory."""
+"""A slower option stays on the ``front`` only if, compared with each faster option there, it either costs less or needs
+less than this fraction of the memory."""
 
 REHEARSED = 12
 """Number of options that are rehearsed action by action (``planner.rehearse``). These are the best options of the best
@@ -45,7 +46,8 @@ combinations of dp, tp, pp, cp and ep."""
 
 
 GridSearch = Literal["also", "only", "none"]
-"""Whether a search considers grids of tensor-parallel ranks beside other layouts."""
+"""Whether a search considers grids of tensor-parallel ranks: in addition to other layouts, exclusively, or not at
+all."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,9 +181,9 @@ def search(
 
     ``devices`` is the number of devices of a cluster that is given by name. ``sequence`` is the sequence length of a
     model that is given by name (0: the length in the catalog). ``usd_per_hour`` is the price of a device (default: the
-    price in the catalog). ``schedules`` are the pipeline schedules to consider. ``codec`` is that of gradients;
-    ``auto``: for each setup the fastest that fits, or none. ``grids``: whether to consider grids of tensor-parallel
-    ranks (``planner.grids``): ``also``, ``only``, or ``none``.
+    price in the catalog). ``schedules`` are the pipeline schedules to consider. ``codec`` is the codec of gradients;
+    ``auto``: for each setup the fastest codec that fits, or none. ``grids``: whether to consider grids of
+    tensor-parallel ranks (``planner.grids``): ``also``, ``only``, or ``none``.
 
     Raises:
         PlanError: ``codec`` names no codec.
@@ -267,7 +269,7 @@ def _rank(option: Option) -> tuple[bool, float, float]:
 
 
 def _option(setup: Setup, memory: Memory, cluster: Cluster, memory_bytes: float | None, price: float | None) -> Option:
-    """The option of a setup. ``price``: US dollars for a device and hour, None if unknown."""
+    """The option of a setup. ``price``: US dollars per device and hour; None if unknown."""
     estimate, spread = estimate_step(setup, cluster), cluster.software.spread
     return Option(
         setup=setup,
@@ -303,7 +305,7 @@ def _setups(
                 dp, rest = divmod(devices, tp * pp * cp)
                 if rest or global_batch % dp:
                     continue
-                # The order of dp and pp only matters where a box has room for more than the tp ranks.
+                # The order of dp and pp matters only if a box has room for more than the tp ranks.
                 inner: tuple[Inner, ...] = ("dp", "pp") if dp > 1 < pp and cp == 1 and tp < box else ("dp",)
                 for nearer in inner:
                     axes = Setup(

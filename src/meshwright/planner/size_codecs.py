@@ -12,9 +12,9 @@ from meshwright.planner.codecs import AUTO, GAIN, NONE, exact_codecs
 
 
 def with_codec(setup: Setup, codec: str, cluster: Cluster) -> Setup:
-    """``setup``, which has no codec, with a codec of gradients. With ``auto``, the codec that sums the gradients of the
-    largest stage in the least time, if it makes the step shorter by more than ``GAIN``, or else none. Empty:
-    ``lossless`` counts alone, if it was measured."""
+    """The setup, which has no codec, with a codec for gradients. ``auto`` gives the codec that sums the gradients of
+    the largest stage in the least time, if the step becomes shorter by more than ``GAIN``, or else no codec. An empty
+    text considers only ``lossless``, if it was measured."""
     if codec not in ("", AUTO, NONE):
         return msgspec.structs.replace(setup, codec=codec)
     network, group = Network(cluster), data_group(setup)

@@ -1,4 +1,4 @@
-"""The explicit rule of tensor parallelism: it splits heads, hidden features, and vocabularies where that pays."""
+"""The explicit rule of tensor parallelism: it splits heads, hidden features, and vocabularies where that saves time."""
 
 from collections.abc import Iterable
 
@@ -32,7 +32,7 @@ class TensorRule:
         heads, hidden, vocabulary = self._candidates()
         head_classes: list[tuple[str, str]] = []
         for dim, module in heads.items():
-            # split key and value heads where the axis divides them, else the query heads that share each of them
+            # split key and value heads if the axis divides them, else the query heads that share each of them
             sizes = [self.graph.factor_classes[name].size for name in dim]
             head_classes.append((dim[dividing_heads(sizes, axis, self.sizes[axis], module)], "attention heads"))
         for name, what in [*head_classes, *((name, "hidden features") for name in hidden)]:
@@ -80,7 +80,7 @@ class TensorRule:
                 for letter, name in operator.classes.items():
                     if name in weights and not self.factors.is_batch(name):
                         (reduced if operator.rule.reduced(letter, 0) else produced).setdefault(name)
-            if operator.target.startswith("meshwright.experts."):  # it makes and reduces its features inside
+            if operator.target.startswith("meshwright.experts."):  # it makes and reduces its features internally
                 features = operator.rule.parsed.inputs[4].dims[2]
                 inside = dict.fromkeys(operator.classes[factor.name] for factor in features if factor.name)
                 produced |= inside

@@ -15,11 +15,12 @@ from meshwright.planner.validate import CaseDeviation, Validation, compare, devi
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout that the predictor chooses from a measured sweep: runs of one model and batch on equal devices.
+    """The layout that the predictor chooses from a measured sweep (runs of one model and batch on equal devices).
 
-    ``rows`` is the number of runs, ``layouts`` that of different setups; runs of one setup differ in something that the
-    table does not say. ``case`` names a run of the chosen setup. ``out_of_memory``: any run of the chosen setup failed.
-    ``slower`` is the median time of its runs over the fastest run of the sweep, minus 1; None if all failed."""
+    ``rows`` is the number of runs, and ``layouts`` the number of different setups. Runs of one setup differ in a
+    setting that the table does not contain. ``case`` names a run of the chosen setup. ``out_of_memory``: at least one
+    run of the chosen setup failed. ``slower`` is the median time of its runs divided by the time of the fastest run of
+    the sweep, minus 1; None if all its runs failed."""
 
     sweep: str
     rows: int
@@ -31,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """The choices from all sweeps of a table. ``median`` and ``p90`` are percentiles of ``slower``, in percent; None if
-    no chosen setup ran. ``failed`` counts the chosen setups of which any run was out of memory."""
+    no chosen setup ran. ``failed`` counts the chosen setups with at least one run that was out of memory."""
 
     choices: tuple[Choice, ...]
     failed: int
@@ -40,11 +41,11 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trials(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors after learning from ``learned`` random runs of a table, judged on its other runs: means over ``repeats``
-    draws. ``mape`` and ``zero_shot_mape`` are the mean errors of times in percent with and without learning;
-    ``coverage`` is the fraction of times inside the interval of 80 %; ``oom_balanced_accuracy`` as in ``Validation``.
-    A value is None if no draw has it. ``software`` names the stacks that were learned, each by itself, ``too_few``
-    those with too few runs."""
+    """Errors after learning from ``learned`` random runs of a table. The other runs are judged, and errors are means
+    over ``repeats`` draws. ``mape`` and ``zero_shot_mape`` are the mean errors of times in percent, with and without
+    learning. ``coverage`` is the fraction of times inside the 80 % interval. ``oom_balanced_accuracy`` is defined as in
+    ``Validation``. A value is None if it is None in all draws. ``software`` names the software that was learned, each
+    separately; ``too_few`` names the software with too few runs."""
 
     learned: int
     repeats: int
@@ -58,7 +59,8 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(cases: Sequence[Case]) -> Choices:
-    """Choose from each sweep of a table as a search ranks its options (``search.preference``), by closed form."""
+    """Choose a layout from each sweep of a table, by the closed form, in the way in which a search ranks its options
+    (``search.preference``)."""
     sweeps: dict[tuple[str, int, bytes, int], list[Case]] = {}
     for case in cases:
         model = msgspec.json.encode(msgspec.structs.replace(case.setup.model, name=""))
@@ -98,15 +100,15 @@ def choose(cases: Sequence[Case]) -> Choices:
 
 
 def layout_key(case: Case) -> bytes:
-    """What the table says of how a case runs, as a key: runs with equal keys differ in something that it does not
-    say."""
+    """A key made of everything that the table says about how a case runs. Runs with equal keys differ in a setting that
+    the table does not contain."""
     setup = msgspec.structs.replace(case.setup, model=msgspec.structs.replace(case.setup.model, name=""))
     return msgspec.json.encode((setup, case.cluster.name, case.cluster.software.name))
 
 
 def learning_trials(cases: Sequence[Case], learned: int, repeats: int, seed: int = 0) -> Trials:
     """Learn from ``learned`` random runs of a table and judge the others, ``repeats`` times. If the table has runs of
-    several stacks, each stack is learned and judged by itself.
+    several kinds of software, each is learned and judged separately.
 
     Raises:
         FileFormatError: every stack of the table has too few runs, or ``learn`` refuses the runs.

@@ -1,4 +1,4 @@
-"""Options whose stages differ in dp, in tp, in their number of ranks, or in their devices, from the fastest layouts."""
+"""Make options whose stages differ in dp, tp, number of ranks or devices, starting from the fastest layouts."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,22 +16,24 @@ from meshwright.planner.candidates import Only, divisors
 from meshwright.planner.finalists import REFUSALS
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.recut import Recut
 from meshwright.planner.inter_op.unequal import Pool, UnequalStages
 from meshwright.planner.lighter import Lighter
 from meshwright.planner.time_limit import TimeLimit
 
 AKIN = 3
-"""Number of fastest layouts from which options with unlike stages are made."""
+"""The number of fastest layouts from which such options are made."""
 MOST_UNEQUAL, MOST_MICROBATCHES = 128, 64
-"""Largest number of ranks, and of micro-batches, for which unequal stages are considered."""
+"""The largest number of ranks, and of micro-batches, for which stages with different numbers of ranks are
+considered."""
 
 
 @dataclass(frozen=True)
 class UnlikeStages:
-    """Finds options whose stages differ. ``lower`` lowers the graph of the chain of layers; the other fields are those
-    of the search."""
+    """Finds options whose stages differ. ``lower`` lowers the graph of the chain of layers. The other fields have the
+    same meaning as in the search."""
 
     cluster: Cluster
     world_size: int
@@ -60,7 +62,7 @@ class UnlikeStages:
         return self.pipelines.chain.graph.batch_size
 
     def _uneven(self, fastest: Sequence[Option]) -> Iterator[Option]:
-        """Options whose stages differ in dp and tp, of the fastest layouts with stages."""
+        """Yield options whose stages differ in dp and tp, made from the fastest layouts with stages."""
         for option in fastest:
             layout = option.layout
             if layout.pp == 1 or layout.chunks > 1 or layout.zero or not layout.is_plain or self.clock.over:
@@ -78,7 +80,7 @@ class UnlikeStages:
                 yield uneven
 
     def _pools(self) -> list[Pool]:
-        """The ranks with like devices, and prices of layers there, which are found when they are asked for."""
+        """The pools of ranks with equal devices. The prices of layers in a pool are computed on request."""
         alike, pools, of_all = self.cluster.homogeneous, [], self.pipelines.prices
         for ranks in pools_of(self.cluster) if not alike else (range(self.world_size),):
             part = part_of(self.cluster, ranks)
@@ -91,11 +93,12 @@ class UnlikeStages:
         return pools
 
     def _cut_for_devices(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
-        """The ``AKIN`` fastest layouts of each schedule, also with ZeRO where the update takes long. They are cut anew
-        by the prices of the devices where their stages lie. Layouts with a stage on unlike devices are left out."""
+        """Yield the ``AKIN`` fastest layouts of each schedule, also with ZeRO if the update is long. They are cut
+        again, with the prices of the devices of their stages. Layouts in which a stage has different devices are left
+        out."""
         kinds: dict[tuple[str, int], dict[str, Option]] = defaultdict(dict)
         for option in fastest:
-            if option.memory_bytes is None:  # else its strategies are not those of priced layers
+            if option.memory_bytes is None:  # with a memory limit, strategies differ from those of the priced layers
                 plain = layout_text(msgspec.structs.replace(option.layout, zero=0))
                 kinds[option.layout.schedule, option.layout.chunks].setdefault(plain, option)
         for option in (option for options in kinds.values() for option in self._zeroed([*options.values()][:AKIN])):
@@ -109,7 +112,7 @@ class UnlikeStages:
                     yield from self._cut_anew(option, [home for home in homes if home is not None])
 
     def _zeroed(self, options: Sequence[Option]) -> Iterator[Option]:
-        """Each option as it is, and a second time with ZeRO if a divided update may make it faster."""
+        """Yield each option, and again with ZeRO if dividing the update may make it faster."""
         for option in options:
             yield option
             for sketch in self.lighter.faster_by_zero(option) if not option.layout.zero else ():
@@ -134,8 +137,8 @@ class UnlikeStages:
                 return
 
     def _unequal(self, fastest: Sequence[Option], pools: Sequence[Pool]) -> Iterator[Option]:
-        """Options whose stages differ in their number of ranks. If devices are equal, only divisions of stages that are
-        priced already are considered, and as many micro-batches as the fastest layouts with stages have."""
+        """Options whose stages differ in their number of ranks. If all devices are equal, only divisions of stages that
+        are already priced are considered, with the numbers of micro-batches of the fastest layouts with stages."""
         if self.only == "intra" or self.clock.over or self.world_size == 1:
             return
         alike = self.cluster.homogeneous

@@ -21,8 +21,8 @@ from meshwright.planner.cases import Case, LeftOut, read_cases
 class CaseDeviation(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction for one case. ``measured_s`` is None if there is no measured time, for example because the run was
     out of memory. ``interval_s`` holds 80 % of the times of such runs. ``fit_chance`` is the chance that the run fits
-    in memory, and ``fits`` whether that is even or better. ``reported_peak_bytes`` is the predicted peak as the run's
-    software reports it; it is compared with ``measured_peak_bytes``."""
+    in memory. ``fits`` says whether this chance is at least one half. ``reported_peak_bytes`` is the predicted peak as
+    the run's software reports it; it is compared with ``measured_peak_bytes``."""
 
     case: str
     predicted_s: float
@@ -65,7 +65,7 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 
 def validate(path: str | os.PathLike[str], software: str = "") -> Validation:
     """Predict every row of a table (see ``planner.cases.COLUMNS``), and compare it with the row's measurement.
-    ``software`` is the profile of rows that name none.
+    ``software`` is the profile of rows that name no profile.
 
     Raises:
         FileFormatError: the file cannot be read or lacks columns.

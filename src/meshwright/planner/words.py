@@ -1,4 +1,4 @@
-"""Words for the factors of image operators, independent of their letters: channel, filter, height, width, depth.
+"""Words for the factors of image operators that do not depend on their letters: channel, filter, height, width, depth.
 
     convolution   "n c ~y ~x, f c !p !q -> n f ~y1 ~x1"      channel: c   filter: f   height: yy   width: xx
 
@@ -23,7 +23,8 @@ WORDS = ("channel", "filter", *SPACE)
 
 
 def factors_of(operator: Operator, word: str) -> list[str]:
-    """The factors of an operator that a word means: none, one, or several (outermost first) for grouped channels."""
+    """The factors of an operator that a word stands for. There may be none, one, or several (outermost first) for
+    grouped channels."""
     if word in SPACE:
         return [name for name in (rows_of(operator, SPACE[word]),) if name]
     if operator.rule is None or not operator.target.startswith("aten.convolution"):
@@ -35,7 +36,7 @@ def factors_of(operator: Operator, word: str) -> list[str]:
 
 
 def word_of(operator: Operator, factor: str) -> str:
-    """The word for a factor of a convolution; the factor itself if no word means it."""
+    """The word for a factor of a convolution; the factor itself if it has no word."""
     if not operator.target.startswith("aten.convolution"):
         return factor
     return next((word for word in WORDS if factor in factors_of(operator, word)), factor)

@@ -1,7 +1,8 @@
-"""Workspace: the memory that an operator's kernel needs while it runs, and the micro-batches that need less of it.
+"""Workspace: the memory that an operator's kernel needs while it runs. Computing few samples at a time needs less of
+it.
 
-An operator on b samples may run in pieces, each with its own kernel, one after the other in the same workspace. These
-are the two algorithms of µ-cuDNN (Oyama, Ben-Nun, Hoefler, Matsuoka 2018, sections 3.2 and 3.3):
+An operator on b samples may run in pieces. Each piece has its own kernel, and the pieces use the same workspace one
+after the other. These are the two algorithms of µ-cuDNN (Oyama, Ben-Nun, Hoefler, Matsuoka 2018, sections 3.2 and 3.3):
 
     one operator   T(b) = min(T_µ(b), min over b' of T(b') + T(b - b')); the workspace is that of its largest piece
     a network      one division for each operator: least sum of seconds, if the sum of their bytes is within a budget
@@ -39,7 +40,8 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Division(NamedTuple):
-    """The pieces in which an operator runs, the largest first; their seconds; and the workspace of the largest need."""
+    """The pieces in which an operator runs (the largest first), their seconds, and the largest workspace of any
+    piece."""
 
     pieces: tuple[Choice, ...]
     seconds: float
@@ -47,8 +49,8 @@ class Division(NamedTuple):
 
 
 def divided(choices: Sequence[Choice], samples: int, limit_bytes: int) -> Division:
-    """The fastest division of ``samples`` within the limit; of equally fast divisions, one with the least workspace.
-    Pieces have only sizes that ``choices`` have, each as often as needed.
+    """The fastest division of ``samples`` within the limit. If several are equally fast, one with the least workspace.
+    Pieces have the sizes that occur in ``choices``; each may be used several times.
 
     Raises:
         LayoutError: a number is below 1; ``choices`` are empty; no sum of their sizes is ``samples``; or nothing fits
@@ -69,11 +71,11 @@ def divided(choices: Sequence[Choice], samples: int, limit_bytes: int) -> Divisi
 
 
 def pareto(choices: Sequence[Choice], samples: int, limit_bytes: int) -> tuple[Division, ...]:
-    """All divisions within the limit that no other division beats in seconds and bytes, the fastest first. Of divisions
-    with equal seconds and bytes, one is returned.
+    """All divisions within the limit that no other division beats in both seconds and bytes, the fastest first. If
+    several divisions have equal seconds and bytes, one is returned.
 
-    The workspace is that of one piece. So for each size of a workspace, the fastest division within it is all that is
-    needed.
+    The workspace of a division is the workspace of its largest piece. So it is enough to find the fastest division for
+    each workspace size of a piece.
 
     Raises:
         LayoutError: as ``divided``.
@@ -88,7 +90,8 @@ def pareto(choices: Sequence[Choice], samples: int, limit_bytes: int) -> tuple[D
 
 
 def share(sets: Mapping[str, Sequence[Division]], total_bytes: int) -> dict[str, Division]:
-    """One division for each operator: the least sum of seconds, if the sum of their workspaces is within the total.
+    """One division for each operator, with the smallest sum of seconds for which the sum of workspaces is within the
+    total.
 
     x[i, d] = 1: operator i runs in division d.
 
@@ -96,7 +99,7 @@ def share(sets: Mapping[str, Sequence[Division]], total_bytes: int) -> dict[str,
         such that   for each operator i:  sum over d of x[i, d] = 1
                     sum of bytes[i, d] x[i, d] <= total
 
-    The result is optimal within the gap of ``integer_program``, which the solver has proven.
+    The result is optimal within the gap of ``integer_program``, as proven by the solver.
 
     Raises:
         LayoutError: the total is below 1; an operator has no divisions; nothing fits within the total (the error names
@@ -118,13 +121,14 @@ def share(sets: Mapping[str, Sequence[Division]], total_bytes: int) -> dict[str,
         taken = [column for column in range(len(columns)) if values[column] > 0.5]
         if sum(columns[column][1].workspace_bytes for column in taken) <= total_bytes:
             return {columns[column][0]: columns[column][1] for column in taken}
-        # The solver's sums are rounded: it may exceed the total by some bytes. Exclude these divisions.
+        # The solver rounds sums, so its solution may exceed the total by some bytes. Exclude these divisions, and solve
+        # again.
         rows.add([(column, 1.0) for column in taken], -math.inf, len(taken) - 1.0)
 
 
 def _fastest(choices: Iterable[Choice], samples: int, limit_bytes: int) -> Division | None:
-    """The fastest division within the limit, or None. A division into pieces is its last piece and the rest, so pieces
-    are added to divisions of fewer samples."""
+    """The fastest division within the limit; None if there is none. A division consists of a last piece and the rest.
+    So divisions are built by adding a piece to a division of fewer samples."""
     best: dict[int, Choice] = {}
     for choice in choices:
         known = best.get(choice.samples)

@@ -70,13 +70,14 @@ __all__ = [
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """A setup's step and memory, whether it fits, and the smallest change that would make it fit. ``interval_s`` and
-    ``interval_bytes`` hold 80 % of the times and peaks of such runs; ``fit_chance`` is the chance that it fits."""
+    """A prediction for a setup: its step, its memory, whether it fits, and the smallest change that would make it fit.
+    ``interval_s`` and ``interval_bytes`` hold 80 % of the times and peaks of such runs; ``fit_chance`` is the chance
+    that it fits."""
 
     setup: Setup
     cluster: str
     constants: str
-    """Where the cluster's constants are from (``Cluster.constants``)."""
+    """The sources of the cluster's constants (``Cluster.constants``)."""
     software: Software
     estimate: StepEstimate
     memory: Memory
@@ -86,10 +87,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     interval_bytes: Interval
     fit_chance: float
     mfu: float
-    """Model FLOP/s of all devices over their peak, in the setup's precision."""
+    """Model FLOP/s of all devices, divided by their peak in the setup's precision."""
     change: Change | None = None
     exchange: GradientExchange | None = None
-    """How the gradients of the largest stage cross between data-parallel ranks; None: there are no such ranks."""
+    """The exchange of the largest stage's gradients between data-parallel ranks; None without such ranks."""
 
 
 def predict(
@@ -102,12 +103,12 @@ def predict(
     software: str | Software | None = None,
     **layout: Any,
 ) -> Forecast:
-    """Predict a training step of ``model`` on ``cluster``, in closed form. ``software`` is a profile or its name, in
-    place of the cluster's own.
+    """Predict a training step of ``model`` on ``cluster``, in closed form. ``software`` is a software profile or its
+    name, which replaces the cluster's profile.
 
-    ``layout`` holds fields of ``cost.setup.Setup``; with the codec ``auto``, the fastest one is taken, or none. ``tp``
-    may also be a grid ``(x, y, z)``, as in ``Layout``. If ``dp`` is not given, it is ``devices`` divided by the sizes
-    of the other axes.
+    ``layout`` holds fields of ``cost.setup.Setup``. With the codec ``auto``, the fastest codec is taken, or none.
+    ``tp`` may also be a grid ``(x, y, z)``, as in ``Layout``. If ``dp`` is not given, it is ``devices`` divided by the
+    sizes of the other axes.
 
     Raises:
         LayoutError: the model is unknown, or the layout does not fit model, batch or devices.

@@ -1,4 +1,4 @@
-"""Compare the algorithms of a collective: the bytes that each moves, its time, and the sizes at which it is fastest."""
+"""Compare the algorithms of a collective: the bytes that each sends, its time, and the sizes at which it is fastest."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -23,13 +23,14 @@ SIZES = (4, *(16**power for power in range(2, 8)), 2**30)
 """Vector sizes in bytes; crossovers are searched between neighbours."""
 ITEM_BYTES = 4
 MAX_RANKS, MAX_SHARING = 64, 16
-"""The most ranks of a comparison, without and with shared links. Some algorithms send a message for every pair of
-ranks."""
+"""The largest numbers of ranks in a comparison, without and with shared links. Some algorithms send a message for every
+pair of ranks."""
 
 
 class AllReduceTime(msgspec.Struct, frozen=True):
-    """An algorithm: the bytes it moves, its seconds without contention (``alone_s``) and on the cluster's shared links
-    (None: too many ranks to simulate). ``same``: whether all ranks end with the same bits in floating point."""
+    """An algorithm: the bytes that it sends, its seconds without contention (``alone_s``) and on the cluster's shared
+    links (None: there are too many ranks to simulate). ``same``: whether all ranks end with the same bits in floating
+    point."""
 
     algorithm: str
     count: Count
@@ -46,7 +47,7 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """An algorithm that the codec may not ride, and why."""
+    """An algorithm that cannot carry the codec, and the reason."""
 
     algorithm: str
     reason: str
@@ -69,11 +70,11 @@ class AllReduceTimes(msgspec.Struct, frozen=True, kw_only=True):
 def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: int, codec: str = "") -> AllReduceTimes:
     """Compare all algorithms of an operation over ``num_ranks`` neighbouring ranks of a cluster, in float32.
 
-    ``codec``: messages are in this coded form; times leave out encoding and decoding.
+    ``codec``: messages are encoded with this codec. Times do not include encoding and decoding.
 
     Raises:
-        ScheduleError, ClusterError, LayoutError: no such operation; the cluster has too few devices, or unlike units;
-            more than 64 ranks.
+        ScheduleError, ClusterError, LayoutError: there is no such operation, the cluster has too few devices or unequal
+            units, or there are more than 64 ranks.
         PlanError: there is no such codec, or it has no collective of its own.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
@@ -120,7 +121,7 @@ def compare(operation: str, cluster: Cluster | str, num_ranks: int, num_bytes: i
 
 
 def _along_levels(operation: str, cluster: Cluster) -> list[str]:
-    """The names of the algorithms that follow the cluster's levels; none unless it has several levels."""
+    """The names of the hierarchical algorithms along the cluster's levels; none if it has only one level."""
     fan_outs = [level.fan_out for level in cluster.levels if level.fan_out > 1]
     if len(fan_outs) < 2:
         return []
@@ -129,7 +130,7 @@ def _along_levels(operation: str, cluster: Cluster) -> list[str]:
 
 
 def _coded(operation: str, codec: Codec) -> Codec:
-    """The codec, if it has collectives of its own for the operation."""
+    """The codec, if the operation has collectives for it."""
     if operation not in CHOSEN or codec.exchange not in ("hops", "merges"):
         remedies = {"sums": "its coded vectors ride every algorithm: give their size as --bytes", "factors": ""}
         raise PlanError(

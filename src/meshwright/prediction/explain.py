@@ -1,4 +1,4 @@
-"""A search result as a report: what was chosen, its cost, and why, for a reader who did not run the search."""
+"""A search result as a report for a reader who did not run the search: the chosen layout, its cost, and the reasons."""
 
 from collections.abc import Sequence
 
@@ -77,9 +77,9 @@ def explain(
     scaling: Sequence[tuple[int, SearchResult]] = (),
     command: str = "",
 ) -> PageContent | None:
-    """The report on the best layout of a search on ``cluster``. If nothing fits, the report is on the layout that lacks
-    the least memory; None if there is no such layout. ``scaling``: the results of searches on other numbers of
-    devices."""
+    """The report on the best layout of a search on ``cluster``. If nothing fits, the report describes the layout that
+    exceeds the memory the least; None if there is no such layout. ``scaling``: the results of searches on other numbers
+    of devices."""
     best = result.options[0] if result.options else result.nearest
     if best is None:
         return None

@@ -16,12 +16,12 @@ from meshwright.planner.learn import LearnedCluster, learn
 def learn_table(path: str | os.PathLike[str], *, cluster: str = "", software: str = "") -> LearnedCluster:
     """Learn from all usable rows of a table (``planner.cases.COLUMNS``).
 
-    ``cluster`` is the cluster to give the profile to (default: that of the rows). ``software`` is the profile from
-    which learning starts, for rows that name none.
+    ``cluster`` is the cluster that gets the profile (default: the cluster of the rows). ``software`` is the initial
+    profile for rows that name no profile.
 
     Raises:
-        FileFormatError: the table cannot be read; it has no usable row; its rows are of several clusters and none is
-            given; they are of another device than the cluster; ``learn`` refuses them.
+        FileFormatError: the table cannot be read or has no usable row; its rows are of several clusters and ``cluster``
+            is not given; they are of another device than the cluster; or ``learn`` refuses them.
     """
     cases, left_out = read_cases(path, software)
     where = os.fspath(path)
@@ -46,7 +46,7 @@ def learn_table(path: str | os.PathLike[str], *, cluster: str = "", software: st
 
 
 def learn_step(setup: Setup, cluster: Cluster, seconds: Sequence[float]) -> LearnedCluster:
-    """Learn from the logged seconds of a few steps of one run, which count as one run with their median.
+    """Learn from the logged seconds of a few steps of one run. They count as one run with the median time.
 
     Raises:
         FileFormatError: the times are impossible.

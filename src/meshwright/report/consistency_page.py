@@ -14,12 +14,12 @@ from meshwright.report.template import rendered
 
 COLORS = 8
 BATCHES = 10
-"""The losses of so many batches are averaged."""
+"""The number of batches over which losses are averaged."""
 
 
 class RuleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule in a case: samples per second, bytes sent for each batch, held-out loss at the end (the mean and the range
-    over seeds and replicas), and the share of steps by staleness."""
+    """The results of a rule in a case: samples per second, bytes sent per batch, the held-out loss at the end (mean and
+    range over seeds and replicas), and the fractions of steps by staleness."""
 
     rule: str
     slow: str
@@ -36,22 +36,22 @@ class RuleRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spread(self) -> str:
-        """The range of the held-out losses; and how many trainings diverged."""
+        """The range of the held-out losses, and the number of trainings that diverged."""
         spread = f"{min(self.held_out):.4f} to {max(self.held_out):.4f}" if self.held_out else ""
         return spread + (f"; {self.diverged} diverged" if self.diverged else "")
 
     @property
     def shares(self) -> str:
-        """The share of steps by staleness, as text."""
+        """The fractions of steps by staleness, as text."""
         return ", ".join(f"{steps}: {share:.0%}" for steps, share in self.staleness)
 
 
 MOST_STALE = 4
-"""Staleness of so many steps or more counts together."""
+"""All steps with at least this staleness are counted together."""
 
 
 def rows_of(runs: Sequence[RuleRun], batch: int) -> list[RuleRow]:
-    """A row for each case and rule, in the order of the runs. ``batch``: the samples of a batch."""
+    """A row for each case and rule, in the order of the runs. ``batch``: the number of samples in a batch."""
     rows = []
     for slow, rule in dict.fromkeys((run.slow, run.rule) for run in runs):
         same = [run for run in runs if (run.slow, run.rule) == (slow, rule)]
@@ -71,8 +71,8 @@ def rows_of(runs: Sequence[RuleRun], batch: int) -> list[RuleRow]:
 
 
 def render_consistency(result: Result, runs: Sequence[RuleRun], batch: int) -> str:
-    """The comparison as one HTML page with styles and pictures inside; light or dark, like the reader's system.
-    ``result``: the result file of ``runs``. ``batch``: the samples of a batch."""
+    """The comparison as one HTML page that contains its styles and pictures. It is light or dark, like the reader's
+    system. ``result``: the result file of ``runs``. ``batch``: the number of samples in a batch."""
     cases, rules = list(dict.fromkeys(run.slow for run in runs)), list(dict.fromkeys(run.rule for run in runs))
     by_case = [[run for run in runs if run.slow == slow] for slow in cases]
     pictures = {

@@ -17,7 +17,8 @@ def dollars(value: float | None) -> str:
 
 
 def timeline(trace: Trace) -> str:
-    """A timeline: a lane for each rank, a box for each action: forward, backward (or its two halves), and the rest."""
+    """A timeline with a lane for each rank and a box for each action: forward, backward (or its two halves), and
+    others."""
     ranks, whole_s = trace.ranks, trace.duration_s
     spans = sorted(trace.spans, key=lambda span: span.start_s)
     until_s = spans[MOST_SPANS].start_s if len(spans) > MOST_SPANS else whole_s

@@ -28,7 +28,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeighedLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Another layout, and why it was not chosen."""
+    """Another layout, and the reason why it was not chosen."""
 
     layout: str
     step_s: float
@@ -63,7 +63,8 @@ class PageContent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(report: PageContent) -> str:
-    """The report as one HTML page with styles and pictures inside; light or dark, like the reader's system."""
+    """The report as one HTML page that contains its styles and pictures. It is light or dark, like the reader's
+    system."""
     trace = report.trace
     return rendered(
         "plan.html.j2",

@@ -12,7 +12,7 @@ _WHOLE, _RUNS_WHOLE = "whole", "runs whole"
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs (``what``), with its value in the old and in the new plan."""
+    """A decision that differs (``what``), with its value in the old and in the new plan."""
 
     what: str
     old: str
@@ -90,7 +90,7 @@ def _scheduled(plan: Plan) -> str:
 
 
 def _of_modules(old: Mapping[str, str], new: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """The modules with operators whose strategies differ: all old and all new strategies of these operators."""
+    """The modules with operators whose strategies differ, with all old and all new strategies of these operators."""
     modules: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name, _RUNS_WHOLE), new.get(name, _RUNS_WHOLE)

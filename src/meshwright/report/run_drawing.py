@@ -42,7 +42,7 @@ def begun_at_zero(trace: Trace) -> Trace:
 
 def timelines(traces: Mapping[str, Trace]) -> str:
     """The timelines of every rank on a common time scale. ``traces`` maps a name, such as predicted or measured, to a
-    trace; the traces of a rank stand one below the other. Each has a lane for compute, for waits and for
+    trace. The traces of a rank are drawn one below the other. Each has a lane for compute, for waits and for
     communication."""
     drawn = {name: begun_at_zero(trace) for name, trace in traces.items()}
     ranks = sorted({rank for trace in drawn.values() for rank in trace.ranks})

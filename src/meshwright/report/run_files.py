@@ -50,7 +50,8 @@ def read_run(directory: Path) -> RunFiles:
     """The run in ``directory``.
 
     Raises:
-        FileFormatError: it is not a run's directory, or a file in it cannot be read; the file, key or line is named.
+        FileFormatError: it is not a run's directory, or a file in it cannot be read; the error names the file, key or
+            line.
         TraceError: a trace or the ledger belongs to another plan than plan.json.
     """
     lacking = [name for name in (RUN, PLAN, METRICS) if not (directory / name).is_file()]

@@ -18,8 +18,8 @@ Closeness = Literal["good", "close", "bad"]
 
 
 def render_run(run: RunFiles, command: str = "") -> str:
-    """The run as one HTML page with styles and pictures inside; light or dark, like the reader's system. The page lists
-    the files that the run lacks, and shows ``command`` as the command that made the page."""
+    """The run as one HTML page that contains its styles and pictures. It is light or dark, like the reader's system.
+    The page lists the files that the run lacks, and shows ``command`` as the command that made the page."""
     traces = named_traces(run)
     losses = [
         run_drawing.PlotLine(
@@ -57,7 +57,7 @@ def named_traces(run: RunFiles) -> dict[str, Trace]:
 
 
 def timeline_picture(traces: dict[str, Trace]) -> str:
-    """The timelines of the page as an SVG file of its own, with the page's colours."""
+    """The timelines of the page as a separate SVG file, with the page's colours."""
     return svg.file(run_drawing.timelines(traces), packaged("style.css"))
 
 

@@ -18,7 +18,7 @@ def picture(height: float, label: str, parts: Iterable[str]) -> str:
 
 
 def file(drawn: str, style: str) -> str:
-    """A ``picture`` as a file that stands alone: with ``style`` inside, on a background."""
+    """A ``picture`` as a stand-alone file, with ``style`` inside and a background."""
     opened = drawn.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" ', 1)
     start = opened.index(">") + 1
     ground = '<rect width="100%" height="100%" style="fill: var(--card)"/>'
@@ -31,7 +31,7 @@ def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
 
 
 def line(style: str, x1: float, y1: float, x2: float, y2: float, title: str = "") -> str:
-    """A straight line; its title shows when the pointer is on it."""
+    """A straight line. Its title is shown when the pointer is on it."""
     start, end = (_number(x1), _number(y1)), (_number(x2), _number(y2))
     return _titled("line", f'class="{style}" x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}"', title)
 

@@ -1,4 +1,4 @@
-"""Agreement between ranks that save or load together: either all continue, or all raise the same error."""
+"""Agreement between ranks that save or load together: all continue, or all raise the same error."""
 
 import os
 from collections.abc import Callable
@@ -31,8 +31,8 @@ def check_same(where: str, what: str, value: str) -> None:
 
 
 def everywhere(where: str, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank, and return its result. If ranks fail, all raise the error of the first failed
-    rank."""
+    """Run ``action`` on every rank, and return its result. If a rank fails, all ranks raise the error of the first
+    failed rank."""
     result, failure = None, None
     try:
         result = told(where, action)

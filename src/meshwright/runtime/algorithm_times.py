@@ -1,6 +1,7 @@
 """Measures the algorithms of convolutions on this machine, for pieces of 1, 2, 4, ... samples and for all samples.
 
-As in a calibration, a rank measures in laps: in each lap it makes every call once, so that no call follows itself.
+As in a calibration, a rank measures in laps. In each lap it makes every call once, so that the same call never runs
+twice in a row.
 """
 
 import statistics
@@ -19,10 +20,10 @@ from meshwright.runtime.machine import machine_name
 
 LAPS = 5
 TOO_SLOW = 4.0
-"""An algorithm that takes longer than PyTorch's own by this factor in its second call, and needs no less workspace, is
-not measured further."""
+"""Factor for slow algorithms: an algorithm is measured only twice if its second call is slower than PyTorch's own by
+this factor, and it needs no less workspace."""
 LEAST_S = 2e-3
-"""Short calls are repeated until they take as long as this together."""
+"""Short calls are repeated until together they take this long."""
 
 _CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "forward": convolution_algorithms.convolution,
@@ -43,9 +44,9 @@ class _Timed(NamedTuple):
 def measure(
     every: Iterable[ConvolutionSizes], advance: Callable[[str], None] = lambda what: None, laps: int = LAPS
 ) -> AlgorithmTimes:
-    """The times of all algorithms that serve the convolutions, on the threads that PyTorch uses now. Every call is
-    timed ``laps`` times. ``advance`` is called with a text before each convolution. Convolutions that only
-    PyTorch's own algorithm serves are left out."""
+    """The times of all algorithms that support the convolutions, with the present number of PyTorch's threads. Every
+    call is timed ``laps`` times. ``advance`` is called with a text before each convolution. Convolutions that only
+    PyTorch's own algorithm supports are left out."""
     timings: list[AlgorithmTiming] = []
     for sizes in every:
         if len(algorithms_of(sizes)) > 1 and sizes.samples:
@@ -84,7 +85,7 @@ def _measured(sizes: ConvolutionSizes, laps: int) -> list[AlgorithmTiming]:
     run, timed = _CALLS[sizes.direction], list[_Timed]()
     for samples in reversed(piece_sizes(sizes.samples)):
         of_native, of_piece = 0.0, 0
-        for name in algorithms_of(sizes):  # PyTorch's own is the first
+        for name in algorithms_of(sizes):  # the first is PyTorch's own
             for piece in (False, True) if name == NATIVE else (False,):
                 text = f"1x{samples} {name}" if piece else name
                 given = [*([] if sizes.direction == "forward" else [grad[:samples]]), images[:samples], weight]

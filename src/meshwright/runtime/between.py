@@ -28,8 +28,8 @@ from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, NAT
 from meshwright.schedules.collectives.hierarchy import equal_boxes
 
 OURS = "ring"
-"""One of Meshwright's own algorithms. Groups are made with it, so that they have the connections that these algorithms
-need."""
+"""The name of one of Meshwright's own algorithms. Groups are made with this algorithm, so that they have the
+connections that Meshwright's algorithms need."""
 HOPELESS_BYTES, HOPELESS = 2**22, 3.0
 """An algorithm is not measured at larger sizes if, at ``HOPELESS_BYTES`` or more, it takes more than ``HOPELESS`` times
 as long as the fastest algorithm."""
@@ -50,8 +50,8 @@ _Pair = tuple[str, Channel | None, bool]
 class Sizes(msgspec.Struct, frozen=True):
     """The messages and the collective ``operations`` to measure, at each of the sizes ``bytes``. All sizes are measured
     in each of ``sweeps`` passes. In a pass, a size is timed in at most ``repeats`` blocks of calls, for about
-    ``most_s`` seconds. The result is the median over the passes, which lie apart in time: the load of other programs
-    varies."""
+    ``most_s`` seconds. The result is the median over the passes. Passes are separated in time, because the load of
+    other programs varies."""
 
     bytes: tuple[int, ...] = (64, *(2**power for power in range(12, 27)))
     repeats: int = 30

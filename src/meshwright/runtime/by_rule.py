@@ -1,4 +1,4 @@
-"""The actions of a rank in a message-driven pipeline: messages that have come decide what runs next."""
+"""Order of a rank's actions in a message-driven pipeline: the messages that have arrived decide the next action."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,12 @@ _RECEIVES, _SENDS = {F: ActionKind.RECV_F, B: ActionKind.RECV_B}, {F: ActionKind
 
 
 def by_rule(schedule: Schedule, stage: int, arrivals: Callable[[Action], Sequence[Arrival]]) -> Iterator[Action]:
-    """The actions of the rank that holds ``stage``, each to be run before the next is asked for. ``arrivals`` returns
-    the messages of a receive that has run.
+    """Yield the actions of the rank that holds ``stage``. Each must be run before the next is requested. ``arrivals``
+    returns the messages of a receive action that was run.
 
-    The receives of the next activation and of the next gradient are always ahead of the rank. If only one of them can
-    lead to an action, the rank waits for it as under a static schedule: its action is next. Else it waits for
-    whichever comes first.
+    The receives of the next activation and the next gradient are always posted in advance. If only one of these
+    messages can lead to an action, that action is next, and the rank waits for the message as under a static schedule.
+    Otherwise the rank waits for the message that arrives first.
     """
     progress = Progress(stage, schedule.num_stages, schedule.num_microbatches, schedule.in_flight)
     here = {F: stage > 0, B: stage < schedule.num_stages - 1}
@@ -56,7 +56,7 @@ def by_rule(schedule: Schedule, stage: int, arrivals: Callable[[Action], Sequenc
 
 
 def _wait(groups: Sequence[Sequence[Arrival]], stage: int) -> None:
-    """Wait for the next activation or gradient, whichever comes first."""
+    """Wait for the next activation or gradient, whichever arrives first."""
     begun = time.perf_counter()
     wait_for_any(groups)
     if (note := current()) is not None:

@@ -1,4 +1,5 @@
-"""Calibration: measures this machine's cores, alone and all at once, and the links between ranks; makes a cluster.
+"""Calibration: measures this machine's cores (one alone, and all at once) and the links between ranks, and makes a
+cluster.
 
 Every rank runs ``measure``, and each rank has one core:
 
@@ -125,15 +126,15 @@ def measure(effort: Effort, advance: Advance) -> Cluster | None:
 
 
 def codec_timings(laps: int) -> tuple[CodecTiming, ...]:
-    """The seconds of one core to encode, and to decode, a byte with each of the codecs that the planner may choose.
-    ``lossless`` is measured where zstandard is installed."""
+    """The seconds per byte that one core takes to encode and to decode, for each codec that the planner may choose.
+    ``lossless`` is measured only if zstandard is installed."""
     values = torch.randn(CODEC_ELEMENTS, generator=torch.Generator().manual_seed(0))
     into, timings = torch.empty_like(values), []
     for text in (*CANDIDATES, *[LOSSLESS] * bool(find_spec("zstandard"))):
         codec = codec_of(text)
         kind = _selection if codec.select else _compression if codec.lossless else _chunks
         calls = kind(values, into, codec)
-        for call in calls:  # the first call allocates
+        for call in calls:  # the first call allocates memory
             call()
         taken = [[timed(call, time.thread_time)[0] for call in calls] for _ in range(laps)]
         medians = [statistics.median(side) / values.nbytes for side in zip(*taken, strict=True)]
@@ -160,7 +161,8 @@ def _chunks(values: Tensor, into: Tensor, codec: Codec) -> tuple[Call, Call]:
 
 
 def _probes(effort: Effort) -> Iterable[tuple[str, Probe]]:
-    """The probes to measure, each with its dtype. Products of float32 have all ``sides``, other dtypes ``sides[1]``."""
+    """The probes to measure, each with its dtype. Products in float32 are measured with all ``sides``, products in
+    other dtypes with ``sides[1]``."""
     yield "", kernel_probe()
     for dtype in DTYPES:
         for side in effort.sides if dtype == "float32" else effort.sides[1:2]:
@@ -180,7 +182,7 @@ class Sweeps:
         self._taken_s = self._passed_s = 0.0
 
     def add(self, *, meets: bool = False) -> None:
-        """Add a sweep: in each lap, time every call once. ``meets``: all ranks begin each lap at the same time."""
+        """Add a sweep: in each lap, time every call once. ``meets``: all ranks start each lap at the same time."""
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         seconds: list[list[float]] = [[] for _ in self._probes]
         of_clock_s = statistics.median(timed(_nothing, clock)[0] for _ in range(CLOCK_CALLS))

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, and the checks that a trainer can load it.
+"""The contents of a checkpoint, and checks whether a trainer can load it.
 
 torch.distributed.checkpoint stores tensors (parameters, buffers, and optimizer state of a parameter's shape) by name,
 as chunks of whole tensors (``runtime/shards.py``). ``trainer.pt`` holds, as plain data, small values that are the same

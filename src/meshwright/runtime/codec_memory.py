@@ -1,13 +1,13 @@
-"""What codecs keep from step to step: residuals, momenta and factors, in memory and in checkpoints.
+"""The state that codecs keep from step to step (residuals, momenta and factors), in memory and in checkpoints.
 
-Each rank has its own residual of a gradient, because messages of each rank leave out something else. So a checkpoint
-holds one tensor for each parameter and each rank of the codec's axis: ``codec.residual.NAME.RANK``. If a run goes on
-with another number of ranks, its ranks add up the residuals: of n ranks, rank r takes those of ranks r, r + n, r + 2n
-and so on. So no part of a gradient is lost. 1-bit Adam's momentum, which all ranks share, is saved once.
+Each rank has its own residual of a gradient, because each rank's messages leave out different parts. So a checkpoint
+holds one tensor for each parameter and each rank of the codec's axis: ``codec.residual.NAME.RANK``. If a run continues
+with another number of ranks, the residuals are added up: of n ranks, rank r takes the residuals of ranks r, r + n, r +
+2n and so on. So no part of a gradient is lost. The momentum of 1-bit Adam, which is equal on all ranks, is saved once.
 
-A step that is not accepted, because its loss or a gradient is not finite, must leave all of it as it was. Each memory
-has two vectors: a step reads the first and writes the second, and they change places when the step is accepted.
-Warm-ups count accepted steps of the whole training, as optimizers do.
+A step is not accepted if its loss or a gradient is not finite. Such a step must leave this state unchanged. Each memory
+therefore has two vectors: a step reads the first and writes the second, and they swap when the step is accepted.
+Warm-ups count the accepted steps of the whole training, as optimizers do.
 """
 
 import zlib
@@ -32,11 +32,11 @@ from meshwright.runtime.shards import Chunk, StoredPart, part_at
 from meshwright.runtime.state import LocalParameters
 
 _KEPT = ("residual", "momentum")
-"""The segments that have a number for each element of a gradient."""
+"""The segments that have one number for each element of a gradient."""
 
 
 class CodecMemory:
-    """The memory of this rank's codecs. Steps of several batch shapes share it."""
+    """The memory of all codecs on this rank. Steps with different batch shapes share it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,14 +45,14 @@ class CodecMemory:
         self._accepted_steps = 0
 
     def provide(self, state: CodecState) -> None:
-        """Make the memory for a codec, unless there is one."""
+        """Make the memory for a codec, unless it exists already."""
         key = state.axes, state.parameters
         if key not in self._known:
             memory = _fresh(state, self._device, self._accepted_steps)
             self._known[key] = _Memory(state, memory, torch.empty_like(memory))
 
     def begin(self) -> None:
-        """Begin a step. If the step before was not accepted, all is as it was before it."""
+        """Begin a step. If the previous step was not accepted, the state is the state before it."""
         self._in_step.clear()
 
     def values(self, states: Iterable[CodecState]) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class CodecMemory:
         return values
 
     def accept(self) -> None:
-        """Keep what the step has written."""
+        """Accept the step: keep the state that it has written."""
         self._accepted_steps += 1
         for key in self._in_step:
             memory = self._known[key]
@@ -75,7 +75,7 @@ class CodecMemory:
         self._count_steps()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is left of gradients by a factor, because the scale of the loss has changed by it."""
+        """Multiply the residuals by a factor, because the scale of the loss has changed by this factor."""
         for memory in self._known.values() if factor != 1.0 else ():
             for segment in _KEPT:
                 if segment in memory.state.segments:
@@ -97,11 +97,12 @@ class CodecMemory:
         return {"ranks": ranks, "steps": self._accepted_steps}, parts
 
     def make_room(self, parameters: LocalParameters, saved: dict[str, Any]) -> "CodecRoom":
-        """The room into which a checkpoint's tensors are read. ``saved`` is the plain data of ``extract``."""
+        """Make the tensors into which the tensors of a checkpoint are read. ``saved`` is the plain data of
+        ``extract``."""
         room = CodecRoom()
         for piece in self._pieces(parameters):
             count = saved["ranks"].get(piece.name, 0)
-            if piece.adds or count == piece.count:  # factors fit only matrices that are split alike
+            if piece.adds or count == piece.count:  # factors fit only matrices with the same split
                 ranks = range(piece.index, count, piece.count)
                 parts = {f"{piece.name}.{rank}": piece.part(piece.value()) for rank in ranks}
                 room.parts |= parts
@@ -109,7 +110,7 @@ class CodecMemory:
         return room
 
     def take(self, room: "CodecRoom", saved: dict[str, Any]) -> None:
-        """Take over what was read into the room. What was not saved begins as in a new run."""
+        """Use the tensors that were read into the room. State that the checkpoint lacks begins as in a new run."""
         self._in_step.clear()
         self._accepted_steps = saved["steps"]
         for memory in self._known.values():
@@ -128,11 +129,12 @@ class CodecMemory:
 
 
 def check_momentum(plan: Plan, optimizer: Optimizer | None, max_grad_norm: float | None) -> None:
-    """Refuse settings with which the optimizer would not have the momentum that a codec exchanges.
+    """Refuse settings under which the optimizer's momentum would differ from the momentum that a codec exchanges.
 
     Raises:
-        LayoutError: a codec of the plan exchanges momenta, and gradients are clipped, or the optimizer is not 1-bit
-            Adam or 0/1 Adam, or has another first beta, or 1-bit Adam's variance is frozen after the codec's warm-up.
+        LayoutError: a codec of the plan exchanges momenta, and one of the following holds. Gradients are clipped; the
+            optimizer is not 1-bit Adam or 0/1 Adam, or has another first beta; or 1-bit Adam freezes its variance after
+            the codec's warm-up.
     """
     texts = {coding.codec for bucket in plan.buckets for coding in bucket.codings}
     codecs = (codec for text in texts if (codec := codec_of(text)).shares_momentum)
@@ -173,7 +175,7 @@ NOTHING_SAVED: dict[str, Any] = {"ranks": {}, "steps": 0}
 
 
 def joined(every: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The plain data of all ranks as one: ranks of a pipeline hold different parameters."""
+    """Join the plain data of all ranks. Ranks of a pipeline hold different parameters."""
     result: dict[str, Any] = {"ranks": {}, "steps": 0}
     for plain in every:
         result = {"ranks": result["ranks"] | plain["ranks"], "steps": plain["steps"]}  # all ranks accept the same steps
@@ -186,23 +188,23 @@ _Key = tuple[tuple[str, ...], tuple[str, ...]]
 
 @dataclass
 class _Memory:
-    """The two vectors of a codec's memory: ``kept`` from the last accepted step, and ``written`` by the step that
-    runs."""
+    """The two vectors of a codec's memory: ``kept`` is the state after the last accepted step, and ``written`` is the
+    state that the running step writes."""
 
     state: CodecState
     kept: Tensor
     written: Tensor
 
     def segment(self, name: str) -> Tensor:
-        """A segment of what is kept."""
+        """A segment of ``kept``."""
         return self.kept[slice(*self.state.segments[name])]
 
 
 @dataclass
 class _Piece:
-    """The numbers of a segment for one gradient: ``values``, a view of the memory, of which the first elements in
-    row-major order are this rank's part of a tensor, of ``shape``. It is number ``index`` of ``count`` such tensors.
-    ``adds``: runs with fewer ranks add up the tensors."""
+    """The numbers of a segment that belong to one gradient. ``values`` is a view of the memory. Its first elements, in
+    row-major order, are this rank's part of a tensor of shape ``shape``. The tensor has index ``index`` among ``count``
+    such tensors. ``adds``: runs with fewer ranks add up these tensors."""
 
     name: str
     values: Tensor
@@ -233,7 +235,7 @@ class _Piece:
 
 @dataclass
 class CodecRoom:
-    """Room for a load: the parts that are read, and for each piece the values that are added up."""
+    """Room for loading: the parts that are read, and, for each piece, the values that are added up."""
 
     parts: dict[str, StoredPart] = field(default_factory=dict)
     pieces: list[tuple[_Piece, list[Tensor]]] = field(default_factory=list)
@@ -241,7 +243,7 @@ class CodecRoom:
 
 def _of_gradients(parameters: LocalParameters, state: CodecState, segment: str, memory: Tensor) -> Iterator[_Piece]:
     table, at = memory.view(state.rows, -1), 0
-    # A momentum of the sum is the same along the axis that the codec crosses: it is saved once, and not added up.
+    # A momentum of the sum is equal along the coded axis. It is saved once, and is not added up.
     shared = segment == "momentum" and codec_of(state.codec).shares_momentum
     index, count = _position(state.axes[1:] if shared else state.axes, parameters.groups)
     for name, shape in zip(state.parameters, state.shapes, strict=True):
@@ -279,8 +281,8 @@ def _entry(segment: str, parameter: str) -> str:
 
 
 def _fresh(state: CodecState, device: torch.device, steps: int) -> Tensor:
-    """The memory of a codec before the first step: zeros, and right factors that are equal on all ranks and at random,
-    because a product with zeros would stay zero. ``steps``: the number of accepted steps."""
+    """The initial memory of a codec: zeros, and random right factors that are equal on all ranks. Right factors of zero
+    would keep every product at zero. ``steps``: the number of accepted steps."""
     memory = torch.zeros(state.value.shape, dtype=getattr(torch, state.value.dtype), device=device)
     if "right" in state.segments:
         codec, seed = codec_of(state.codec), zlib.crc32(" ".join(state.parameters).encode())

@@ -13,7 +13,7 @@ from meshwright.errors import DataError
 _SKIPPED_PACKAGES = frozenset({"encodings", "pydoc_data"})
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "__pycache__"})
 
-_HELD_OUT_EVERY = 8  # every n-th document may be held out
+_HELD_OUT_EVERY = 8  # every n-th document is a candidate for the held-out text
 _MOST_REPEATED = 0.1  # a document is new if at most this fraction of it repeats other documents
 _LEAST_SOURCE_BYTES = 1_000_000
 
@@ -85,8 +85,8 @@ def split_documents(
     """Join whole (name, text) documents, in the given order, to a training and a held-out text. Documents that do not
     fit are left out.
 
-    Every eighth document is a candidate for the held-out text, and all others are for training. A candidate is in
-    neither text if more than a tenth of it repeats paragraphs of the training text.
+    Every eighth document is a candidate for the held-out text, and all others are for training. A candidate is left out
+    of both texts if more than a tenth of it repeats paragraphs of the training text.
     """
     texts = [text for _, text in documents]
     candidates = texts[::_HELD_OUT_EVERY]
@@ -111,7 +111,7 @@ def _source_files(library: Path) -> Iterable[Path]:
 def _fitting(texts: Iterable[bytes], most_bytes: int) -> list[bytes]:
     chosen, size = [], 0
     for text in texts:
-        if text and size + len(text) + 1 <= most_bytes:  # 1: the line end that joins it
+        if text and size + len(text) + 1 <= most_bytes:  # 1: the line end that separates two texts
             chosen.append(text)
             size += len(text) + 1
     return chosen

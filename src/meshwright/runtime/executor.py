@@ -95,7 +95,7 @@ class Executor:
             ActionKind.REDUCE_GRAD: self._reduce,
         }
         self._recorder = SpanRecorder()
-        self._begun = 0.0  # when the current action began, after waiting for received values
+        self._begun = 0.0  # the start of the current action, after waiting for received values
         self.live_activations = 0
 
     def run(
@@ -145,7 +145,7 @@ class Executor:
         return result
 
     def _ordered(self) -> Iterable[Action]:
-        """The actions of the step, each to be run before the next is asked for."""
+        """Yield the actions of the step. Each must be run before the next is requested."""
         if not self.schedule.in_flight:
             return self._actions
         (stage,) = self.stages
@@ -180,7 +180,7 @@ class Executor:
         step.update(stage.joined)
         self._call(stage, FINISH)
         for name, value in program.gradients.items():
-            other = result.gradients.get(name)  # from another chunk of this rank, where weights are tied
+            other = result.gradients.get(name)  # from another chunk of this rank, if weights are tied
             result.gradients[name] = step[value] if other is None else other + step[value]
         result.scalars.update({name: step[value] for name, value in program.scalars.items()})
         result.buffers.update({name: step[stage.holder.get(name, name)] for name in program.buffer_updates})
@@ -233,7 +233,7 @@ class Executor:
         for join in program.joins:
             new, old = live[join.value], stage.joined.get(join.joined)
             stage.joined[join.joined] = new if old is None else _JOIN[join.join](old, new)
-        live.update((name, stage.step[name]) for name in stage.read_late)  # before the update, for backward
+        live.update((name, stage.step[name]) for name in stage.read_late)  # values before the update, for backward
         stage.step.update((stage.holder.get(name, name), live[value]) for name, value in program.buffer_updates.items())
         wanted = stage.kept | (stage.sent if action.stage < self.schedule.num_stages - 1 else set())
         self._live[action.stage, microbatch] = {name: live[name] for name in wanted if name in live}
@@ -282,7 +282,8 @@ class Executor:
         self._let_go(stage, action, action.kind)
 
     def _hand_over(self, stage: RunningStage, action: Action, kind: ActionKind) -> None:
-        """Give what crosses a border to the neighbouring stage, if this rank holds it too: nothing is sent."""
+        """Give the values that cross a border directly to the neighbouring stage, if this rank holds that stage too. No
+        message is sent."""
         further, receive = PARTNER[kind]
         neighbour = self.stages.get(action.stage + further)
         if neighbour is None:
@@ -295,7 +296,8 @@ class Executor:
         self._let_go(stage, action, kind)
 
     def _let_go(self, stage: RunningStage, action: Action, kind: ActionKind) -> None:
-        """Keep only the values of a micro-batch that the stage itself needs after they have left it."""
+        """After values have left the stage, keep only those values of the micro-batch that the stage itself still
+        needs."""
         key = (action.stage, _microbatch(action))
         live = self._live.pop(key, {})
         if kind is ActionKind.SEND_F:
@@ -339,12 +341,12 @@ class Executor:
         return live
 
     def _arrivals(self, receive: Action) -> list[Arrival]:
-        """The messages of a receive that has been posted."""
+        """The messages of a receive action that was posted."""
         coming = self._coming.get((receive.stage, _microbatch(receive), receive.kind), ())
         return [arrival for _, _, _, arrivals in coming for arrival in arrivals]
 
     def _draw(self, action: Action, transfer: Transfer) -> int:
-        """What decides the random numbers of a codec."""
+        """The seed of a codec's random numbers for a transfer."""
         return draw_of(self._keys(_microbatch(action)), zlib.crc32(f"{action.kind} {transfer.tensor}".encode()))
 
     def _post(self, peer: int, whole: Tensor, place: Place, action: Action, codec: str = "") -> Arrival:
@@ -381,7 +383,7 @@ class _At(NamedTuple):
 
 @lru_cache(maxsize=64)
 def coder_at(codec: str, dtype: torch.dtype) -> Coder:
-    """The coder of what crosses a border between stages."""
+    """The coder for values that cross a border between stages."""
     return coder_of(codec_of(codec), dtype)
 
 

@@ -27,7 +27,7 @@ def file_of(directory: Path, rank: int, name: str) -> Path:
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank failed. ``ours``: it raised a MeshwrightError. ``lost_peer``: it failed because it lost a rank."""
+    """How a rank failed. ``ours``: the error is a MeshwrightError. ``lost_peer``: it failed because it lost a rank."""
 
     rank: int
     time_ns: int

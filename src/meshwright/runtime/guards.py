@@ -31,7 +31,7 @@ class Guard:
     """
 
     def __init__(self, model: nn.Module, training: bool, every: Sequence[Read]) -> None:
-        stays = [not read.has_changed() for read in every]  # a changed read would cause a capture at every step
+        stays = [not read.has_changed() for read in every]  # a change would cause a capture in every step
         reads = list(compress(every, stays))
         for read in compress(every, map(not_, stays)):
             log.warning("%s: capturing the step changes it; it is not compared before steps", read.where)

@@ -1,4 +1,4 @@
-"""Servers beside replicas: threads of this process that hold ranges of the parameters."""
+"""Servers inside the processes of replicas: threads that hold ranges of the parameters."""
 
 import logging
 import threading
@@ -22,13 +22,14 @@ log = logging.getLogger("meshwright")
 
 
 NOTHING = [[("nothing", 1)]]
-"""The names of a rank that exchanges one number in place of parameters, of which one server holds it."""
+"""The names of a rank that has no parameters to exchange. It exchanges a single number instead, which one server
+holds."""
 
 
 class Hosted:
     """A server in a thread of this process.
 
-    ``connect`` makes its mailbox; ``met``: it has.
+    ``connect`` makes its mailbox; ``met`` is set when it has done so.
     """
 
     def __init__(self, name: str, state: RangeState, connect: Callable[[str], Mailbox], wait_s: float) -> None:
@@ -55,11 +56,11 @@ def states_of(
     rule: Consistency, num_replicas: int, hosted_by: Callable[[int, int], bool], flats: Sequence[Tensor],
     names: Sequence[Sequence[tuple[str, int]]], make: Make | None,
 ) -> dict[str, RangeState]:  # fmt: skip
-    """The states of the servers for which ``hosted_by(range, copy)`` holds, by name. ``flats``: the parameters with
-    which they begin; ``names``: the parameters of each flat tensor, and their numbers of elements.
+    """The states of the servers for which ``hosted_by(range, copy)`` is true, by server name. ``flats``: the initial
+    parameters, as flat tensors. ``names``: for each flat tensor, its parameters and their numbers of elements.
 
     Raises:
-        PlanError: there are more servers than elements of parameters.
+        PlanError: there are more servers than parameter elements.
     """
     states: dict[str, RangeState] = {}
     if isinstance(rule, Partial):
@@ -81,16 +82,16 @@ def states_of(
 
 
 def beside(replica: int, num_replicas: int) -> Callable[[int, int], bool]:
-    """Whether a copy of a range runs beside this replica."""
+    """A function that says whether a copy of a range is hosted by this replica."""
     return lambda index, copy: host(index, copy, num_replicas) == replica
 
 
 def maker(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Make:
-    """A function that makes an optimizer like ``optimizer``, which trains ``parameters``, over pieces of them: a piece
-    is in the group of its parameter.
+    """Return a function that makes an optimizer like ``optimizer``, which trains ``parameters``, for pieces of these
+    parameters. A piece belongs to the group of its parameter.
 
     Raises:
-        OptimizerError: the optimizer does not update every element alone.
+        OptimizerError: the optimizer does not update each element independently.
     """
     kind: Any = type(optimizer)
     if not (kind.__name__ in ELEMENT_WISE and kind.__module__.startswith(torch.optim.__name__)):

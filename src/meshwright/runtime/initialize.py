@@ -102,7 +102,8 @@ def _fill(
 
 
 class _LaterChange(Exception):  # noqa: N818 - a signal between two functions, no error
-    """A module changes parameters of an inner block whose values have been freed: they are on the meta device again."""
+    """A module changes parameters of an inner block whose values were already freed: they are on the meta device
+    again."""
 
 
 class _NoChangeOnMeta(TorchDispatchMode):
@@ -115,7 +116,7 @@ class _NoChangeOnMeta(TorchDispatchMode):
 
 
 def _blocks(model: nn.Module) -> set[str]:
-    """Paths of the blocks: the outermost items of lists of modules, and elsewhere the modules without children."""
+    """Paths of the blocks: the outermost items of lists of modules. Outside of lists, the modules without children."""
     paths: set[str] = set()
 
     def visit(path: str, module: nn.Module, listed: bool) -> None:
@@ -187,7 +188,7 @@ def _unset(dtype: torch.dtype) -> Any:
 
 
 def _is_unset(value: Tensor) -> bool:
-    if value.dtype in (torch.bool, torch.uint8):  # any value of these may be an initial value
+    if value.dtype in (torch.bool, torch.uint8):  # these dtypes have no value that can mark an element as unset
         return False
     empty = value.isnan() if value.is_floating_point() or value.is_complex() else value == _unset(value.dtype)
     return bool(empty.any())

@@ -1,4 +1,5 @@
-"""Batches given to a trainer: each rank's part, and checks against the captured batch and other ranks' batches."""
+"""Batches that are given to a trainer: each rank's part, and checks against the captured batch and other ranks'
+batches."""
 
 import zlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Starts this rank's replica or server, and joins it to the others."""
+"""Starts this rank's replica or server, and joins it with the others."""
 
 import json
 import logging
@@ -41,14 +41,15 @@ log = logging.getLogger("meshwright")
 
 NO_STEP, POLL_S = -1, 0.02
 TRIES = 20
-"""A joining replica asks so many times, until all its ranks have got the state of one moment."""
+"""A joining replica requests a state this many times, until all of its ranks have received the state of the same
+moment."""
 
 PlanArgument = str | os.PathLike[str] | Layout | Plan
 
 
 def start(plan: PlanArgument, layout: Layout, device: torch.device | str | None) -> tuple[Any, torch.device, World]:
     """Start torch.distributed for the ranks of this replica. Return the plan for one replica, the device of this rank,
-    and the place of this rank among all. ``layout``: that of the plan."""
+    and the place of this rank among all ranks. ``layout``: the layout of the plan."""
     if layout.replicas == 1 and isinstance(consistency_of(layout.consistency), Sync):
         return plan, launch.start(device), World()
     target, place = worlds.start(layout, device)
@@ -58,15 +59,15 @@ def start(plan: PlanArgument, layout: Layout, device: torch.device | str | None)
 
 
 def join(trainer: Trainer, place: World) -> None:
-    """Join a trainer to those of the other replicas, by the rule of its plan. Replicas must begin alike: the same
-    model, plan and weights. A replica that was started again takes over what a living replica has: parameters,
-    optimizer, step. The first step connects this replica with the others, so that a checkpoint may be loaded before.
+    """Join a trainer with the trainers of the other replicas, by the consistency rule of its plan. Replicas must start
+    with the same model, plan and weights. A replica that was restarted takes over the state of a living replica:
+    parameters, optimizer, step. The replicas connect in the first step, so a checkpoint may be loaded before it.
 
     Raises:
-        RankError: this replica has another model or plan than the others, or other weights.
+        RankError: this replica's model, plan or weights differ from the others'.
         LayoutError: the rule does not fit the plan.
         OptimizerError: servers cannot run the optimizer.
-        LostRankError: the other replicas do not come.
+        LostRankError: another replica does not answer.
     """
     rule, store = consistency_of(trainer.plan.consistency), place.store
     assert store is not None
@@ -91,12 +92,12 @@ def join(trainer: Trainer, place: World) -> None:
 
 
 def serve_only(trainer: Trainer, place: World) -> NoReturn:
-    """Be a server on a rank of its own until all replicas have left, and end the program. ``trainer``: like that of a
-    replica; it makes no step.
+    """Run as a server on a separate rank until all replicas have left. Then end the program. ``trainer``: made as on a
+    replica; it makes no steps.
 
     Raises:
         OptimizerError: servers cannot run the optimizer.
-        LostRankError: the other participants do not come.
+        LostRankError: another participant does not answer.
         SystemExit: all replicas have left.
     """
     rule, store = consistency_of(trainer.plan.consistency), place.store
@@ -136,7 +137,7 @@ def _check_fits(rule: Consistency, trainer: Trainer) -> None:
 
 
 def snapshot(trainer: Trainer, replica: Replica) -> tuple[list[Tensor], str]:
-    """All that a joining replica needs of this rank: its flat tensors, and its other state as bytes."""
+    """The state that a joining replica needs from this rank: its flat tensors, and all other state as bytes."""
     state: dict[str, Any] = {
         "optimizer": trainer.optimizer.state_dict(),
         "buffers": dict(trainer.parameters.named_buffers),
@@ -148,19 +149,19 @@ def snapshot(trainer: Trainer, replica: Replica) -> tuple[list[Tensor], str]:
 
 
 def align(trainer: Trainer) -> None:
-    """After all replicas have loaded a checkpoint of their own: those whose checkpoints are older than others' take
-    over the state of a replica with the newest. With ``partial(...)``, where replicas of one step may have applied
-    different numbers of rounds, all take over the state of one. Members of an ensemble keep what they have.
+    """Align replicas after all have loaded checkpoints of their own: a replica with an older checkpoint takes over the
+    state of a replica with the newest. With ``partial(...)``, replicas in the same step may have applied different
+    numbers of rounds, so all take over the state of one replica. Members of an ensemble keep their own states.
 
     Raises:
-        LostRankError: the other replicas do not come.
+        LostRankError: another replica does not answer.
     """
     replica = trainer.replica
     if replica is None or replica.world.store is None or isinstance(replica.connection.rule, Ensemble):
         return
     store, own = dist.PrefixStore(f"aligned/{trainer.rank}", replica.world.store), str(replica.number)
     store.set(own, str(trainer.step_number if replica.connection.life == 0 else NO_STEP))
-    if replica.connection.life:  # it has taken over a state already
+    if replica.connection.life:  # it has already taken over a state
         return
     steps = [int(awaited(store, str(number), number)) for number in range(replica.world.num_replicas)]
     newest = [number for number, step in enumerate(steps) if step == max(steps)]
@@ -174,7 +175,7 @@ def align(trainer: Trainer) -> None:
         take_over(trainer, replica, newest)
         store.set(f"{own}/done", "")
     while not isinstance(exchange, PeerExchange) and not all(_is_done(store, exchange, number) for number in late):
-        if (letter := exchange.mailbox.receive(POLL_S)) is not None:  # others' requests of this replica's state
+        if (letter := exchange.mailbox.receive(POLL_S)) is not None:  # other replicas request this replica's state
             exchange.take(letter)
 
 
@@ -184,11 +185,11 @@ def _is_done(store: dist.Store, exchange: Exchange[Any], number: int) -> bool:
 
 
 def take_over(trainer: Trainer, replica: Replica, sources: Sequence[int] | None = None) -> None:
-    """Ask a living replica, one of ``sources`` (None: any), for its state, and take it over. All ranks of this replica
-    take the state of one moment of one replica.
+    """Request the state of a living replica in ``sources`` (None: any replica), and take it over. All ranks of this
+    replica take the state of the same replica at the same moment.
 
     Raises:
-        LostRankError: no other replica lives, or none gives all ranks the state of one moment.
+        LostRankError: no other replica is alive, or no replica gives all ranks the state of the same moment.
     """
     exchange = replica.connected()
     if replica.connection.life:
@@ -218,7 +219,8 @@ def take_over(trainer: Trainer, replica: Replica, sources: Sequence[int] | None 
 
 
 def _received(exchange: Exchange[Any], own: int, sources: Sequence[int] | None) -> Letter:
-    """The state of the first living replica, of ``sources`` (None: any), that has one. ``own``: this replica."""
+    """The state of the first living replica in ``sources`` (None: any replica) that has a state. ``own``: this
+    replica."""
     mailbox = exchange.mailbox
     asked: set[int] = set()
     while True:
@@ -234,7 +236,8 @@ def _received(exchange: Exchange[Any], own: int, sources: Sequence[int] | None) 
 
 
 def _answer(exchange: Exchange[Any], name: str) -> Letter | None:
-    """The state of a replica: None if it dies, without tensors if it has none because it has just joined itself."""
+    """The answer of a replica to a request for its state. None if the replica dies. Without tensors if it has no state,
+    because it has just joined itself."""
     answers: list[Letter] = []
 
     def take(letter: Letter) -> None:

@@ -1,4 +1,5 @@
-"""The functions that lowered graphs call for collective operators, directly instead of through PyTorch's dispatcher."""
+"""The functions that lowered graphs call for collective operators. They are called directly instead of through
+PyTorch's dispatcher."""
 
 from types import MappingProxyType
 

@@ -22,11 +22,11 @@ from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
 BOX_PORT = 29511
-"""The port of the store in an emulated box, where nobody else listens."""
+"""The port of the store in an emulated box, where no other program uses ports."""
 TOGETHER_S = 0.3
 """If all ranks end within this many seconds, they count as ending together."""
 HEAR_S = 3.0
-"""Seconds that a rank stays reachable if it ends before the others, so that they learn of its end and report it."""
+"""Seconds that a rank stays reachable if it ends before the others, so that they can detect and report its end."""
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -36,8 +36,9 @@ _SET_BY_AGENT = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|POR
 
 
 class Launched(NamedTuple):
-    """What a launcher has set in the environment of this process: its rank and the number of ranks; and, if it started
-    a replica alone, the replica's number and the address at which replicas meet (else -1 and an empty text)."""
+    """The settings that a launcher has made in the environment of this process: its rank and the number of ranks. If
+    the launcher started a replica separately, also the replica's number and the address at which replicas meet
+    (otherwise -1 and an empty text)."""
 
     rank: int
     size: int
@@ -46,7 +47,8 @@ class Launched(NamedTuple):
 
 
 class Within(NamedTuple):
-    """A part of the launched ranks that is a world of its own: their store, and this process's rank among ``size``."""
+    """A subset of the launched ranks that forms its own process group: their store, and this process's rank among
+    ``size`` ranks."""
 
     store: dist.Store
     rank: int
@@ -55,13 +57,13 @@ class Within(NamedTuple):
 
 def start(device: torch.device | str | None = None, within: Within | None = None) -> torch.device:
     """Start torch.distributed if a launcher has set its environment variables and it is not started yet. ``within``:
-    only for these of the launched ranks.
+    start it only for this subset of the launched ranks.
 
     It is shut down at the end of the program. Ranks wait at most ``MESHWRIGHT_TIMEOUT_S`` seconds (default: 600) for
     each other.
 
     Returns:
-        The device of this rank.
+        Returns the device of this rank.
 
     Raises:
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
@@ -90,19 +92,21 @@ def start(device: torch.device | str | None = None, within: Within | None = None
 
 
 def what_is_launched() -> Launched:
-    """What the launcher says of this process and of the others; one rank without a launcher."""
+    """The launcher's settings for this process and the others. Without a launcher, there is one rank."""
     _take_over_from_mpi()
     rank = launched_rank() if launched() else 0
     return Launched(rank, _number("WORLD_SIZE", "1"), launched_replica(), os.environ.get("MESHWRIGHT_MEET", ""))
 
 
 def launched_replica() -> int:
-    """The number of the replica that a launcher has started alone; -1 if it started all ranks together."""
+    """The number of the replica, if a launcher has started this replica separately; -1 if it started all ranks
+    together."""
     return _number("MESHWRIGHT_REPLICA", "0") if os.environ.get("MESHWRIGHT_MEET") else -1
 
 
 def keeps_store() -> bool:
-    """Whether this process keeps the store of all launched ranks: torchrun's agent does, or else rank 0."""
+    """Whether the store of all launched ranks runs in this process. With torchrun, the store runs in the agent,
+    otherwise in rank 0."""
     return launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -115,11 +119,11 @@ def store_of_all() -> dist.Store:
 
 
 def own_address() -> str:
-    """The address of this machine for other boxes: that of the network through which the store is reached."""
+    """The address of this machine for other boxes, in the network through which the store is reached."""
     host = os.environ.get("MESHWRIGHT_MEET", "").rpartition(":")[0] or os.environ.get("MASTER_ADDR", HOST)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # nothing is sent
+            probe.connect((host, 9))  # no data is sent
             return str(probe.getsockname()[0])
     except OSError as error:
         remedy = "give an IPv4 address, or a name that has one"
@@ -130,7 +134,7 @@ def store_at(meet: str) -> dist.Store:
     """The store at an address, ``host:port``, at which replicas meet.
 
     Raises:
-        LaunchError: nobody answers there.
+        LaunchError: no store answers there.
     """
     host, _, port = meet.rpartition(":")
     try:
@@ -144,7 +148,8 @@ def store_at(meet: str) -> dist.Store:
 
 
 def join_by_file(path: str, interface: str) -> None:
-    """Start torch.distributed for ranks that meet through a file and communicate over this network interface."""
+    """Start torch.distributed for ranks that meet through a file, and that communicate over the network interface
+    ``interface``."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
@@ -154,14 +159,14 @@ def join_by_file(path: str, interface: str) -> None:
 
 
 def meet_at(address: str, interface: str) -> None:
-    """Let the launched ranks meet at the store of rank 0, which this address has, in place of the launcher's; they
-    communicate over this network interface. ``start`` and ``store_of_all`` do the rest."""
+    """Let the launched ranks meet at the store of rank 0, at ``address``, instead of the launcher's store. They
+    communicate over the network interface ``interface``. ``start`` and ``store_of_all`` use these settings."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": f"{BOX_PORT}", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def timeout() -> timedelta:
-    """How long ranks wait for each other."""
+    """The time that ranks wait for each other."""
     return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
 
 
@@ -186,7 +191,7 @@ def finish() -> None:
 
 
 def launched() -> bool:
-    """Whether this process is a rank that a launcher (torchrun, mpirun, Meshwright's own) has started."""
+    """Whether a launcher (torchrun, mpirun, or Meshwright's own) has started this process as a rank."""
     return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or _MPI["RANK"] in os.environ
 
 
@@ -206,7 +211,8 @@ def num_cores() -> int:
 
 
 def cache_directory() -> Path:
-    """Meshwright's cache directory, in ``XDG_CACHE_HOME`` or else in ``~/.cache``: all its files can be made again."""
+    """Meshwright's cache directory, in ``XDG_CACHE_HOME`` or else in ``~/.cache``. All of its files can be made
+    again."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "meshwright"
 
@@ -347,8 +353,8 @@ def _join(backend: str) -> None:
 
 def _finish_at_exit(attendance: Attendance | None, keeps_store: bool) -> None:
     """Shut down torch.distributed if all ranks end now. Otherwise stay reachable for a while, so that ranks that wait
-    for this rank learn that it ends. A rank may end by ``sys.exit(1)``, or may just be done before the others: this
-    function cannot know which."""
+    for this rank notice its end. A rank may end by ``sys.exit(1)``, or may simply be finished before the others. This
+    function cannot tell the difference."""
     if attendance is None or not dist.is_initialized():
         return
     error = getattr(sys, "last_value", None)

@@ -1,4 +1,5 @@
-"""Starts replicas on this machine: each is a job of its own, so that the death of one stops no other."""
+"""Starts replicas on this machine. Each is a separate job, so that the death of one replica does not stop the
+others."""
 
 import logging
 import multiprocessing
@@ -19,9 +20,10 @@ log = logging.getLogger("meshwright")
 T = TypeVar("T")
 
 POLL_S, LINGER_S = 0.1, 5.0
-"""Seconds between looks at the threads, and seconds that other replicas have to end after a mistake of one."""
+"""Seconds between two checks of the threads, and seconds that the other replicas have to end after an error in one
+replica."""
 RESTARTS = 3
-"""A replica that dies is started again at most so many times."""
+"""The largest number of times that a replica is restarted after its death."""
 
 
 def run_replicas(
@@ -33,14 +35,14 @@ def run_replicas(
     restarts: int = RESTARTS,
     tell: Callable[[str], None] = log.warning,
 ) -> T:
-    """Run ``function(*args)`` on ``num_ranks`` ranks of each replica. Return the result of the first replica that ends
-    with one; the others end, too.
+    """Run ``function(*args)`` on ``num_ranks`` ranks of each replica. Return the result of the first replica that
+    returns a result. The others end too.
 
-    Ranks find the number of their replica, and the store at which replicas meet, in their environment
-    (``runtime/worlds.py``). A replica that dies is started again up to ``restarts`` times; it joins the others.
+    Ranks find the number of their replica, and the store at which replicas meet, in their environment variables
+    (``runtime/worlds.py``). A replica that dies is restarted up to ``restarts`` times, and joins the others again.
 
     Raises:
-        MeshwrightError: no replica has ended with a result; the error is that of the first that failed.
+        MeshwrightError: no replica has returned a result; the error is the error of the first failed replica.
     """
     cores = {"OMP_NUM_THREADS": f"{max(1, launch.num_cores() // (num_replicas * num_ranks))}"}
     cores |= {name: value for name, value in launch.environment().items() if name in cores}
@@ -71,7 +73,7 @@ def run_replicas(
                     return
             except Exception as error:  # noqa: BLE001 - the caller's thread raises it
                 errors.append((replica, error))
-                stopped.set()  # a mistake, which all replicas make, or wait for
+                stopped.set()  # a user's mistake, which affects all replicas
                 return
 
     threads = [
@@ -84,7 +86,7 @@ def run_replicas(
             pass
         for thread in threads:
             thread.join(LINGER_S)
-    finally:  # Ctrl-C, or a mistake: the threads end with their ranks
+    finally:  # after Ctrl-C or a mistake, the threads end with their ranks
         stopped.set()
         while any(thread.is_alive() for thread in threads):
             for process in multiprocessing.active_children():

@@ -31,7 +31,7 @@ class Progress(Protocol):
     """Shows the progress of activities; ``Silent`` shows nothing."""
 
     def begin(self, what: str, total: int = 0) -> None:
-        """Begin the activity ``what``, which has ``total`` parts (0: unknown). The activity before it ends."""
+        """Begin the activity ``what``, which has ``total`` parts (0: unknown). The previous activity ends."""
 
     def advance(self) -> None:
         """Count one more finished part."""
@@ -154,7 +154,7 @@ class Loop:
         except Exception as error:
             if not lost_peer(error):
                 with suppress(CheckpointError):
-                    trainer.wait_for_save()  # the save under way is of an earlier step
+                    trainer.wait_for_save()  # the save that is still running belongs to an earlier step
             raise
         finally:
             self.progress.end()
@@ -197,7 +197,7 @@ class Loop:
         return evaluation
 
     def _resize(self, size: int) -> None:
-        """Take batches of ``size`` samples from now on."""
+        """From now on, take batches of ``size`` samples."""
         if size != self.loader.batch_size:
             self._tell()
             self.meter.grow(size / self.loader.batch_size)
@@ -206,7 +206,7 @@ class Loop:
             self.loader.resize(size)
 
     def _after(self, step: int) -> None:
-        """Log, evaluate or save, whichever is due after ``step``."""
+        """Log, evaluate or save, if due after ``step``."""
         due, last = self.options, step == self.options.steps
         if step % due.log_every == 0 or last:
             self._tell()
@@ -254,9 +254,9 @@ def resumed_schedule(
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         group.update(hyperparameters, initial_lr=hyperparameters["lr"])
-    if trainer.replica is not None:  # servers may make the steps, and torch would warn that this optimizer makes none
+    if trainer.replica is not None:  # torch would warn if only servers make optimizer steps
         trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
-    # The constructor advances the schedule by one step: it then gives the learning rate of the next training step.
+    # The constructor advances the schedule by one step, so that it gives the learning rate of the next training step.
     return torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: factors[min(step, len(factors) - 1)], last_epoch=trainer.step_number - 1
     )

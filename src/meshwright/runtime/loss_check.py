@@ -58,7 +58,8 @@ class LossCheck:
 
 
 def refuse_unless_finite(loss: Tensor, step: int, left: str) -> None:
-    """Raise a NonFiniteLossError if a loss is not finite; ``left`` says in which state the parameters are."""
+    """Raise a NonFiniteLossError if a loss is not finite. ``left`` describes the state in which the parameters are
+    left."""
     if not torch.isfinite(loss):
         raise NonFiniteLossError(
             f"the loss became {float(loss)} at step {step}",

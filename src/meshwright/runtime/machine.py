@@ -1,4 +1,4 @@
-"""The name of this machine."""
+"""The name of this machine, which identifies measurements."""
 
 import platform
 from pathlib import Path
@@ -7,7 +7,7 @@ from meshwright.runtime.launch import num_cores
 
 
 def machine_name() -> str:
-    """The processor and the number of cores that this process may use: measurements depend on both."""
+    """The processor and the number of cores that this process may use. Measurements depend on both."""
     return f"{cpu_model()}, {num_cores()} cores"
 
 

@@ -111,7 +111,7 @@ def no_room(path: Path, num_bytes: int) -> DiskError | None:
 
 def abandon(path: Path, data: str) -> None:
     """Remove the files of a failed save, unless the manifest already names them."""
-    with suppress(OSError):  # the next save removes what could not be removed now
+    with suppress(OSError):  # files that cannot be removed now are removed by the next save
         manifest = path / MANIFEST
         if manifest.is_file() and f'"{data}"' in manifest.read_text():
             return
@@ -191,7 +191,7 @@ def prune(directory: Path, newest: str, keep: int) -> list[str]:
     place = names.index(newest)
     for name in names[place + keep :]:
         _remove_data(directory / name)
-        _remove(directory / name, [directory / name / MANIFEST])  # last: the manifest marks the rest as ours
+        _remove(directory / name, [directory / name / MANIFEST])  # last: it marks the others as ours
     return names[:place]
 
 

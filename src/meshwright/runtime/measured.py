@@ -31,8 +31,8 @@ class Measured(msgspec.Struct):
     peaks: dict[str, float] = {}
     """Maps a dtype to the best FLOP/s of matrix products."""
     others: dict[tuple[str, float], float] = {}
-    """Maps the kind and size of a matrix product or convolution to its other size: its bytes if the size is FLOPs, its
-    FLOPs if the size is bytes."""
+    """Maps the kind and size of a matrix product or convolution to its other size. If the size is FLOPs, the other size
+    is bytes; if the size is bytes, it is FLOPs."""
     taken_s: float = 0.0
     """Seconds of all calls on the clock that timed them: processor time on one thread, wall-clock time on several."""
     passed_s: float = 0.0
@@ -200,7 +200,7 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
-    """Return why a calibration must be repeated; an empty text if it is still valid."""
+    """Return the reason why a calibration must be repeated; an empty text if it is still valid."""
     calibration = cluster.calibration
     if calibration is None:
         return "it was not measured"

@@ -9,16 +9,16 @@ import torch
 
 
 def memory_reader(device: torch.device) -> Callable[[], int] | None:
-    """Return a function that reads the bytes held now (allocated on CUDA, else resident); None if there is no such
-    count."""
+    """Return a function that reads the number of bytes held now (allocated on CUDA, else resident); None if this number
+    is not available."""
     if device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(device)
     return ResidentMemory() if sys.platform == "linux" else None
 
 
 def taken_bytes(device: torch.device) -> tuple[int, int]:
-    """The most bytes that the allocator took from a CUDA device, and all bytes that are taken there now, with the
-    context of every process; 0 on a CPU, whose resident memory has both."""
+    """The most bytes that the allocator took from a CUDA device, and all bytes in use on the device now, including the
+    context of every process. 0 on a CPU, whose resident memory contains both."""
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,5 @@
-"""Makes the user's optimizer over this rank's parameters, and checks whether it updates them as on one rank."""
+"""Makes the user's optimizer over this rank's parameters, and checks whether it gives the same updates as on a single
+rank."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence

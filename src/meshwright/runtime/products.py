@@ -1,4 +1,4 @@
-"""Runs matrix products on grids of ranks, forward and gradients, by the rounds of ``schedules/products/rounds.py``."""
+"""Runs matrix products on grids of ranks, forward and backward, by the rounds of ``schedules/products/rounds.py``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,17 +17,17 @@ from meshwright.schedules.products.grid import AXIS, DIMS, Operand, ProductPlan,
 from meshwright.schedules.products.rounds import Round, backward, forward, panel_span, shares
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of which PyTorch has fast products, and collectives sums."""
+"""The dtypes for which PyTorch has fast products and Meshwright's collectives have sums."""
 
 
 class GridProduct:
     """The groups of this rank for a product on a grid. All ranks of the world must make it together.
 
-    ``shard`` makes the operands and ``matmul`` multiplies them. ``peak_words`` is the most words of parts and buffers
-    that a call held at once, counted as they are allocated.
+    ``shard`` makes the operands and ``matmul`` multiplies them. ``peak_words`` is the largest number of words
+    (elements) of parts and buffers that a call held at the same time, counted when they are allocated.
 
     Raises:
-        LayoutError: the grid has more ranks than the world.
+        LayoutError: the grid needs more ranks than the program has.
     """
 
     def __init__(self, plan: ProductPlan) -> None:
@@ -63,7 +63,7 @@ class GridProduct:
         return bottom - top, right - left
 
     def shard(self, operand: Operand, whole: Tensor) -> "ShardedMatrix":
-        """This rank's part of a matrix that every rank has whole, as a copy.
+        """This rank's part, as a copy, of a matrix that every rank holds whole.
 
         Raises:
             LayoutError: the matrix has another shape, or a dtype without a kernel.
@@ -82,8 +82,9 @@ class GridProduct:
     def run(
         self, rounds: Sequence[Round], inputs: Mapping[Operand, Tensor], outputs: Sequence[Operand]
     ) -> dict[Operand, Tensor]:
-        """Run rounds on this rank's parts of the inputs; return its parts of the outputs. ``inputs`` and ``outputs``
-        name operands; in backward rounds, an output, and the input ``c``, is the gradient of the operand."""
+        """Run rounds on this rank's parts of the inputs, and return its parts of the outputs. ``inputs`` and
+        ``outputs`` are keyed by operands. In backward rounds, outputs are gradients of operands, and the input ``c`` is
+        the gradient of C."""
         like = next(iter(inputs.values()))
         if self.is_idle:
             return {operand: like.new_empty(0, 0) for operand in outputs}
@@ -91,16 +92,16 @@ class GridProduct:
             return _Run(self, inputs, outputs, like).all(rounds)
 
     def group(self, operand: Operand) -> Collectives | None:
-        """The collectives of the ranks that share a block of the operand; None if this rank has the block alone."""
+        """The collectives of the ranks that share a block of the operand; None if no other rank has the block."""
         return self._collectives.get(AXIS[operand])
 
 
 class ShardedMatrix:
-    """A matrix whose parts are stored on the ranks of a product's grid. ``part`` is this rank's, an ordinary tensor: if
-    it requires gradients, ``matmul`` gives it the part of the gradient that belongs to it.
+    """A matrix whose parts are stored on the ranks of a product's grid. ``part`` is this rank's part, an ordinary
+    tensor. If it requires gradients, ``matmul`` gives it the matching part of the gradient.
 
     Raises:
-        LayoutError: the part has another shape than the plan says, is not contiguous, or has a dtype without a kernel.
+        LayoutError: the part does not have the shape in the plan, is not contiguous, or has a dtype without a kernel.
     """
 
     def __init__(self, product: GridProduct, operand: Operand, part: Tensor) -> None:
@@ -123,17 +124,18 @@ class ShardedMatrix:
         return self.product.shape(self.operand)
 
     def gather(self) -> Tensor:
-        """The whole matrix, on every rank of the world, which all must call this. It has no gradient."""
+        """The whole matrix, on every rank. All ranks must call this method. The result has no gradient."""
         whole = self.part.new_zeros(self.shape)
         rows, columns = (slice(*span) for span in self.product.part(self.operand))
         whole[rows, columns] = self.part.detach()
         return sum_of_all(whole)
 
     def as_operand(self, product: GridProduct, operand: Operand) -> "ShardedMatrix":
-        """The same parts as an operand of another product, such as C of one as A of the next. Nothing is sent.
+        """The same parts as an operand of another product. For example, C of one product becomes A of the next. Nothing
+        is communicated.
 
         Raises:
-            LayoutError: the other product stores other parts on some rank.
+            LayoutError: on some rank, the other product stores a different part.
         """
         here, there = self.product.plan, product.plan
         for rank in range(max(here.grid.num_ranks, there.grid.num_ranks)):
@@ -153,7 +155,7 @@ def matmul(a: ShardedMatrix, b: ShardedMatrix) -> ShardedMatrix:
     B; both are computed together, and the gradient of C is gathered once for them.
 
     Raises:
-        LayoutError: the operands are of different products or dtypes, or are not A and B.
+        LayoutError: the operands belong to different products, have different dtypes, or are not A and B.
     """
     if a.product is not b.product or (a.operand, b.operand) != ("a", "b"):
         raise LayoutError(
@@ -179,7 +181,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """This rank's parts of the gradients that are wanted."""
+        """This rank's parts of the gradients that are needed."""
         a, b = ctx.saved_tensors
         product: GridProduct = ctx.product
         wanted: list[Operand] = []
@@ -193,7 +195,8 @@ class _Matmul(torch.autograd.Function):
 
 
 class _Run:
-    """One pass over rounds. Buffers have the dim in which a block is cut first, so that parts are neighbours."""
+    """One pass over rounds. In a buffer, the dim in which a block is cut comes first, so that each part is
+    contiguous."""
 
     def __init__(
         self, product: GridProduct, inputs: Mapping[Operand, Tensor], outputs: Sequence[Operand], like: Tensor
@@ -205,9 +208,9 @@ class _Run:
         for operand in outputs:
             self._results[operand] = self._empty(*product.part_shape(operand))
         self._held: dict[Operand, Tensor] = {}
-        """The blocks or panels that are gathered, with the rows of the operand first."""
+        """The gathered blocks or panels, with the rows of the operand first."""
         self._sums: dict[Operand, Tensor] = {}
-        """Buffers of outputs that are not yet reduced."""
+        """Buffers of outputs that are not reduced yet."""
 
     def all(self, rounds: Sequence[Round]) -> dict[Operand, Tensor]:
         gathering = self._gather(rounds[0])
@@ -299,7 +302,7 @@ class _Run:
         reducing.clear()
 
     def _cut_first(self, operand: Operand, value: Tensor) -> Tensor:
-        """The tensor with the operand's rows first if it has the dim of the cut first, and the other way round."""
+        """Swap between two forms of a tensor: the operand's rows first, and the dim of the cut first."""
         return value if self._plan.cut_dim(operand) == DIMS[operand][0] else value.t()
 
     def _empty(self, rows: int, columns: int) -> Tensor:

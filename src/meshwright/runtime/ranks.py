@@ -40,7 +40,8 @@ MOST_RANKS = 256
 PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
 """Modules that every rank needs. A fork server imports them once, and ranks are forks of this server."""
 LINGER_S = 10.0
-"""Seconds that a rank waits before it ends, if it lost another rank: so the other rank's failure is seen first."""
+"""Seconds that a rank waits before it ends if it has lost another rank, so that the other rank's failure is seen
+first."""
 
 
 def run_ranks(
@@ -61,7 +62,8 @@ def run_ranks(
         directory: directory for the files that ranks leave behind; no other ``run_ranks`` may use it at the same time.
             None: a temporary directory, which is kept if a rank fails, because the error names it.
         port: port of this machine through which the ranks find each other; 0: any free port.
-        environment: more variables for the ranks; a single rank then runs in a process of its own.
+        environment: additional environment variables for the ranks. With them, even a single rank runs in a separate
+            process.
         again: called if one of several ranks was killed, lost the others, or raised an error that is not a
             MeshwrightError. If it returns True, all ranks are started again.
 
@@ -184,14 +186,14 @@ def _rank(
         result = _result(function, args)
         status.set("while ending")
         launch.finish()
-        atexit._run_exitfuncs()  # a fork does not, before Python 3.13
+        atexit._run_exitfuncs()  # before Python 3.13, a fork does not run these functions
         return result if rank == 0 else None
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must be told
         _fail(record(error, directory, rank))
 
 
 def _result(function: Callable[..., T], args: tuple[Any, ...]) -> T | None:
-    """The function's result; None if it has ended the program with success, as servers do."""
+    """The function's result. None if the function ended the program with success, as servers do."""
     try:
         return function(*args)
     except SystemExit as ended:

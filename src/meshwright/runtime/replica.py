@@ -1,4 +1,5 @@
-"""This rank's part in what replicas exchange: which tensors, where they lie, and who in the replica exchanges them."""
+"""This rank's part in the exchange between replicas: the tensors, their memory, and the ranks of the replica that
+exchange them."""
 
 import atexit
 import hashlib
@@ -30,20 +31,20 @@ from meshwright.runtime.state import LocalParameters
 from meshwright.runtime.worlds import World
 
 EXCHANGE = "replicas: "
-"""The names of the trace's spans of exchanges with other replicas begin with this."""
+"""In a trace, the names of spans of exchanges with other replicas begin with these words."""
 CLOCK, READY = "clock", "ready/"
 Kind = tuple[tuple[str, ...], torch.dtype]
 """The axes over which ranks of the replica hold equal copies, and the dtype."""
 
 
 class FlatParameters:
-    """The trained parameters of a rank as flat tensors: one for each set of axes over which ranks hold equal copies,
-    and each dtype. The parameters are views of these tensors, so that nothing is copied.
+    """The trained parameters of a rank as flat tensors. There is a flat tensor for each dtype and each set of axes over
+    which ranks hold equal copies. The parameters are views of these tensors, so that no copies are needed.
 
     Attributes:
         flats: the flat tensors.
-        names: the parameters of each flat tensor, in order.
-        sizes: their names and numbers of elements.
+        names: the names of the parameters in each flat tensor, in order.
+        sizes: for each flat tensor, the names and numbers of elements of its parameters.
     """
 
     def __init__(self, parameters: LocalParameters, groups: dict[str, AxisGroup]) -> None:
@@ -68,20 +69,22 @@ class FlatParameters:
         return tuple(axis for axis in self._groups if axis not in split and axis != "pp")
 
     def owned(self) -> list[int]:
-        """The flat tensors that this rank exchanges: those of which it holds the first copy."""
+        """The indices of the flat tensors that this rank exchanges. These are the tensors of which it holds the first
+        copy."""
         return [index for index, (axes, _) in enumerate(self._kinds) if all(self._is_first(axis) for axis in axes)]
 
     def _is_first(self, axis: str) -> bool:
         return self._groups[axis].index == 0
 
     def share(self, flats: list[Tensor]) -> None:
-        """Copy the flat tensors of the first copies to all other copies. Every rank of the replica must call this."""
+        """Copy the flat tensors from their first copies to all other copies. Every rank of the replica must call this
+        method."""
         for flat, (axes, _) in zip(flats, self._kinds, strict=True):
             for axis in reversed(axes):
                 broadcast_along(flat, self._groups[axis], 0)
 
     def gathered(self) -> list[Tensor]:
-        """The gradients as flat tensors; 0 where a parameter has none."""
+        """The gradients as flat tensors, with 0 for parameters without a gradient."""
         result = []
         for names in self.names:
             own = [self._parameters.own[name] for name in names]
@@ -89,7 +92,7 @@ class FlatParameters:
         return result
 
     def put_gradients(self, flats: list[Tensor]) -> None:
-        """Make the parts of flat tensors the gradients of the parameters."""
+        """Use the parts of flat tensors as the gradients of the parameters."""
         for flat, names in zip(flats, self.names, strict=True):
             own = [self._parameters.own[name] for name in names]
             for parameter, part in zip(own, flat.split([value.numel() for value in own]), strict=True):
@@ -97,10 +100,10 @@ class FlatParameters:
 
 
 class Connection:
-    """How a rank connects with those of its index in other replicas, as replica and as server."""
+    """Connects a rank with the ranks of the same index in other replicas, and with servers."""
 
     def __init__(self, rule: Consistency, world: World, column: int, life: int) -> None:
-        from meshwright.comm.mail import ZmqMailbox  # here, because only replicas need pyzmq
+        from meshwright.comm.mail import ZmqMailbox  # imported here, because only replicas need pyzmq
 
         self.rule, self.life, self._world = rule, life, world
         self._wait_s = launch.timeout().total_seconds()
@@ -112,16 +115,16 @@ class Connection:
         )  # fmt: skip
 
     def mailbox(self, name: str) -> Mailbox:
-        """The mailbox of a participant; waits until all participants have theirs."""
+        """The mailbox of a participant. The call waits until all participants have mailboxes."""
         return self._mailbox(name, None if self.life else participants(self.rule, self._world.num_replicas))
 
     def exchange(self) -> Exchange[Any]:
-        """This rank's part of the rule."""
+        """This rank's part in the consistency rule."""
         replica, count = self._world.replica, self._world.num_replicas
         return exchange_of(self.rule, self.mailbox(replica_name(replica)), replica, count, wait_s=self._wait_s)
 
     def host(self, flats: list[Tensor], names: list[list[tuple[str, int]]], make: Make | None) -> list[Hosted]:
-        """Start the servers beside this replica."""
+        """Start the servers in the process of this replica."""
         if isinstance(self.rule, Server) and self.rule.place == "own":
             return []
         where = beside(self._world.replica, self._world.num_replicas)
@@ -131,16 +134,18 @@ class Connection:
 
 class Replica:
     """This rank's part in the exchange between replicas. The trainer calls ``begin``, ``updates`` and ``end`` in every
-    step. Ranks of the replica call them together; what comes from other replicas is shared among them. The first call
-    connects this replica with the others.
+    step. All ranks of the replica call them together, and share the results that come from other replicas. The first
+    call connects this replica with the others.
 
-    ``make``: makes the optimizer of a server. ``snapshot``: returns what a joining replica gets.
-    ``hyperparameters``: returns those of the trainer's optimizer, for servers.
+    ``make``: a function that makes the optimizer of a server. ``snapshot``: a function that returns the state for a
+    joining replica. ``hyperparameters``: a function that returns the hyperparameters of the trainer's optimizer, for
+    servers.
 
-    ``loader``: the training data, whose position a joining replica gets; ``loader_state``: the position that it got.
-    ``moment`` counts these calls: ranks of the replica are at equal moments when they are in the same call.
+    ``loader``: the training data; a joining replica gets its position. ``loader_state``: the position that this replica
+    got when it joined. ``moment`` counts these calls. Ranks of the replica are at the same moment if they are in the
+    same call.
 
-    A rank that holds the first copy of no tensor exchanges one number in place of them.
+    A rank that holds no first copy of a tensor exchanges a single number instead.
     """
 
     def __init__(self, world: World, flat: FlatParameters, connection: Connection, make: Make | None) -> None:
@@ -160,11 +165,11 @@ class Replica:
 
     @property
     def has_state_of_another(self) -> bool:
-        """Whether this replica was started again, and has taken over the state of a replica that lives."""
+        """Whether this replica was restarted, and has taken over the state of a living replica."""
         return self.connection.life > 0 and not isinstance(self.connection.rule, Ensemble)
 
     def connected(self) -> Exchange[Any]:
-        """This rank's exchange. The first call starts the servers beside this replica, and meets the others."""
+        """This rank's exchange. The first call starts the servers in this process, and waits for the other replicas."""
         if self.exchange is None:
             own, names = self._own(self.flat.flats), [self.flat.sizes[index] for index in self._owned]
             self.hosted = self.connection.host(own, names or NOTHING, self._make)
@@ -176,7 +181,7 @@ class Replica:
             self.exchange.snapshot = self.snapshot
             for each in self.hosted:
                 each.met.wait()
-            atexit.register(self.leave)  # the last function that is registered is called first: mailboxes close later
+            atexit.register(self.leave)  # runs before mailboxes close: exit functions run in reverse
         return self.exchange
 
     @property
@@ -193,8 +198,9 @@ class Replica:
             self._shared(changed)
 
     def updates(self, finite: bool) -> Iterator[None]:
-        """Exchange the gradients of the parameters. Make an optimizer step with the gradients that the parameters then
-        have, each time that this yields. ``finite``: whether this replica's gradients are; otherwise none are given."""
+        """Exchange the gradients of the parameters. Each time that this method yields, make an optimizer step with the
+        present gradients of the parameters. ``finite``: whether this replica's gradients are finite. If not, they are
+        not sent."""
         if not takes_gradients(self.connection.rule):
             if finite:
                 yield
@@ -204,7 +210,7 @@ class Replica:
         with _waiting("gradients"):
             for each in self.connected().updates(self._own(gradients)):
                 self._ready.append([tensor.clone() for tensor in each])
-            count = min(from_every_rank(len(self._ready)))  # what other ranks' parts do not have yet waits
+            count = min(from_every_rank(len(self._ready)))  # others wait until all ranks have their parts
         for _ in range(count):
             for index, tensor in zip(self._owned, self._ready.pop(0), strict=False):
                 gradients[index] = tensor
@@ -213,24 +219,25 @@ class Replica:
             yield
 
     def end(self) -> None:
-        """Hand over the result of a step."""
+        """Hand over the result of the step to the rule."""
         self.moment += 1
         with _waiting("end"):
             changed = self.connected().end(self._own(self.flat.flats))
             self._shared(changed)
 
     def settle(self) -> None:
-        """Wait for what the last step was for, before parameters are saved or evaluated; after leaving, do nothing."""
+        """Wait until the exchange of the last step is complete, before parameters are saved or evaluated. After
+        leaving, this does nothing."""
         if self.exchange is not None and not self._left:
             with _waiting("settle"):
                 changed = self.exchange.settle(self._own(self.flat.flats))
                 self._shared(changed)
 
     def check_may_load(self) -> None:
-        """Check that the parameters may still be replaced.
+        """Check that the parameters may still be replaced by a load.
 
         Raises:
-            CheckpointError: servers hold them.
+            CheckpointError: servers hold the parameters.
         """
         if self.exchange is not None and isinstance(self.exchange, ServerExchange):
             raise CheckpointError(
@@ -240,11 +247,12 @@ class Replica:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """What the rule keeps between steps, on this rank and on servers, and the clock, for checkpoints."""
+        """The state for checkpoints: the clock, and everything that the rule keeps between steps, on this rank and on
+        servers."""
         return self._with_clock(self.exchange.state()) if self.exchange is not None else self._saved
 
     def handover(self) -> dict[str, Tensor]:
-        """The same for a replica that joins, and the gradients that are ready for the next steps."""
+        """The same state for a joining replica, with the gradients that are ready for the next steps."""
         columns = enumerate(zip(*self._ready, strict=True))
         ready = {f"{READY}{index}": torch.stack(tensors) for index, tensors in columns}
         return self._with_clock(self.connected().handover() | ready)
@@ -253,7 +261,7 @@ class Replica:
         return {**state, CLOCK: torch.tensor(self.connected().clocks[self.number])}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state`` and of ``handover``."""
+        """Restore the result of ``state`` or of ``handover``."""
         if self.exchange is None:
             self._saved = state
             return
@@ -265,8 +273,8 @@ class Replica:
         })  # fmt: skip
 
     def leave(self) -> None:
-        """The replica makes no more steps. Servers beside it go on until all replicas have left. Called again, this
-        does nothing."""
+        """End this replica's part: it makes no more steps. Servers in its process continue until all replicas have
+        left. A second call does nothing."""
         if self.exchange is not None and not self._left:
             self._left = True
             self.exchange.leave()
@@ -283,7 +291,7 @@ class Replica:
 
 @contextmanager
 def _waiting(what: str) -> Iterator[None]:
-    """Record the time of an exchange as a wait of the trace."""
+    """Record the time of an exchange as a wait in the trace."""
     begun = time.perf_counter()
     yield
     if (note := current()) is not None:
@@ -294,12 +302,12 @@ def _waiting(what: str) -> Iterator[None]:
 
 
 def check_equal(store: dist.Store, world: World, column: int, said: dict[str, str]) -> None:
-    """Check that all replicas begin alike. ``said`` describes how this replica begins: its model, plan and weights.
+    """Check that all replicas start with the same model, plan and weights. ``said`` describes those of this replica.
 
     Raises:
-        RankError: a replica begins otherwise; all replicas raise it. Unequal initial weights would spoil the training
-            of all replicas without a sign.
-        LostRankError: a replica does not come.
+        RankError: a replica starts with something else. All replicas raise the error. This check is needed because
+            unequal initial weights would spoil the training of all replicas silently.
+        LostRankError: another replica does not answer.
     """
     store.set(f"start/{column}/{world.replica}", json.dumps(said))
     for replica in range(world.num_replicas):
@@ -308,12 +316,12 @@ def check_equal(store: dist.Store, world: World, column: int, said: dict[str, st
 
 
 def check_like_first(store: dist.Store, world: World, column: int, said: dict[str, str]) -> None:
-    """Check that this rank, which comes later than others or is a server, has what replica 0 began with, as far as
-    ``said`` says.
+    """Check that this rank, which starts later or is a server, has the model, plan and weights with which replica 0
+    started, as far as ``said`` describes them.
 
     Raises:
-        RankError: it has something else.
-        LostRankError: replica 0 does not come.
+        RankError: it has others.
+        LostRankError: replica 0 does not answer.
     """
     first = json.loads(awaited(store, f"start/{column}/0", 0))
     where = replica_name(world.replica) if world.server < 0 else f"server {world.server}"
@@ -321,10 +329,10 @@ def check_like_first(store: dist.Store, world: World, column: int, said: dict[st
 
 
 def awaited(store: dist.Store, key: str, replica: int) -> str:
-    """The value of a key that a replica sets.
+    """The value of a key in the store that a replica sets.
 
     Raises:
-        LostRankError: it does not within the time.
+        LostRankError: the replica does not set it within the time limit.
     """
     try:
         return str(store.get(key).decode())

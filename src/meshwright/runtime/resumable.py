@@ -37,7 +37,7 @@ from meshwright.runtime.state import LocalParameters, full_state_dict, load_stat
 log = logging.getLogger("meshwright")
 
 OTHER_BYTES = 16 * 2**10
-"""Approximate bytes that a checkpoint takes on the disk besides its tensors and ``trainer.pt``."""
+"""Approximate bytes on the disk that a checkpoint takes in addition to its tensors and ``trainer.pt``."""
 
 Path_ = str | os.PathLike[str]
 
@@ -145,7 +145,7 @@ class Resumable:
             kept, more = optimizer_state.extract(self.parameters, self._optimizer)
             parts.update(more)
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        self._codecs.rescale(1 / scale)  # a run in another precision, or with another scale, may go on
+        self._codecs.rescale(1 / scale)  # the run may continue in another precision, or with another scale
         codecs, more = self._codecs.extract(self.parameters)
         self._codecs.rescale(scale)
         parts.update(more)
@@ -260,7 +260,8 @@ class Resumable:
             log.info("%s: its plan is another, whose amendments do not hold here: %s", where, told_of)
 
     def _take_exchanged(self, saved: list[dict[str, Tensor]] | None, where: str) -> None:
-        """Restore what the consistency rule kept on this rank, if the replica has as many ranks as it had then."""
+        """Restore the state that the consistency rule kept on this rank, if the replica has the same number of ranks as
+        at the save."""
         if self.replica is None:
             return
         if saved is not None and len(saved) == self.plan.mesh.world_size:

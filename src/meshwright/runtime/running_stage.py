@@ -32,7 +32,8 @@ class RunningStage:
         }
         for state in program.codec_states:
             codecs.provide(state)
-        # Where gradients are exchanged in each micro-batch, a micro-batch goes on from what the one before has kept.
+        # If gradients are exchanged in each micro-batch, a micro-batch continues with the codec state that the previous
+        # one has left.
         self.goes_on = {state.before.name: state.value.name for state in program.codec_states}
         late = {name for phase in LATE for name in self.phases[phase].inputs}
         ready = (

@@ -72,7 +72,7 @@ class Save:
         try:
             own_report = self._write_share()
             verdict = self._conclude(own_report) if self.share.rank == 0 else None
-        except BaseException:  # Ctrl-C: the others must not wait
+        except BaseException:  # after Ctrl-C too: the other ranks must not wait
             stopped = CheckpointError(f"rank {self.share.rank} was stopped", where=f"{self.path}")
             self._tell(SaveReport(error=stopped), stopped)
             raise
@@ -88,8 +88,8 @@ class Save:
         return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
 
     def _tell(self, own_report: SaveReport, verdict: MeshwrightError | None) -> None:
-        """Post this rank's note: rank 0's note is the verdict, the note of another rank its report. If the save failed,
-        rank 0 first removes the files of the save."""
+        """Post this rank's note. Rank 0 posts the verdict; other ranks post their reports. If the save failed, rank 0
+        first removes the files of the save."""
         if self.share.rank == 0 and verdict is not None:
             manifest.abandon(self.path, self.manifest.data)
         self.board.post(self._key(self.share.rank), own_report if self.share.rank else verdict)
@@ -119,7 +119,7 @@ class Save:
                     raise report.error
             told(f"{self.path}", lambda: self._commit(reports))
         except DiskError as error:
-            manifest.abandon(self.path, self.manifest.data)  # first, so that its space counts as free
+            manifest.abandon(self.path, self.manifest.data)  # first, so that their space counts as free
             return manifest.no_room(self.path, self.num_bytes) or error
         except MeshwrightError as error:
             return error

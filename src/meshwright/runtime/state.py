@@ -186,7 +186,7 @@ def full_state_dict(parameters: LocalParameters, *, all_ranks: bool) -> dict[str
 def load_state_dict(parameters: LocalParameters, state: Mapping[str, Any], *, strict: bool) -> None:
     """Copy rank 0's whole tensors into the parameters and buffers of every rank: the inverse of ``full_state_dict``.
     Raise a CheckpointError on every rank if the tensors do not fit the model; nothing has changed then."""
-    given: dict[str, Tensor] = {}  # filled on rank 0 alone
+    given: dict[str, Tensor] = {}  # filled only on rank 0
 
     def names_given() -> list[str]:
         given.update(_checked(parameters, state, strict))

@@ -61,7 +61,7 @@ class Trainer(Resumable):
         metrics: maps names to scalar tensors of the last step or evaluation: ``loss``, the loss function's metrics,
             ``grad_norm`` (if gradients are clipped), ``skipped`` (0 or 1, in a low precision) and ``loss_scale`` (in
             float16).
-        replica: this replica's part in the exchange with other replicas; None if there are none.
+        replica: this replica's part in the exchange with other replicas; None without replicas.
         recorder: records the spans of the last step or evaluation; if it is None, nothing is recorded.
     """
 
@@ -95,7 +95,7 @@ class Trainer(Resumable):
         amend(self.groups, plan.amendments)
         axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
         self.recorder: SpanRecorder | None = SpanRecorder(axes, memory_reader(device))
-        # lowering may fail, so it comes before any change of the caller's model
+        # lowering may fail, so it precedes all changes of the caller's model
         self._compiler = Compiler(device) if compile else None
         self._codecs = CodecMemory(device)
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
@@ -124,16 +124,16 @@ class Trainer(Resumable):
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): on this rank ``step(batch, local=True)`` takes part ``index`` of ``count`` parts of the
-        global batch, that of all replicas. If stages have different submeshes, every rank takes its replica's whole
-        batch."""
+        """(index, count): with ``step(batch, local=True)``, this rank takes part ``index`` of ``count`` parts of the
+        global batch (the batch of all replicas). If stages have different submeshes, every rank takes its replica's
+        whole batch."""
         index, count = self.own_shard
         number = self.replica.number if self.replica is not None else 0
         return number * count + index, count * (self.plan.layout.replicas if self.replica is not None else 1)
 
     @property
     def own_shard(self) -> tuple[int, int]:
-        """The same among the ranks of this replica: ``evaluate(batch, local=True)`` takes such a part."""
+        """The same for ``evaluate(batch, local=True)``: parts are counted within this replica."""
         index, count = 0, 1
         for group in (self.groups[axis] for axis in DATA_AXES if axis in self.groups and not self.plan.uneven):
             index, count = index * group.size + group.index, count * group.size
@@ -148,7 +148,7 @@ class Trainer(Resumable):
 
     @property
     def executor(self) -> Executor:
-        """The executor of the last step; before the first, that of training."""
+        """The executor of the last step. Before the first step, the executor of training."""
         return self._last.executor
 
     @property
@@ -172,7 +172,7 @@ class Trainer(Resumable):
         """Make one training step on the global batch. With ``local``, ``batch`` is only this rank's part of it.
 
         Returns:
-            The loss of the global batch, a scalar tensor; the host does not wait for its value.
+            Returns the loss of the global batch, a scalar tensor. The host does not wait for its value.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite. On a CPU, and in bfloat16, the parameters are as they were
@@ -210,7 +210,7 @@ class Trainer(Resumable):
                 self._note("clip", begun)
             if self.replica is None:
                 self._update(optimizer, parameters)
-            else:  # others go on with gradients that are not finite here: this replica's count as 0
+            else:  # other replicas continue although gradients are not finite here; this replica's gradients count as 0
                 for _ in self.replica.updates(finite):
                     self._update(optimizer, parameters)
                 self.replica.end()
@@ -300,7 +300,7 @@ class Trainer(Resumable):
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
-        own = () if self.replica is None else (self.replica.number,)  # replicas draw other masks
+        own = () if self.replica is None else (self.replica.number,)  # each replica draws different dropout masks
         return step.run(
             self.parameters.values(), self.parameters.named_buffers, inputs,
             lambda microbatch: mix(self.seed, self.step_number, microbatch, *own),

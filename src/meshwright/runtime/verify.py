@@ -18,7 +18,7 @@ from meshwright.runtime.trainer import Trainer
 from meshwright.torch_private import pytree
 
 TOLERANCE = 1e-9
-"""Allowed difference, as a fraction of the largest absolute value, or of 1 if that is larger."""
+"""The allowed difference, as a fraction of the largest absolute value (or as an absolute value if that is below 1)."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ def eager_steps(
 def compare(parallel: Record, eager: Record) -> tuple[Verification, ...]:
     """Compare two records. Return one row for each compared quantity of forward, backward and update."""
     steps = len(eager.losses)
-    # Later losses show that state outside of the state dict (the optimizer's) is right too.
+    # The losses of later steps show that state outside of the state dict (of the optimizer) is right too.
     losses = [{f"step {step + 1}": value for step, value in enumerate(record.losses)} for record in (parallel, eager)]
     first, later = [{"step 1": run["step 1"]} for run in losses], [run for run in losses if len(run) > 1]
     rows = [_compared("forward: loss", *first)]

@@ -1,9 +1,11 @@
-"""Worlds of replicas: starts torch.distributed for the ranks of this replica alone, and says where the others are.
+"""Process groups of replicas: starts torch.distributed separately for the ranks of each replica, and finds the other
+replicas.
 
-A launcher starts the ranks of all replicas together (torchrun: the job's ranks are divided into worlds of equal size,
-and its last ranks may be servers), or each replica as a job of its own, with three more variables in its environment:
-``MESHWRIGHT_REPLICA`` (its number), ``MESHWRIGHT_MEET`` (host:port of the store at which replicas meet) and the usual
-ones of its own ranks. In the second case, the launcher of one replica does not notice that another has died.
+There are two ways of launching. A launcher may start the ranks of all replicas together, as torchrun does: the ranks
+are then divided into groups of equal size, and the last ranks may be servers. Or it starts each replica as a separate
+job, with the usual environment variables of its ranks and two more: ``MESHWRIGHT_REPLICA`` (its number) and
+``MESHWRIGHT_MEET`` (host:port of the store at which replicas meet). In the second case, the launcher of a replica does
+not notice the death of another replica.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +21,9 @@ from meshwright.schedules.replicas import of_replica, server_ranks
 
 
 class World(NamedTuple):
-    """The place of this rank. ``replica``: the number of its replica; -1 for a server. ``server``: the number of this
-    server; -1 for a rank of a replica. ``num_launched``: the ranks of all replicas and servers. ``store``: where all
-    replicas meet; None if there is one replica."""
+    """The place of this rank among replicas and servers. ``replica``: the number of its replica; -1 on a server.
+    ``server``: the number of its server; -1 on a rank of a replica. ``num_launched``: the number of ranks of all
+    replicas and servers. ``store``: the store at which all replicas meet; None if there is only one replica."""
 
     replica: int = 0
     num_replicas: int = 1
@@ -33,7 +35,7 @@ class World(NamedTuple):
         """This replica's part of the batch of all replicas.
 
         Raises:
-            DataError: the batch does not divide into the replicas.
+            DataError: the number of replicas does not divide the batch.
         """
         if self.num_replicas == 1:
             return batch
@@ -54,11 +56,11 @@ class World(NamedTuple):
 
 
 def place(layout: Layout) -> tuple[int, int]:
-    """The number of this rank's replica (0 if there is one; -1 for a server), and its rank in the replica, as a
-    launcher has set them; nothing is started.
+    """The number of this rank's replica (0 if there is one replica; -1 on a server), and its rank in the replica,
+    according to the launcher's settings. Nothing is started.
 
     Raises:
-        LayoutError: the ranks do not divide into the replicas.
+        LayoutError: the number of replicas does not divide the ranks.
     """
     launched = launch.what_is_launched()
     if launched.meet:
@@ -75,14 +77,14 @@ def start(layout: Layout, device: torch.device | str | None) -> tuple[torch.devi
 
     Raises:
         LaunchError: torch.distributed was started over the ranks of all replicas.
-        LayoutError: the ranks do not divide into the replicas.
+        LayoutError: the number of replicas does not divide the ranks.
     """
     launched, (replica, column) = launch.what_is_launched(), place(layout)
     total = launched.size * layout.replicas if launched.meet else launched.size
     one, each = of_replica(layout, total)
     if one.replicas == 1:
         return launch.start(device), World(num_launched=total)
-    if launched.meet:  # each replica is a job of its own
+    if launched.meet:  # each replica is a separate job
         store = launch.store_at(launched.meet)
         return launch.start(device), World(replica, layout.replicas, -1, total, store)
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Checks whether a schedule can run, and counts its idle time, live activations and sends."""
+"""Checks whether a schedule can run, and counts idle time, live activations and sends."""
 
 from collections.abc import Iterator, Mapping
 
@@ -27,10 +27,10 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The stages of one rank, and the cost of its actions in a step.
 
     ``busy`` is the computing time, and ``bubble`` is idle time / computing time. ``gaps`` counts only idle time between
-    the rank's first and last action, as if it began the next step at once. ``live_activations`` is the largest
-    number of (stage, micro-batch) pairs between their F and the end of their B or W. ``live_microbatches`` is the same
-    number in whole micro-batches: with v chunks per rank, a pair counts as 1/v. ``sent_per_microbatch`` counts sends to
-    other ranks, forward and backward.
+    the rank's first and last action, as if the rank began the next step immediately. ``live_activations`` is the
+    largest number of (stage, micro-batch) pairs between their F and the end of their B or W. ``live_microbatches`` is
+    the same number in whole micro-batches: with v chunks per rank, a pair counts as 1/v. ``sent_per_microbatch`` counts
+    sends to other ranks, forward and backward.
     """
 
     stages: tuple[int, ...]
@@ -44,7 +44,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ScheduleReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The cost of a schedule that can run, in the unit of ``Costs``. ``bubble`` is over all ranks together."""
+    """The cost of a schedule that can run, in the unit of ``Costs``. ``bubble`` is computed over all ranks together."""
 
     duration: float
     bubble: float
@@ -54,13 +54,13 @@ class ScheduleReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def check(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
-    """Check that the schedule can run. Return its cost if communication takes no time.
+    """Check that the schedule can run. Return its cost, assuming that communication takes no time.
 
     The rules: A stage lives on one rank. For every micro-batch, each stage runs forward once, then backward once (B, or
     I and then W). The values that an action needs from neighbouring stages come before it: from an earlier action on
     the same rank, or from another rank by a receive with a matching send. Gradients are reduced either for no stage or
     for every stage, once, after its last backward. Ranks do not wait for each other in a circle; a receive blocks its
-    rank, a send does not. A schedule without any sends and receives is checked as if every value were sent.
+    rank, a send does not. A schedule without sends and receives is checked as if every value were sent.
 
     Sends and receives are matched by stage and micro-batch, not by order. ``UNSHARD`` and ``RESHARD`` are ignored.
 
@@ -187,7 +187,8 @@ class _Validator:
                 raise self._missing(rank, Action(stage, ActionKind.REDUCE_GRAD))
 
     def _check_finished(self, times: tuple[Times, ...]) -> None:
-        """Check that every rank reached its end. Else follow the waits from rank to rank to find the circle."""
+        """Check that every rank reached its end. If a rank is stuck, follow the waits from rank to rank to find the
+        circle."""
         ranks = self.schedule.ranks
         stuck = {rank: len(done) for rank, done in enumerate(times) if len(done) < len(ranks[rank])}
         if not stuck:

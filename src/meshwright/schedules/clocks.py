@@ -1,4 +1,4 @@
-"""Clocks of replicas: when a replica may begin its next step. The runtime, the simulator and the tests ask these
+"""Clocks of replicas: when a replica may begin its next step. The runtime, the simulator and the tests use these
 functions.
 
 The clock of a replica is the number of steps whose results it has handed over: pushed, sent, or counted in a mean.
@@ -22,8 +22,8 @@ from meshwright.schedules.mixing import incoming
 
 
 def awaited(rule: Consistency, members: Sequence[int], mine: int, clock: int) -> tuple[int, ...]:
-    """The replicas on whose clocks replica ``mine`` depends before the step that follows its clock. ``members``: the
-    replicas that live."""
+    """The replicas whose clocks decide when replica ``mine`` may begin the step after its clock. ``members``: the
+    replicas that are alive."""
     if isinstance(rule, Ensemble):
         return ()
     if isinstance(rule, Gossip):
@@ -32,8 +32,8 @@ def awaited(rule: Consistency, members: Sequence[int], mine: int, clock: int) ->
 
 
 def least_clock(rule: Consistency, clock: int) -> int:
-    """The clock that the awaited replicas must have reached before a replica with this clock begins its next step; 0 or
-    less if it waits for nobody. With ``partial``, not all of them must (see ``may_proceed``)."""
+    """The clock that the awaited replicas must reach before a replica with this clock may begin its next step; 0 or
+    less if it waits for no replica. With ``partial``, only some of them must reach it (see ``may_proceed``)."""
     match rule:
         case Sync() | Partial():
             return clock
@@ -51,11 +51,12 @@ def least_clock(rule: Consistency, clock: int) -> int:
 
 
 def may_proceed(rule: Consistency, clocks: Mapping[int, int], mine: int) -> bool:
-    """Whether replica ``mine`` may begin its next step. ``clocks`` maps the replicas that live, ``mine`` included, to
-    their clocks.
+    """Whether replica ``mine`` may begin its next step. ``clocks`` maps all replicas that are alive, including
+    ``mine``, to their clocks.
 
-    This is the whole rule about time: stale synchronous parallel with bound s lets a replica be s steps ahead of the
-    slowest; local SGD lets it go on within ``every`` steps; a partial collective wants the first ``least`` replicas."""
+    This function is the whole rule about time. Stale synchronous parallel with bound s lets a replica be s steps ahead
+    of the slowest. Local SGD lets it continue within ``every`` steps. A partial collective needs the first ``least``
+    replicas."""
     clock = clocks[mine]
     wanted = least_clock(rule, clock)
     if wanted <= 0:
@@ -66,7 +67,7 @@ def may_proceed(rule: Consistency, clocks: Mapping[int, int], mine: int) -> bool
 
 
 def fragment_due(rule: DiLoCo, clock: int) -> int | None:
-    """The fragment whose change replicas send after step ``clock`` (counted from 1); None: no fragment."""
+    """The fragment whose change replicas send after step ``clock`` (counted from 1); None: they send none."""
     part = rule.every // rule.fragments
     if clock <= 0 or clock % part:
         return None

@@ -1,17 +1,19 @@
-"""Message-driven pipelines: a rule in place of an order. Each rank runs the next micro-batch that is ready.
+"""Message-driven pipelines: the order of actions is a rule instead of a list. Each rank runs the next micro-batch that
+is ready.
 
-The rule is that of AxoNN (Singh, Bhatele 2022, "AxoNN: An asynchronous, message-driven parallel framework for
-extreme-scale deep learning"): a backward whose gradient has come goes before a forward whose activation has come, and
-at most ``limit`` micro-batches are in flight. Here the gradients of two micro-batches are late. Under 1f1b,
-rank 1 waits for the first, and then runs F2 before B1; by the rule, it runs F2 and F3 meanwhile:
+The rule comes from AxoNN (Singh, Bhatele 2022, "AxoNN: An asynchronous, message-driven parallel framework for
+extreme-scale deep learning"). A backward whose gradient has arrived precedes a forward whose activation has arrived,
+and at most ``limit`` micro-batches are in flight. Here the gradients of two micro-batches are late. Under 1f1b, rank 1
+waits for the first of these gradients, and then runs F2 before B1. With the rule, it runs F2 and F3 while it waits:
 
     1f1b            F0 F1 .  .  .  B0--- F2 B1--- F3
     message-driven  F0 F1 F2 F3 .  B0--- B1--- F4
 
-A channel keeps the order of its messages. So each rank runs its forwards in the order of the micro-batches, and its
-backwards too; only how the two alternate depends on time. Sums over micro-batches are therefore bit for bit those of
-1f1b, and the ranks cannot wait for each other in a circle: a micro-batch that has come to a rank is in flight on the
-first rank too, which has at most ``limit`` of them, so a later rank never has to refuse it.
+A channel preserves the order of its messages. So each rank runs its forwards in the order of the micro-batches, and
+also its backwards. Only the alternation of forwards and backwards depends on time. Sums over micro-batches are
+therefore equal bit by bit to those of 1f1b. Ranks cannot wait for each other in a circle: a micro-batch that has
+reached a rank is also in flight on the first rank, which has at most ``limit`` of them. So a later rank never has to
+refuse it.
 """
 
 import heapq
@@ -29,15 +31,16 @@ F, B = ActionKind.F, ActionKind.B
 
 
 def most_in_flight(num_ranks: int) -> int:
-    """The limit of built schedules: 2 p. AxoNN has p, with which the first rank is never ahead: if F and B take 3, a
-    micro-batch comes back to it just when it would run the (p + 1)-th, so that each delay of any rank is a bubble."""
+    """The limit of the schedules that ``build`` makes: 2 p. AxoNN uses p, with which the first rank never has a lead.
+    If F and B take 3 together, a micro-batch returns just when the first rank would run micro-batch p + 1, so each
+    delay of any rank becomes a bubble."""
     return 2 * num_ranks
 
 
 class Progress(NamedTuple):
-    """How far one rank is in a step. Of the micro-batches, ``activations`` have come from the stage before, and
-    ``gradients`` from the stage behind; ``forwards`` and ``backwards`` have run. At most ``limit`` may be between their
-    forward and the end of their backward."""
+    """The progress of a rank in a step. ``activations`` is the number of micro-batches that have arrived from the
+    previous stage, and ``gradients`` the number that have arrived from the next stage. ``forwards`` and ``backwards``
+    are the numbers that have run. At most ``limit`` may be between their forward and the end of their backward."""
 
     stage: int
     num_stages: int
@@ -54,14 +57,14 @@ class Progress(NamedTuple):
         return self.backwards == self.num_microbatches
 
     def needs(self, kind: ActionKind) -> bool:
-        """Whether the next forward, or the next backward, is one that may run as soon as its message comes."""
+        """Whether the next forward (or backward) may run as soon as its message arrives."""
         if kind is B:
             return self.backwards < self.forwards
         return self.forwards < self.num_microbatches and self.forwards - self.backwards < self.limit
 
     def waits(self, kind: ActionKind) -> bool:
-        """Whether the message for the next forward, or backward, has yet to come. The first stage makes its own
-        activations, and the last its own gradients."""
+        """Whether the message for the next forward (or backward) has not arrived yet. The first stage makes its own
+        activations, and the last stage makes its own gradients."""
         if kind is B:
             return self.stage < self.num_stages - 1 and self.gradients == self.backwards
         return self.stage > 0 and self.activations == self.forwards
@@ -73,14 +76,15 @@ class Progress(NamedTuple):
         return self._replace(forwards=self.forwards + 1)
 
     def received(self, kind: ActionKind) -> "Progress":
-        """The progress after the message for one more forward, or backward, has come."""
+        """The progress after another message for a forward (or backward) has arrived."""
         if kind is B:
             return self._replace(gradients=self.gradients + 1)
         return self._replace(activations=self.activations + 1)
 
 
 def next_action(progress: Progress) -> Action | None:
-    """The next forward or backward of a rank. None: the rank has nothing to run until a message comes, or is done."""
+    """The next forward or backward of a rank. None: the rank has nothing to run until a message arrives, or has
+    finished."""
     for kind, number in ((B, progress.backwards), (F, progress.forwards)):
         if progress.needs(kind) and not progress.waits(kind):
             return Action(progress.stage, kind, number)
@@ -94,8 +98,8 @@ def ordered(
     seconds: Callable[[Action], float],
     delay: Callable[[Action], float] = lambda action: 0.0,
 ) -> list[list[Action]]:
-    """The forwards and backwards of each rank in the order in which they run, if each takes ``seconds``. Its result
-    reaches the next rank ``delay`` seconds later; the results of one rank arrive in order."""
+    """For each rank, its forwards and backwards in running order, if each takes ``seconds``. A result reaches the next
+    rank after ``delay`` seconds. Results of the same rank arrive in order."""
     progress = [Progress(rank, num_ranks, num_microbatches, limit) for rank in range(num_ranks)]
     ranks: list[list[Action]] = [[] for _ in progress]
     busy = [False] * num_ranks
@@ -129,15 +133,15 @@ def ordered(
 
 
 def reordered(schedule: Schedule, seconds: Callable[[Action], float]) -> Schedule:
-    """A message-driven schedule that only computes, in the order that arises if each action takes ``seconds``."""
+    """A message-driven schedule without communication, in the order that results if each action takes ``seconds``."""
     ranks = ordered(len(schedule.ranks), schedule.num_microbatches, schedule.in_flight, seconds)
     return msgspec.structs.replace(schedule, ranks=tuple(map(ActionList, ranks)))
 
 
 def with_most_in_flight(schedule: Schedule) -> tuple[Iterable[Action], ...]:
-    """The actions of each rank in the order that keeps most micro-batches in flight: the schedule's own, if it is
-    static. Under a rule, a rank other than the last may run forwards up to the limit before the first gradient
-    comes."""
+    """The actions of each rank in the order with the most micro-batches in flight. If the schedule is static, this is
+    its own order. Under the rule, every rank except the last may run forwards up to the limit before the first gradient
+    arrives."""
     if not schedule.in_flight:
         return schedule.ranks
     return tuple(
@@ -156,9 +160,9 @@ def _forwards_first(actions: Iterable[Action], limit: int) -> Iterator[Action]:
 
 
 def runtime_problems(plan: Plan, meetings: Iterable[str], device: str) -> Iterator[Problem]:
-    """Reasons for which ranks cannot run the plan's message-driven schedule. Ranks that meet within a micro-batch would
-    come to their collectives in different orders, and would wait for each other for ever; ``meetings`` names the
-    collectives in the forwards and backwards of this rank."""
+    """Reasons why ranks cannot run the plan's message-driven schedule. ``meetings`` names the collectives in this
+    rank's forwards and backwards. Ranks would reach such collectives in different orders, and would wait for each other
+    for ever."""
     where, remedy = "schedule message-driven", "take another schedule, such as `1f1b`"
     without = f"{remedy}, or a layout without such collectives"
     if plan.uneven:

@@ -1,8 +1,8 @@
 """Mixing of replicas' states: topologies of gossip, and the weights with which neighbours are averaged.
 
-A matrix W has a row for each member: member i's new state is the sum of W[i][j] times member j's. If W is doubly
-stochastic (its rows and its columns sum up to 1), the mean of all states stays (D-PSGD, Lian et al. 2017). Push-sum
-needs columns that sum up to 1 only (Assran et al. 2019).
+A matrix W has a row for each member: the new state of member i is the sum of W[i][j] times the state of member j. If W
+is doubly stochastic (its rows and columns have sum 1), the mean of all states does not change (D-PSGD, Lian et al.
+2017). Push-sum needs only columns with sum 1 (Assran et al. 2019).
 """
 
 import math
@@ -17,8 +17,8 @@ NEAR = 1e-9
 
 
 def outgoing(rule: Gossip, members: Sequence[int], mine: int, step: int) -> tuple[int, ...]:
-    """The replicas to which replica ``mine`` sends its state in a step, without itself. ``members``: the replicas that
-    live, in rising order."""
+    """The replicas to which replica ``mine`` sends its state in a step, except itself. ``members``: the replicas that
+    are alive, in rising order."""
     if rule.topology == "edges":
         ends = [(a, b) for a, b, _ in rule.edges] + [(b, a) for a, b, _ in rule.edges]
         return tuple(sorted({b for a, b in ends if a == mine and b in members}))
@@ -31,7 +31,7 @@ def outgoing(rule: Gossip, members: Sequence[int], mine: int, step: int) -> tupl
 
 
 def incoming(rule: Gossip, members: Sequence[int], mine: int, step: int) -> tuple[int, ...]:
-    """The replicas that send their state to replica ``mine`` in a step, without itself, in rising order."""
+    """The replicas that send their state to replica ``mine`` in a step, except itself, in rising order."""
     return tuple(peer for peer in members if peer != mine and mine in outgoing(rule, members, peer, step))
 
 
@@ -41,14 +41,15 @@ def weights(rule: Gossip, members: Sequence[int], mine: int, step: int) -> dict[
     peers = incoming(rule, members, mine, step)
     if rule.topology in ("torus", "edges"):
         row = {peer: _pair_weight(rule, members, mine, peer, step) for peer in peers}
-    else:  # every member has as many neighbours
+    else:  # every member has the same number of neighbours
         row = dict.fromkeys(peers, 1 / (1 + len(peers)))
     row[mine] = 1 - math.fsum(row.values())
     return dict(sorted(row.items()))
 
 
 def push_weight(rule: Gossip, members: Sequence[int], mine: int, step: int) -> float:
-    """The share of its state and of its push-sum weight that replica ``mine`` sends to each peer, and keeps."""
+    """The fraction of its state and of its push-sum weight that replica ``mine`` sends to each peer. It keeps the same
+    fraction."""
     return 1 / (1 + len(outgoing(rule, members, mine, step)))
 
 
@@ -60,11 +61,11 @@ def matrix(rule: Gossip, num_members: int, step: int) -> list[list[float]]:
 
 
 def check_topology(rule: Gossip, num_replicas: int, where: str) -> None:
-    """Check that states of all replicas mix.
+    """Check that the states of all replicas mix.
 
     Raises:
-        PlanError: an edge names no replica, the replicas are not connected, or the weights of edges give no doubly
-            stochastic matrix.
+        PlanError: an edge names a replica that does not exist, the replicas are not connected, or the weights of edges
+            do not give a doubly stochastic matrix.
     """
     pairs = Counter(frozenset((a, b)) for a, b, _ in rule.edges)
     for a, b, weight in rule.edges:
@@ -94,7 +95,7 @@ def check_topology(rule: Gossip, num_replicas: int, where: str) -> None:
 
 
 def _shifts(rule: Gossip, count: int, step: int) -> list[int]:
-    """The distances from a member to those to which it sends."""
+    """The distances from a member to the members to which it sends."""
     powers = [2**power for power in range(max(1, math.ceil(math.log2(count))))] if count > 1 else []
     match rule.topology:
         case "ring":
@@ -110,7 +111,8 @@ def _shifts(rule: Gossip, count: int, step: int) -> list[int]:
 
 
 def _torus(at: int, count: int) -> list[int]:
-    """The neighbours on a torus whose number of rows is the largest divisor up to the square root."""
+    """The neighbours on a torus. Its number of rows is the largest divisor that is at most the square root of
+    ``count``."""
     rows = next(size for size in range(math.isqrt(count), 0, -1) if count % size == 0)
     columns = count // rows
     row, column = divmod(at, columns)
@@ -121,10 +123,10 @@ def _torus(at: int, count: int) -> list[int]:
 
 
 def _pair_weight(rule: Gossip, members: Sequence[int], mine: int, peer: int, step: int) -> float:
-    """The weight of an undirected pair: the given weight, or Metropolis' 1 / (1 + the larger number of neighbours),
-    with which the matrix is symmetric and doubly stochastic."""
+    """The weight of an undirected pair. Without a given weight, it is Metropolis' weight 1 / (1 + the larger number of
+    neighbours), with which the matrix is symmetric and doubly stochastic."""
     given = next((weight for a, b, weight in rule.edges if {a, b} == {mine, peer}), 0.0)
-    if rule.edges:  # also of edges to replicas that have died: with smaller numbers, rows could sum up to more than 1
+    if rule.edges:  # edges to dead replicas count too; without them, rows could have sums above 1
         degrees = [sum(each in pair[:2] for pair in rule.edges) for each in (mine, peer)]
     else:
         degrees = [len(outgoing(rule, members, each, step)) for each in (mine, peer)]

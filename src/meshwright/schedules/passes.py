@@ -18,14 +18,15 @@ def add_communication(schedule: Schedule, *, built: bool = False) -> Schedule:
     """Add the sends and receives between stages of different ranks to a schedule that only computes.
 
     A send directly follows the action that makes its value. A receive precedes the first computing action that begins
-    after the value has arrived, by the times of ``check``. An executor that reads the list in order can post the
-    receive before that action, or even earlier. Receives from one rank are in the order of that rank's sends.
+    after the value has arrived, according to the times of ``check``. An executor that reads the list in order can post
+    the receive before that action, or even earlier. Receives from one rank are in the order of that rank's sends.
 
         rank 0   0F0 0SEND_F0 0F1 0SEND_F1          0RECV_B0 0B0 0RECV_B1 0B1
         rank 1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1          1B1 1SEND_B1
 
     No rank waits for a receive longer than it would wait for the value. So a schedule that could run before can still
-    run, if receives block and sends do not. ``built``: ``pipeline.build`` made the schedule, so that it can run.
+    run, provided that receives block and sends do not. ``built``: ``pipeline.build`` made the schedule, so it is known
+    that it can run.
 
     Raises:
         ScheduleError: the schedule already communicates, or ``check`` refuses it.

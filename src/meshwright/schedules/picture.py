@@ -13,7 +13,7 @@ MOST_RANKS, MOST_SLOTS = 64, 500
 
 
 def timeline(schedule: Schedule, times: tuple[Times, ...], *, whole: bool = True) -> str:
-    """A row for each rank and a cell for each time slot, wrapped to 120 columns. A slot is as long as the shortest
+    """A row for each rank and a cell for each time slot, wrapped to 120 columns. A time slot is as long as the shortest
     action. Unless ``whole``, only ``MOST_RANKS`` ranks and ``MOST_SLOTS`` slots are drawn, and the last line says so.
 
     ``F0 F1 B0--- .``: two forwards, a backward that takes two slots, an idle slot. If ranks hold several stages, the
@@ -70,7 +70,7 @@ def grid(schedule: Schedule, marks: Mapping[int, int]) -> str:
     """A row of at most 120 columns for each rank, with a cell for each action. ``marks`` maps a rank to the position of
     an action that is drawn as ``>1B0<``.
 
-    A mark behind the last action is drawn as ``>?<``. A row that is too long is cut, and says at which position it
+    A mark after the last action is drawn as ``>?<``. A row that is too long is cut, and says at which position it
     begins. It shows its own mark or, without a mark, the position of the first mark.
     """
     width = max((len(str(action)) for actions in schedule.ranks for action in actions), default=1) + 2

@@ -42,12 +42,13 @@ def build(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1)
 
     ``interleaved`` works through rounds of k = m / (m // p) micro-batches (k = p if p divides m); with one chunk it is
     ``1f1b``. ``zb-h1`` splits the backward B into I (for inputs) and W (for weights), and puts W where 1f1b idles.
-    ``zb-h2`` and ``zb-v`` idle only before a rank's first action and after its last: the papers call this zero bubble,
-    because their ranks begin the next step at once. ``zb-h2`` is shorter than ``zb-h1`` if I takes longer than W.
-    ``message-driven`` is a rule (``message_driven.py``): the schedule has the order that arises at these costs.
-    ``dualpipe-v`` splits few backwards. On rank r it also idles for (p-1-r)/(6·m) between two actions.
-    Qi et al. 2024 is "Zero Bubble Pipeline Parallelism", 2024b is "Pipeline Parallelism with Controllable Memory";
-    DeepSeek-AI 2024 is the DualPipe of "DeepSeek-V3 Technical Report", section 3.2.1, of which half the ranks suffice.
+    ``zb-h2`` and ``zb-v`` are idle only before a rank's first action and after its last action. The papers call this
+    zero bubble, because their ranks begin the next step immediately. ``zb-h2`` is shorter than ``zb-h1`` if I takes
+    longer than W. ``message-driven`` is a rule (``message_driven.py``). The schedule has the order that results from
+    these costs. ``dualpipe-v`` splits few backwards. On rank r, it is also idle for (p-1-r)/(6·m) between two actions.
+    Qi et al. 2024 is "Zero Bubble Pipeline Parallelism"; 2024b is "Pipeline Parallelism with Controllable Memory".
+    DeepSeek-AI 2024 is DualPipe in "DeepSeek-V3 Technical Report", section 3.2.1; ``dualpipe-v`` needs only
+    half of its ranks.
 
     Raises:
         ScheduleError: the name is unknown; a count is less than 1; the schedule allows only one chunk or one rank; it
@@ -139,7 +140,8 @@ def _with_late_weights(stage: int, num_microbatches: int, num_warmup: int, delay
 
 def _zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     """Forwards of chunk 0 until chunk 1 begins, then F, I and W of both chunks in turn. At the end, low ranks receive
-    gradients late and run each W at once. High ranks first run each I that their neighbours wait for, then each W."""
+    gradients late, and run each W immediately. High ranks first run each I that their neighbours wait for, then each
+    W."""
     left = num_ranks - rank
     return _in_v(
         rank, num_ranks,
@@ -150,8 +152,8 @@ def _zero_bubble_v(rank: int, num_ranks: int, num_microbatches: int, num_chunks:
 
 
 def _dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """Forwards of one chunk beside whole backwards of the other. Only at the beginning and at the end, where neighbours
-    wait, backwards are split."""
+    """Forwards of one chunk run together with whole backwards of the other chunk. Backwards are split only at the
+    beginning and at the end, where neighbours wait."""
     left, (half, odd) = num_ranks - rank, divmod(rank + 1, 2)
     return _in_v(
         rank, num_ranks,
@@ -162,7 +164,7 @@ def _dual_pipe_v(rank: int, num_ranks: int, num_microbatches: int, num_chunks: i
 
 
 def _message_driven(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """The order that arises from the rule if F takes 1, B takes 2, and communication takes no time."""
+    """The order that results from the rule if F takes 1, B takes 2, and communication takes no time."""
     return _all_message_driven(num_ranks, num_microbatches)[rank]
 
 
@@ -174,8 +176,8 @@ def _all_message_driven(num_ranks: int, num_microbatches: int) -> list[list[Acti
 
 def _in_v(rank: int, num_ranks: int, *runs: tuple[int, str]) -> list[Action]:
     """The actions of a rank with two chunks. Each of ``runs`` repeats words: ``F0`` is the next forward of chunk 0,
-    ``I1`` and ``B1`` the next backward of chunk 1, ``W1`` the oldest W of chunk 1 that is due, and ``W`` that of any
-    chunk."""
+    ``I1`` and ``B1`` are the next backward of chunk 1, ``W1`` is the oldest pending W of chunk 1, and ``W`` is the
+    oldest pending W of any chunk."""
     stages = Pipeline(num_ranks, "zb-v", 2).stages_of(rank)
     done: Counter[tuple[bool, int]] = Counter()
     due: list[Action] = []
@@ -275,8 +277,9 @@ def least_microbatches(name: str, num_ranks: int) -> int:
 def training_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, in_flight: int = 0
 ) -> Schedule:
-    """The schedule ``name`` of a training step, with its communication and the reduction of gradients. One rank has the
-    schedule ``none``. ``in_flight``: the limit of a message-driven schedule, if it is not that of ``build``."""
+    """The schedule ``name`` of a training step, with its communication and the reduction of gradients. A single rank
+    has the schedule ``none``. ``in_flight``: the limit of a message-driven schedule, if it differs from the limit of
+    ``build``."""
     schedule = build(name if num_ranks > 1 else "none", num_ranks, num_microbatches, num_chunks)
     if in_flight:
         costs = Costs()

@@ -1,4 +1,4 @@
-"""Replicas of a layout: the ranks of each, and what a consistency rule asks of them."""
+"""Replicas of a layout: the ranks of each replica, and the requirements of a consistency rule."""
 
 from collections.abc import Iterator
 
@@ -11,17 +11,17 @@ from meshwright.schedules.mixing import check_topology
 
 
 def server_ranks(layout: Layout) -> int:
-    """The number of ranks that are servers and nothing else (``server(..., place=own)``): the last ranks."""
+    """The number of ranks that serve only as servers (``server(..., place=own)``). These are the last ranks."""
     rule = consistency_of(layout.consistency)
     return rule.servers * rule.copies if isinstance(rule, Server) and rule.place == "own" else 0
 
 
 def of_replica(layout: Layout, num_ranks: int) -> tuple[Layout, int]:
-    """The layout of one replica, and its number of ranks, if there are ``num_ranks`` ranks in all. With ``sync``, the
-    replicas' ranks become data-parallel ranks of one world.
+    """The layout of one replica, and its number of ranks, if there are ``num_ranks`` ranks in total. With ``sync``, the
+    ranks of all replicas become data-parallel ranks of one process group.
 
     Raises:
-        LayoutError: the ranks do not divide into the replicas, or the rule does not fit the layout.
+        LayoutError: the number of replicas does not divide the ranks, or the rule does not fit the layout.
         PlanError: the rule is malformed, or its topology is not connected.
     """
     rule = consistency_of(layout.consistency)

@@ -64,8 +64,8 @@ def transfer(
     ranks differ on the last axis. A placement on an axis of size 1, or on an axis without a size, is ignored.
 
     Target ranks with the same part each receive a chunk of the part and complete it by a Gather, so no element is sent
-    twice. If several source ranks hold a part, the rank with the fewest elements to send so far sends it; of equal
-    ranks, the lowest.
+    twice. If several source ranks hold a part, the rank that has the fewest elements to send so far sends it; among
+    equal ranks, the lowest.
 
     Raises:
         PlanError: a placement is Partial, names a dim that the tensor does not have, or does not cut evenly.
@@ -140,7 +140,7 @@ def _regions(shape: tuple[int, ...], placements: Placements, sizes: dict[str, in
                 local, blocks = sum(stop - start for start, stop in runs), placement.outer
                 even = True
                 for other, parts in done:
-                    # An earlier axis that cuts larger blocks has left this rank fewer of this axis' blocks.
+                    # An earlier axis that cuts larger blocks has left this rank fewer of this axis's blocks.
                     if other.outer < placement.outer:
                         even = even and blocks % parts == 0
                         blocks //= parts

@@ -1,4 +1,4 @@
-"""The time at which every action runs: ranks run their lists in order and wait only for each other."""
+"""The time at which every action runs, if ranks run their lists in order and wait only for each other."""
 
 import math
 from collections import deque
@@ -76,10 +76,10 @@ def awaited(action: Action, schedule: Schedule, *, explicit: bool) -> tuple[Acti
 
 
 class Order(NamedTuple):
-    """The actions of a schedule in an order in which they can run, whatever time each of them takes.
+    """The actions of a schedule, in an order in which they can run for any durations of actions.
 
-    ``ranks`` has the rank of each action. ``awaits`` has the numbers of the earlier actions of other ranks for which it
-    waits. ``kinds`` has the number of its stage and kind in ``distinct``.
+    ``ranks`` has the rank of each action. ``awaits`` has, for each action, the indices of the earlier actions of other
+    ranks for which it waits. ``kinds`` has, for each action, the index of its stage and kind in ``distinct``.
     """
 
     actions: tuple[Action, ...]
@@ -119,7 +119,8 @@ _ORDERS: dict[int, tuple[Schedule, Order]] = {}
 
 
 def order_of(schedule: Schedule) -> Order:
-    """The order of a schedule. Actions that can never run are left out, with all that follow them on their rank."""
+    """The order of a schedule. Actions that can never run are left out, together with all later actions of their
+    rank."""
     known = _ORDERS.get(id(schedule))
     if known is None:
         if len(_ORDERS) >= MOST_ORDERS:
@@ -165,7 +166,7 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
     """
     cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
     chunks = schedule.num_chunks if isinstance(costs, Costs) else 1
-    order = _ordered(schedule)  # not kept: a schedule is checked once
+    order = _ordered(schedule)  # not cached, because a schedule is checked only once
     times = order.times(map(cost, order.actions), len(schedule.ranks))
-    # Add undivided costs and divide by the number of chunks once at the end: whole numbers stay exact.
+    # Add undivided costs, and divide by the number of chunks once at the end, so that whole numbers stay exact.
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)

@@ -12,12 +12,13 @@ from meshwright.schedules.collectives.steps import Move, Steps, programs
 from meshwright.simulate.network import Links
 
 Link = Callable[[int, int], tuple[str, float, float]]
-"""A function that maps two ranks to the link between them: the name of the ports that it uses, α in seconds, β in
-seconds per byte."""
+"""A function that maps two ranks to the link between them: the name of the link's ports, α in seconds, and β in seconds
+per byte."""
 
 
 def links_of(cluster: Cluster) -> Link:
-    """A ``Link`` that uses the innermost level that joins two ranks. Each rank has its own port into every level."""
+    """A ``Link`` function for a cluster. Two ranks use the innermost level that joins them. Each rank has its own port
+    into every level."""
 
     @cache
     def link(source: int, target: int) -> tuple[str, float, float]:
@@ -28,8 +29,8 @@ def links_of(cluster: Cluster) -> Link:
 
 
 def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int = 1) -> float:
-    """Seconds until the last rank is done, without other traffic. Each rank sends one message and receives one message
-    at a time, as the closed forms assume (``cost/alpha_beta.py``).
+    """Seconds until the last rank has finished, without other traffic. Each rank sends one message and receives one
+    message at a time, as the closed forms assume (``cost/alpha_beta.py``).
 
     A message of n bytes takes α + nβ. If the target adds the message to its data, that takes nγ more. Messages of a
     round are sent in the order of the round's list.
@@ -55,10 +56,10 @@ def alone_s(steps: Steps, link: Link, gamma_s_per_byte: float, item_bytes: int =
 
 
 def shared_s(steps: Steps, cluster: Cluster, item_bytes: int = 1) -> float:
-    """Seconds until the last rank is done, if all messages under way share the links of the cluster's levels.
+    """Seconds until the last rank has finished, if all current messages share the links of the cluster's levels.
 
-    A rank starts all messages of a round at once and adds received messages in the order of its program. It goes on to
-    the next round when its own messages have left and all messages to it have arrived.
+    A rank starts all messages of a round at the same time, and adds received messages in the order of its program. It
+    continues with the next round when its own messages have left and all messages to it have arrived.
 
     Raises:
         ClusterError: the units of a level are not all equal, or the cluster has fewer devices than the steps have

@@ -1,7 +1,7 @@
-"""Decisions: what the ranks of a message-driven pipeline run next, in the simulation.
+"""Decisions: which action each rank of a message-driven pipeline runs next, in the simulation.
 
-A rank decides when every message that it may know of is known. So all ranks run until they wait, and then the earliest
-decision is taken: no rank can send anything before that time any more.
+A rank may decide only when all messages that it could have received by then are known. So all ranks run until they
+wait, and then the earliest decision is taken: no rank can still send a message before that time.
 """
 
 import heapq
@@ -19,8 +19,8 @@ _RECEIVES = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B}
 
 class Decisions:
     """The decisions of all classes of ranks. ``arrivals`` has the times at which messages arrive, by class and
-    receiving action. ``run`` is called with a class and the entries that it runs next; without entries, all its
-    micro-batches have run. With ``links``, the time of decisions is theirs."""
+    receiving action. ``run`` is called with a class and the entries that it runs next. Without entries, all
+    micro-batches of the class have run. With ``links``, decisions are made on the clock of ``links``."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Decisions:
         self._numbers = itertools.count()
 
     def wait(self, class_id: int, now_s: float) -> None:
-        """A rank has nothing to do from now on until a decision."""
+        """From now on, a rank is idle until a decision."""
         if self._progress[class_id].done:
             self._run(class_id, ())
             return
@@ -52,7 +52,7 @@ class Decisions:
             self._decide_at(class_id, max(time_s, self._idle[class_id]))
 
     def advance(self) -> bool:
-        """Take the earliest decision. Returns False if none is due, or if they are due with ``links``."""
+        """Take the earliest decision. Returns False if no decision is due, or if ``links`` will make them."""
         if not self._due:
             return False
         time_s, _, class_id = heapq.heappop(self._due)
@@ -60,7 +60,7 @@ class Decisions:
         return True
 
     def awaited(self) -> dict[int, tuple[int, Action]]:
-        """Maps each rank that is left without a decision to a message that it waits for."""
+        """Maps each rank that is still without a decision to a message that it waits for."""
         kinds = {
             class_id: ActionKind.B if self._progress[class_id].needs(ActionKind.B) else ActionKind.F
             for class_id in self._idle
@@ -80,7 +80,7 @@ class Decisions:
             heapq.heappush(self._due, (time_s, next(self._numbers), class_id))
 
     def _decide(self, class_id: int, time_s: float) -> None:
-        if class_id not in self._idle or time_s < self._idle[class_id]:  # decided already, or computing until later
+        if class_id not in self._idle or time_s < self._idle[class_id]:  # already decided, or computing until later
             return
         progress = self._progress[class_id]
         for kind in _RECEIVES:

@@ -31,7 +31,7 @@ def play(
 ) -> Played:
     """Simulate one step.
 
-    Each rank runs its actions in order, as the executor does; under a message-driven schedule it runs the next
+    Each rank runs its actions in order, as the executor does. Under a message-driven schedule, it runs the next
     micro-batch that is ready (``schedules/message_driven.py``). A send does not block its rank. A receive does not
     block it either: the forward or backward that needs the value waits. A collective starts when all ranks of its group
     have reached it. A blocking collective stops its rank until the collective ends. Other collectives run while the
@@ -41,18 +41,19 @@ def play(
     Collectives of one group run one after the other, in the order in which they start; other transfers do not slow each
     other. With ``contention``, transfers share the links of the cluster's levels (``network.Links``).
 
-    Without ``overlap``, a rank cannot compute and communicate at once, as on CPUs whose computing cores also copy and
-    add. A send then blocks the rank for the time of the message, and a collective takes its time when a rank waits for
-    it.
+    Without ``overlap``, a rank cannot compute and communicate at the same time, as on CPUs whose computing cores also
+    copy and add. A send then blocks the rank for the time of the message, and a collective takes its time when a rank
+    waits for it.
 
-    Every rank begins after the time of the software that no micro-batch explains (``Software.step_s``).
+    Every rank begins with the software's time that does not depend on micro-batches (``Software.step_s``).
 
-    Of ranks that behave identically (such as replicas on dp and tp without stragglers), only one is simulated;
-    ``fold.classes`` says why that is exact. With ``contention`` or without ``fold``, every rank is simulated.
+    If several ranks behave identically (such as ranks along dp and tp without stragglers), only one of them is
+    simulated; ``fold.classes`` explains why this is exact. With ``contention`` or without ``fold``, every rank is
+    simulated.
 
     Raises:
-        ScheduleError: the ranks halt (a deadlock, collectives that do not match, a wait for a collective that was never
-            started), or schedule and work do not match.
+        ScheduleError: the ranks are stuck (a deadlock, collectives that do not match, or a wait for a collective that
+            was never started), or schedule and work do not match.
         LayoutError: mesh, schedule and faults do not match; or ``contention`` is set without ``overlap``.
         ClusterError: the cluster is too small; or ``contention`` is set, and the units of a level are not all equal.
     """
@@ -218,7 +219,7 @@ class _Engine:
         return None
 
     def _go_on(self, class_id: int, entries: tuple[Entry, ...]) -> None:
-        """Run these entries, after which the rank decides again; without entries, go on behind all decisions."""
+        """Run these entries, after which the rank decides again. Without entries, continue after the decisions."""
         rank = self._ranks[class_id]
         rank.entries[rank.place : rank.place] = entries
         rank.decides_at = rank.decides_at + len(entries) if entries else -1
@@ -234,8 +235,8 @@ class _Engine:
         awaited: _Meeting | _MessageKey | None,
         known_s: float | None,
     ) -> None:
-        """Stop a rank: it waits for ``awaited``, or it dies. It dies if ``awaited`` is None, or if ``known_s``, the end
-        of the wait, is known, because the caller has found that the rank dies before that time."""
+        """Stop a rank: it waits for ``awaited``, or it dies. It dies if ``awaited`` is None. It also dies if
+        ``known_s``, the end of the wait, is given: the caller has then found that the rank dies before this time."""
         rank.time_s, rank.place, rank.op = now, place, op
         if awaited is not None and known_s is None:
             self._waiting.setdefault(awaited, []).append(class_id)
@@ -254,11 +255,11 @@ class _Engine:
             arrive = partial(self._arrive, class_id, (target, piece.received))
             if self._links is None:
                 arrive(now + piece.seconds)
-            else:  # every rank is a class of its own
+            else:  # every rank is a class by itself
                 self._links.start(arrive, now, self._links.message(piece.bytes // len(targets), class_id, target))
 
     def _arrive(self, sender: int, awaited: _MessageKey, time_s: float) -> None:
-        """Note that a message has arrived. A send ends when all its messages have arrived, and a receive when the
+        """Record that a message has arrived. A send ends when all its messages have arrived, and a receive when the
         messages of all its senders have."""
         sent = sender, awaited[1]
         label, start_s, num_bytes, left = self._messages.pop(sent)

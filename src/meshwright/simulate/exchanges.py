@@ -1,7 +1,8 @@
-"""The exchanges of consistency rules in the simulator: which letters replicas send when, and what they wait for.
+"""The exchanges of consistency rules in the simulator: when replicas send letters (messages with tensors), and what
+they wait for.
 
-Each class says for its rules what ``consistency/`` does: it sends the same letters at the same moments of a step. Who
-may proceed is asked of ``schedules/clocks.py``, as there.
+Each class imitates the part of ``consistency/`` for its rules: it sends the same letters at the same moments of a step.
+As in ``consistency/``, ``schedules/clocks.py`` decides which replicas may proceed.
 """
 
 from abc import ABC
@@ -27,25 +28,25 @@ from meshwright.simulate.letters import Letters
 
 R = TypeVar("R", bound=Consistency)
 ITEM, LONG = 4, 2**20
-"""Bytes of an element, and elements of a message that is so long that a codec's headers do not matter."""
+"""Bytes of an element, and the number of elements in a message that is so long that a codec's headers do not matter."""
 
 
 class Host(Protocol):
-    """The simulation, as exchanges see it."""
+    """The simulation, as far as exchanges use it."""
 
     clocks: dict[int, int]
     letters: Letters
 
     @property
     def members(self) -> list[int]:
-        """The replicas that live, in rising order."""
+        """The replicas that are alive, in rising order."""
 
     def look(self, time_s: float) -> None:
-        """See which replicas may begin now."""
+        """Check which replicas may begin now."""
 
 
 class Exchange(ABC, Generic[R]):
-    """A rule's exchange, of all replicas."""
+    """The exchange of a rule, for all replicas."""
 
     def __init__(self, rule: R, host: Host) -> None:
         self.rule, self.host, self.letters = rule, host, host.letters
@@ -54,7 +55,7 @@ class Exchange(ABC, Generic[R]):
         """A replica begins a step."""
 
     def ended(self, replica: int, time_s: float) -> None:
-        """A replica has computed a step: hand over its result."""
+        """A replica has finished the computing of a step: hand over its result."""
         self.host.clocks[replica] += 1
 
     def may_begin(self, replica: int) -> bool:
@@ -62,20 +63,21 @@ class Exchange(ABC, Generic[R]):
         return may_proceed(self.rule, self.host.clocks, replica)
 
     def joined(self, replica: int, time_s: float) -> None:
-        """A replica lives from now on, and has a clock."""
+        """A replica is alive from now on, and has a clock."""
 
     def left(self, replica: int, time_s: float) -> None:
-        """A replica does not live any more."""
+        """A replica is no longer alive."""
 
 
 class NoExchange(Exchange[Consistency]):
-    """``ensemble``."""
+    """No exchange, for ``ensemble``."""
 
 
 class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
     """Means over all replicas, for ``sync``, ``local``, ``diloco`` and synchronous ``easgd``. A mean begins when its
-    last contributor comes. It has two rounds of letters: segments go to their owners, and the owners' means go to all.
-    ``exposed_s``: seconds of a mean in place of its letters."""
+    last contributor is ready. It has two rounds of letters: segments are sent to their owners, and the owners send the
+    means to all. ``exposed_s``: the time of a mean in seconds, if it is given instead of being computed from
+    letters."""
 
     def __init__(self, rule: Sync | Local | DiLoCo | ElasticAverage, host: Host, exposed_s: float | None) -> None:
         super().__init__(rule, host)
@@ -84,7 +86,7 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
         self._done: set[int] = set()
         self._known = dict.fromkeys(host.clocks, 0)
         self._joined_at = dict.fromkeys(host.clocks, 0)
-        """The clocks with which replicas joined: they do not contribute to means up to these."""
+        """The clocks with which replicas joined. They do not contribute to means up to these clocks."""
         self._share = 1.0
         if isinstance(rule, DiLoCo):
             self._share = 1 / rule.fragments
@@ -107,7 +109,7 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
         match self.rule:
             case DiLoCo(delay=delay):
                 needed = clock - delay
-            case ElasticAverage():  # made while gradients are computed
+            case ElasticAverage():  # the mean is computed while gradients are computed
                 needed = clock - 1
             case _:
                 needed = clock
@@ -134,7 +136,7 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
                 return clock > 0 and clock % self.rule.every == 0
 
     def _start_complete(self, time_s: float) -> None:
-        """Begin the means to which all living replicas have contributed that must."""
+        """Begin the means to which all required living replicas have contributed."""
         for clock, came in list(self._came.items()):
             members = self.host.members
             if not all(member in came or self._joined_at[member] >= clock for member in members):
@@ -158,11 +160,12 @@ class Means(Exchange[Sync | Local | DiLoCo | ElasticAverage]):
 
 
 class Ranges(Exchange[Server | Partial]):
-    """Servers that hold ranges of the parameters, for ``server``, and the server of gradients of ``partial``. A push
-    goes to the first living copy of each range, from there to the other copies, and then may be answered.
+    """Servers that hold ranges of the parameters, for ``server``; and the server that adds up gradients, for
+    ``partial``. A push goes to the first living copy of each range, and from there to the other copies. After that it
+    may be answered.
 
     Attributes:
-        pushed: maps replicas to the clock of the last push that has come to all servers.
+        pushed: maps replicas to the clock of the last push that has reached all servers.
     """
 
     def __init__(self, rule: Server | Partial, host: Host) -> None:
@@ -194,7 +197,7 @@ class Ranges(Exchange[Server | Partial]):
         self.settle(time_s)
 
     def settle(self, time_s: float) -> None:
-        """Answer the replicas whose next step the rule permits."""
+        """Answer the replicas that may begin their next step according to the rule."""
         clocks = {member: self.pushed[member] for member in self.host.members}
         for replica in sorted(self._asks):
             if may_proceed(self.rule, clocks, replica):
@@ -207,7 +210,7 @@ class Ranges(Exchange[Server | Partial]):
         self.letters.send(partial(self.answered, replica), time_s, letters)
 
     def answered(self, replica: int, time_s: float) -> None:
-        """The answer has come."""
+        """The answer has arrived."""
         self._waits.discard(replica)
         self.host.look(time_s)
 
@@ -215,7 +218,7 @@ class Ranges(Exchange[Server | Partial]):
         return [(replica, self._copies(index)[0], 1 / self._servers) for index in range(self._servers)]
 
     def _copies(self, index: int) -> list[int]:
-        """The living copies of a range, the primary first."""
+        """The living copies of a range, beginning with the primary."""
         members, beside = self.host.members, isinstance(self.rule, Partial) or self.rule.place == "beside"
         num_replicas = len(self.host.clocks)
         living = [
@@ -230,7 +233,7 @@ class Ranges(Exchange[Server | Partial]):
         return living
 
     def _forward(self, replica: int, clock: int, time_s: float) -> None:
-        """The primaries have a push: they send it to the other copies."""
+        """The primaries have received a push, and send it to the other copies."""
         letters = []
         for index in range(self._servers):
             primary, *others = self._copies(index)
@@ -246,8 +249,9 @@ class Ranges(Exchange[Server | Partial]):
 
 
 class Rounds(Ranges):
-    """``partial``: a replica that has applied k - 1 rounds works for round k. Its clock is the number of rounds that it
-    has applied. A round closes when enough replicas have pushed for it; late gradients count in the next."""
+    """For ``partial``: a replica that has applied k - 1 rounds computes for round k. Its clock is the number of rounds
+    that it has applied. A round closes when enough replicas have pushed for it. Late gradients count in the next
+    round."""
 
     def __init__(self, rule: Partial, host: Host) -> None:
         super().__init__(rule, host)
@@ -271,8 +275,8 @@ class Rounds(Ranges):
 
 
 class Neighbours(Exchange[Gossip]):
-    """``gossip``. Without staleness, and with push-sum, replicas send after a step; else before it, so that letters
-    travel while gradients are computed."""
+    """The exchange of ``gossip``. Without staleness, and with push-sum, replicas send after a step. Otherwise they send
+    before it, so that letters travel while gradients are computed."""
 
     def __init__(self, rule: Gossip, host: Host) -> None:
         super().__init__(rule, host)
@@ -304,7 +308,7 @@ class Neighbours(Exchange[Gossip]):
         self.left(replica, time_s)
 
     def left(self, replica: int, time_s: float) -> None:
-        """There is a new view: all tell all the clocks that they have handed over."""
+        """There is a new view: all replicas send their clocks to all others."""
         for heard in self._heard.values():
             heard |= self._handed
 
@@ -321,8 +325,9 @@ class Neighbours(Exchange[Gossip]):
 
 
 class Center(Exchange[ElasticAverage]):
-    """Asynchronous ``easgd``: a replica's parameters go to the center's first keeper, its change to the second keeper,
-    and back to the replica. Nobody waits; while an answer is under way, a replica asks no more."""
+    """Asynchronous ``easgd``: a replica's parameters are sent to the center's first keeper, the change to the second
+    keeper, and then back to the replica. Replicas never wait. While an answer is on its way, a replica sends no further
+    request."""
 
     def __init__(self, rule: ElasticAverage, host: Host) -> None:
         super().__init__(rule, host)

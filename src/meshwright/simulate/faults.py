@@ -63,10 +63,10 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class ReplicaFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The faults of replicas over many steps.
 
-    ``each``: slow replicas, dying replicas and the jitter of a replica's step, with numbers of replicas in place of
-    ranks. ``sometimes``: pairs (factor, probability): each step of each replica is slower by the factor with this
-    probability. ``in_turn``: factors by which one replica, drawn for each step, is slower in this step. ``joins_s``
-    maps a replica to the second at which it joins; it does not live before.
+    ``each``: slow replicas, dying replicas, and the jitter of a replica's step; ranks in these faults mean replicas.
+    ``sometimes``: pairs (factor, probability). With this probability, a step of a replica is slower by the factor.
+    ``in_turn``: factors by which one random replica is slower in each step. ``joins_s`` maps a replica to the second at
+    which it joins. Before that, it is not alive.
 
     Raises:
         LayoutError: a number is out of range.
@@ -91,7 +91,7 @@ class ReplicaFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 raise LayoutError(f"replica {replica} joins at {time_s}", where="faults: joins_s", remedy=remedy)
 
     def check(self, num_replicas: int) -> None:
-        """Raise a LayoutError if a fault names a replica that there is not."""
+        """Raise a LayoutError if a fault names a replica that does not exist."""
         for replica in (*self.each.slow, *self.each.deaths_s, *self.joins_s):
             if not 0 <= replica < num_replicas:
                 remedy = f"the replicas are 0 to {num_replicas - 1}"
@@ -114,8 +114,8 @@ class ReplicaFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 class Checkpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When a run saves a checkpoint. A save follows every ``every_steps`` steps and takes ``save_s`` seconds. After a
-    failure, the restart takes ``restart_s`` seconds. The run then goes on from the last save, or from the beginning if
-    nothing was saved."""
+    failure, the restart takes ``restart_s`` seconds. The run then continues from the last save, or from the beginning
+    if nothing was saved."""
 
     every_steps: int
     save_s: float = 0.0

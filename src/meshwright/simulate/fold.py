@@ -1,4 +1,4 @@
-"""Find ranks that behave alike: the engine simulates one rank of each class, and copies its timeline."""
+"""Find ranks that behave alike, so that the engine simulates one rank of each class and copies its timeline."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class Classes(NamedTuple):
         return self.links[class_id][stage]
 
     def meeting(self, axis: str, class_id: int, members: Sequence[int]) -> tuple[int, ...]:
-        """The classes of the ranks that meet in a collective along an axis. ``members`` are the coordinates of those
-        that take part; empty: all. If stages differ, all ranks of a stage take part in what runs along ``pp``."""
+        """The classes of the ranks that meet in a collective along an axis. ``members`` are the coordinates of the
+        participants; empty: all. If stages differ, all ranks of a stage take part in collectives along ``pp``."""
         if axis != "pp":
             return self.groups[axis][class_id]
         stages = members or range(len(self.links[class_id]))
@@ -34,15 +34,15 @@ class Classes(NamedTuple):
 
 
 def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Classes:
-    """The coarsest classes in which all ranks of a class have the same color, the same coordinate on ``pp``, links to
-    ranks of the same classes in every stage, and along every axis a group of the same classes. ``colors`` has a color
-    for each rank. Ranks of different colors behave differently.
+    """The coarsest classes of ranks with the following property. All ranks of a class have the same color, the same
+    coordinate on ``pp``, links to ranks of the same classes in every stage, and, along every axis, a group with the
+    same classes. ``colors`` has a color for each rank. Ranks of different colors behave differently.
 
     This is the equitable partition of color refinement (Weisfeiler and Leman 1968; McKay 1981). Two ranks of a class
     run the same program, meet ranks of the same classes in every collective, and exchange messages with ranks of the
-    same classes. So, by induction over the events, every event happens to both at the same time: one timeline is exact
-    for all ranks of the class. Without stragglers, each stage is one class. One straggler among dp x tp replicas makes
-    at most four classes of each stage.
+    same classes. So, by induction over the events, every event happens to both ranks at the same time, and one timeline
+    is exact for all ranks of the class. Without stragglers, each stage is one class. One straggler among dp x tp
+    replicas makes at most four classes of each stage.
     """
     meshes = (mesh, *mesh.stages)
     named = [axis for axis in dict.fromkeys(axes) if axis != "pp" and any(each.has(axis) for each in meshes)]
@@ -52,7 +52,7 @@ def classes(mesh: Mesh, axes: Sequence[str], colors: Sequence[Hashable]) -> Clas
     of = _numbered([(color, stage[rank]) for rank, color in enumerate(colors)])
     while True:
         around = {axis: _around(groups[axis], of) for axis in named}
-        # Ranks of a pipeline share their links: each object is translated, and compared, once.
+        # Ranks of a pipeline share their links, so each object is translated, and compared, only once.
         linked = {
             id(every): tuple(tuple(sorted({of[peer] for peer in peers})) for peers in every)
             for every in {id(every): every for every in links}.values()

@@ -1,4 +1,5 @@
-"""Letters between replicas and servers in the simulator: flows on the cluster's shared links, and their bytes."""
+"""Letters (messages with tensors) between replicas and servers in the simulator: flows on the cluster's shared links,
+and their bytes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,15 +15,15 @@ from meshwright.ir.mesh import Mesh
 from meshwright.simulate.network import Finish, Flow, Links, Resource
 
 Letter = tuple[int, int, float]
-"""A letter: (source, target, share). Source and target are participants. The share is that of the parameters."""
+"""A letter: (source, target, share). Source and target are participants. The share is a fraction of the parameters."""
 
 
 class ReplicaStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The step of one replica without faults. ``num_ranks``: the ranks of a replica. ``parts`` maps the ranks that
-    exchange parameters to the bytes that each exchanges; ranks count from the replica's first. ``state_bytes``: the
-    bytes besides the parameters that a joining replica gets, such as optimizer state. ``exposed_s``: the seconds by
-    which a synchronous step of all replicas is longer than that of one, because of its all-reduce; None: all-reduces
-    begin when gradients are there, and nothing hides them."""
+    """The step of one replica without faults. ``num_ranks``: the number of ranks of a replica. ``parts`` maps the ranks
+    that exchange parameters to the bytes that each exchanges. Ranks are counted from the replica's first rank.
+    ``state_bytes``: the bytes that a joining replica gets in addition to the parameters, such as optimizer state.
+    ``exposed_s``: the additional seconds of a synchronous step of all replicas, compared with a step of one replica,
+    because of its all-reduce. None: all-reduces begin when gradients are ready, and are not hidden."""
 
     step_s: float
     parts: dict[int, float] = {}
@@ -41,16 +42,17 @@ class ReplicaStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Letters:
-    """Sends letters over the links of a cluster. Replica r has the ranks from ``r * num_ranks`` on. Servers come after
-    the replicas: copy k of range q is the participant ``server(q, k)``. It lies beside replica q + k, or, with
-    ``place=own``, on a rank of its own after all replicas.
+    """Sends letters over the links of a cluster. Replica r has the ranks that begin at ``r * num_ranks``. Servers come
+    after the replicas: copy k of range q is the participant ``server(q, k)``. It is in the process of replica q + k,
+    or, with ``place=own``, on a separate rank after all replicas.
 
-    Letters that are sent at once are one transfer: they move in proportion to their bytes, and end together. So do the
-    parts of a letter, from the ranks of a replica to those of another. A letter to the own rank takes no time.
+    Letters that are sent together are one transfer: they progress in proportion to their bytes, and end together. The
+    same holds for the parts of a letter between the ranks of two replicas. A letter from a rank to itself takes no
+    time.
 
     Attributes:
-        sent: maps participants to the bytes that they have sent to other ranks, of letters that have arrived.
-        received: the same of bytes that they have received.
+        sent: maps participants to the bytes that they have sent to other ranks, in letters that have arrived.
+        received: the same for received bytes.
     """
 
     def __init__(self, rule: Consistency, num_replicas: int, step: ReplicaStep, cluster: Cluster) -> None:
@@ -69,8 +71,8 @@ class Letters:
         return self._num_replicas + index * self._copies + copy
 
     def send(self, finish: Finish, time_s: float, letters: Sequence[Letter], rounds: int = 1) -> None:
-        """Send letters at a time. ``finish`` is called when all have arrived. ``rounds``: so many times, one after the
-        other."""
+        """Send letters at the time ``time_s``. ``finish`` is called when all letters have arrived. ``rounds``: the
+        number of times that the letters are sent, one after the other."""
         flow = self._flow(letters)
         if flow is None:
             self.links.call_at(time_s, finish)
@@ -86,7 +88,7 @@ class Letters:
         finish(time_s)
 
     def _flow(self, letters: Sequence[Letter]) -> Flow | None:
-        """All letters as one flow; None if no rank sends to another."""
+        """All letters as one flow; None if no letter goes to another rank."""
         pieces = [piece for letter in letters for piece in self._pieces(*letter) if piece[0] != piece[1]]
         total = sum(num_bytes for *_, num_bytes in pieces)
         if not total:

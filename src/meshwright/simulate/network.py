@@ -38,9 +38,9 @@ class Links:
     """The transfers under way and their rates: fluid flows share the links fairly (max-min, by weight).
 
     A unit's links into a level carry ``Level.links`` times the rate of one link, in each direction. Between the units,
-    the level carries the sum of their rates divided by ``Level.contention``. If all groups of an axis, or all replicas
-    of a stage, communicate at once, a transfer therefore takes the time of the closed form. It is faster if fewer
-    communicate, and slower if other transfers share the links.
+    the level carries the sum of their rates divided by ``Level.contention``. If all groups of an axis (or all
+    data-parallel copies of a stage) communicate at the same time, a transfer therefore takes the time of the closed
+    form. It is faster if fewer groups communicate, and slower if other transfers share the links.
 
     Raises:
         ClusterError: the units of a level are not all equal.
@@ -76,8 +76,8 @@ class Links:
         heapq.heappush(self._pending, (time_s, next(self._numbers), finish, ()))
 
     def advance(self) -> bool:
-        """Advance to the next time at which transfers end, or a call is due, and call their ``finish``. Returns False
-        if no transfer and no call is left."""
+        """Advance to the next time at which transfers end or a call is due, and call their ``finish`` functions.
+        Returns False if no transfer and no call is left."""
         while self._pending or self._active:
             ending = {number: left / self._rates[number] for number, left in self._left.items()}
             next_end = self._now_s + min(ending.values(), default=math.inf)
@@ -159,7 +159,8 @@ class Links:
         self, collective: CollectiveKind, num_bytes: float, ranks: Sequence[int], alone_s: float | None = None
     ) -> tuple[Flow, ...]:
         """The flows of a collective between ``ranks``, which must be equally spaced. ``alone_s``: its seconds without
-        other traffic, if its elements are coded. It is then a plain collective of as many bytes as take this time."""
+        other traffic, if its elements are coded. It is then treated as a plain collective with the number of bytes that
+        takes this time."""
         size, (latency_s, slower) = len(ranks), self._measured(collective, num_bytes, ranks)
         if alone_s is not None:
             whole_s = self._network.collective_s(collective, num_bytes, Group(size, ranks[1] - ranks[0]))
@@ -173,7 +174,7 @@ class Links:
         uses: dict[Resource, float] = {}
         limit, weight = math.inf, 1.0
         for index, units, inside in self._crossed(ranks):
-            # A ring enters and leaves a unit once, over its members' share of the links there.
+            # A ring enters and leaves a unit once, through its members' share of the links of the unit.
             level, members = self._levels[index], size / len(units)
             slow = 1 - SHORT_RING / inside**2 if self._below[index] == 1 else 1.0
             uses |= self._uses(index, units, units, _beta(level) / slow)
@@ -233,4 +234,4 @@ class Links:
 
 
 def _beta(level: Level) -> float:
-    return max(level.beta_s_per_byte, 1e-30)  # a link may be infinitely fast, a rate may not
+    return max(level.beta_s_per_byte, 1e-30)  # a link may be infinitely fast, but a rate must be finite

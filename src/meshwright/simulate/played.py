@@ -9,15 +9,15 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.simulate.fold import Classes
 
 COMPUTE, COMMUNICATION, WAIT, HOST = "compute", "communication", "wait", "host"
-"""Streams of a trace: computing, communication between ranks, the time that computing waits for communication, and the
-time of the host in which the device has nothing to do."""
+"""Streams of a trace: computing; communication between ranks; the time that computing waits for communication; and time
+of the host in which the device is idle."""
 OUTSIDE = "data, logging, waiting for the loss"
 """The name of the span of ``Software.step_s``."""
 
 
 class Timeline:
     """The step of one rank. A span is (stream, name, start, end, bytes, flops). An entry of ``memory`` is (time, bytes
-    held from then on)."""
+    that are held from this time on)."""
 
     def __init__(self, held_bytes: int) -> None:
         self.spans: list[tuple[str, str | Action, float, float, int, float]] = []
@@ -39,7 +39,8 @@ class Played:
 
     @property
     def halted(self) -> dict[int, str]:
-        """Maps each rank that waits for ever, because another rank has died, to the name of the awaited action."""
+        """Maps each rank that waits for ever, because another rank has died, to the name of the action that it waits
+        for."""
         waits = {rank: self.timelines[class_id].waits_for for rank, class_id in enumerate(self.classes.of)}
         return {rank: waits_for for rank, waits_for in waits.items() if waits_for}
 

@@ -54,8 +54,8 @@ class Entry(NamedTuple):
 
 
 class ByRule(NamedTuple):
-    """The forwards and backwards that a rank runs in an order that is decided as it goes: they come at position ``at``
-    of its entries. ``entries`` has the entries of each action: its computing, and its send."""
+    """The forwards and backwards of a rank whose order is decided during the simulation. They are inserted at position
+    ``at`` of its entries. ``entries`` has the entries of each action: its computing, and its send."""
 
     at: int
     begin: Progress
@@ -64,7 +64,7 @@ class ByRule(NamedTuple):
 
 class RankProgram(NamedTuple):
     """The entries that a pipeline rank runs in a step, and the bytes that it holds during the whole step. Under a
-    message-driven schedule, ``by_rule`` has those whose order is a rule."""
+    message-driven schedule, ``by_rule`` has the entries whose order is decided by a rule."""
 
     entries: tuple[Entry, ...]
     held_bytes: int
@@ -79,8 +79,8 @@ def programs(schedule: Schedule, work: StepWork, fabric: Fabric) -> tuple[RankPr
 
     Raises:
         LayoutError: the mesh's ``pp`` differs from the number of ranks of the schedule.
-        ScheduleError: the work has another number of stages than the schedule, or no pieces for an action of the
-            schedule; or ranks would meet within a micro-batch of a message-driven schedule.
+        ScheduleError: work and schedule have different numbers of stages; the work has no pieces for an action of the
+            schedule; or ranks would have a collective within a micro-batch of a message-driven schedule.
     """
     if fabric.size("pp") != len(schedule.ranks):
         raise LayoutError(
@@ -110,7 +110,7 @@ class _Builder:
     def __init__(self, schedule: Schedule, work: StepWork, fabric: Fabric, homes: dict[int, int], rank: int) -> None:
         self.schedule, self.work, self.fabric, self.homes, self.rank = schedule, work, fabric, homes, rank
         self.stages = sorted(stage for stage, home in homes.items() if home == rank)
-        self.alone: set[tuple[int, str]] = set()  # collectives of groups with one rank
+        self.alone: set[tuple[int, str]] = set()  # collectives of groups with a single rank
         self.plain: dict[tuple[int, ActionKind], tuple[Op, ...]] = {}  # ops of actions that only compute
 
     def program(self) -> RankProgram:
@@ -138,7 +138,8 @@ class _Builder:
         return RankProgram(tuple(entries), held_bytes, ByRule(begun, begin, decided))
 
     def _without_meetings(self, entry: Entry) -> Entry:
-        """The entry, which must not meet other ranks in collectives: each rank would come to them in another order."""
+        """Return the entry, after checking that it has no collective with other ranks, because ranks would reach it in
+        different orders."""
         for op in entry.ops:
             if isinstance(op, Meet):
                 raise ScheduleError(

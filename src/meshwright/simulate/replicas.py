@@ -1,4 +1,4 @@
-"""Replicas under a consistency rule, step by step: who computes, who waits for whom, and what crosses links."""
+"""Simulate replicas under a consistency rule, step by step: computing, waiting, and traffic over links."""
 
 import math
 from collections import Counter
@@ -20,12 +20,13 @@ STEPS = 200
 
 
 class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What replicas did until they had made ``num_steps`` steps, all together.
+    """The course of a simulation until all replicas together have made ``num_steps`` steps.
 
-    ``end_s``: the time until then. ``step_s``: the time in which P replicas make P steps. ``staleness``: how often a
-    step began with which staleness: the clock of its replica minus the slowest clock. ``steps``, ``waited_s``,
-    ``sent_bytes`` and ``received_bytes`` have an entry for each replica; the bytes are those that cross between ranks,
-    without those of servers. ``server_bytes``: those that each server sends and gets."""
+    ``end_s``: the time at this moment. ``step_s``: the time in which P replicas make P steps. ``staleness``: a
+    histogram. It maps a staleness (the clock of a replica minus the slowest clock) to the number of steps that began
+    with it. ``steps``, ``waited_s``, ``sent_bytes`` and ``received_bytes`` have an entry for each replica. They count
+    bytes between different ranks, without the bytes of servers. ``server_bytes``: the bytes that each server sends and
+    receives."""
 
     rule: str
     num_replicas: int
@@ -47,7 +48,7 @@ class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waited_share(self) -> float:
-        """The share of the replicas' time in which they wait."""
+        """The fraction of the replicas' time in which they wait."""
         return sum(self.waited_s) / (self.end_s * self.num_replicas)
 
     @property
@@ -65,15 +66,15 @@ def simulate_replicas(
     steps: int = STEPS,
     faults: ReplicaFaults | None = None,
 ) -> ReplicaTimes:
-    """Simulate replicas until they have made ``steps`` steps each on average: under some rules fast replicas make more
-    steps than slow ones. A step counts when its replica may begin the next.
+    """Simulate replicas until they have made ``steps`` steps each on average. Under some rules, fast replicas make more
+    steps than slow replicas. A step counts when its replica may begin the next step.
 
-    A dying replica is out of the view at once. A joining replica first gets the state of the replica with the lowest
-    number, and then goes on from the clock with which that one begins its next step.
+    A dying replica leaves the view immediately. A joining replica first gets the state of the replica with the lowest
+    number. Then it continues with the clock with which that replica begins its next step.
 
     Raises:
-        LayoutError: the faults name no replica, all replicas or all copies of a range die, or the cluster's units are
-            not alike.
+        LayoutError: the faults name a replica that does not exist, all replicas or all copies of a range die, or the
+            cluster's units are not equal.
         ClusterError: the cluster is too small.
     """
     faults = faults or ReplicaFaults()
@@ -88,7 +89,7 @@ class _Run:
 
     Attributes:
         clocks: the number of steps whose results each replica has handed over.
-        members: the replicas that live.
+        members: the replicas that are alive.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class _Run:
         self._exchange = exchange_of(rule, step.exposed_s)(self)
         self._factors = [faults.factors(replica, num_replicas) for replica in range(num_replicas)]
         self._ready_s: dict[int, float] = {}
-        """Since when replicas wait."""
+        """The time since when each replica waits."""
         self._computed: set[int] = set()
-        """The replicas whose last step does not count yet."""
+        """The replicas whose last step is not counted yet."""
         self._began_s: dict[int, float] = {}
         self._joining: list[int] = []
         self._lives = [0] * num_replicas
@@ -148,7 +149,7 @@ class _Run:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def look(self, time_s: float) -> None:
-        """Begin the next step of each waiting replica that may."""
+        """Begin the next step of each waiting replica that may begin it."""
         for replica in sorted(self._ready_s):
             if replica in self._ready_s and self._end_s == math.inf and self._exchange.may_begin(replica):
                 self._begin(replica, time_s)

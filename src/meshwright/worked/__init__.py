@@ -1,4 +1,4 @@
-"""Worked numbers of lectures on parallel deep learning, computed again with this project's formulas."""
+"""Numbers from lectures on parallel deep learning, recomputed with this project's formulas."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ __all__ = ["SEARCHED", "Line", "Worked", "recompute", "worked_names"]
 
 
 class Worked(msgspec.Struct, frozen=True, kw_only=True):
-    """A worked example: what it is about, and its claims."""
+    """A worked example: its topic, and its claims."""
 
     id: str
     about: str
@@ -37,8 +37,8 @@ _EXAMPLES: dict[str, tuple[Callable[[], Iterator[Line]], ...]] = {
     "percent-of-peak": (sizes.percent_of_peak, planning.large_runs),
 }
 SEARCHED: dict[str, str] = {"alpa": "", "alpa-gpt": "gpt", "alpa-moe": "moe", "alpa-wresnet": "wresnet"}
-"""Maps the names of the examples that plan captured models to the family of models in them (empty: all). They need
-torch, and take minutes: ``api.recompute_alpa`` computes them."""
+"""Maps the names of the examples that plan captured models to the family of these models (empty: all families). These
+examples need torch, and take minutes: ``api.recompute_alpa`` computes them."""
 
 
 def worked_names() -> list[str]:
@@ -47,7 +47,7 @@ def worked_names() -> list[str]:
 
 
 def recompute(name: str) -> Worked:
-    """One example, computed now.
+    """Compute an example now.
 
     Raises:
         LayoutError: no example has this name; the message suggests similar names.

@@ -1,17 +1,17 @@
-"""The evaluation of Alpa (Zheng et al., OSDI 2022): its published throughputs, its search spaces, and our comparison.
+"""The evaluation of Alpa (Zheng et al., OSDI 2022): its published throughputs, its search spaces, and a comparison.
 
 Alpa compares four planners on 21 pairs of a model and a number of V100 (section 8.1 and figure 7 of the paper):
 
 - ``manual``: the best known system. For GPT, Megatron-LM v2 (the best uniform grid of data, tensor and pipeline
   parallelism); for the mixtures of experts, DeepSpeed (data and expert parallelism with ZeRO stage 2, no stages); for
   Wide-ResNet, pipelines with data parallelism but without operator parallelism ("PP-DP").
-- ``intra``: operators are divided, and there are no stages.
+- ``intra``: operators are split, and there are no stages.
 - ``inter``: every stage has one device, so there is neither operator nor data parallelism.
 - ``both``: Alpa's own search.
 
-``space_of`` has the same planners as restrictions of our search. All have the schedule 1F1B. GPT and the mixtures of
-experts recompute every layer, as in all published runs; Wide-ResNet recomputes where it must. Alpa's ZeRO divides
-optimizer state only, because it sums gradients once a step (its XLA pass for gradient accumulation).
+``space_of`` describes the same planners as restrictions of our search. All planners use the schedule 1F1B. GPT and the
+mixtures of experts recompute every layer, as in all published runs; Wide-ResNet recomputes only if memory requires it.
+Alpa's ZeRO splits only optimizer state, because it sums gradients once a step (its XLA pass for gradient accumulation).
 """
 
 import itertools
@@ -35,24 +35,25 @@ KINDS: tuple[Kind, ...] = ("manual", "intra", "inter", "both")
 CLUSTER = "v100-16gb-p3-eth25"
 """Boxes of p3.16xlarge: 8 V100 of 16 GB with NVLink, 25 Gb/s between boxes."""
 MEMORY = 0.9
-"""The part of a device's memory that a plan may fill: what Alpa lets XLA allocate (``XLA_PYTHON_CLIENT_MEM_FRACTION``
-in its ``global_env.py``). The same is taken for the PyTorch systems, whose CUDA and NCCL contexts need the rest."""
+"""The part of a device's memory that a plan may use. It is the part that Alpa lets XLA allocate
+(``XLA_PYTHON_CLIENT_MEM_FRACTION`` in its ``global_env.py``). The PyTorch systems get the same part; their CUDA and
+NCCL contexts need the rest."""
 FEWEST_MICROBATCHES = 16
-"""The published runs have at least 16 micro-batches of a whole batch."""
+"""The published runs split a whole batch into at least 16 micro-batches."""
 MASTER_ADAM = OptimizerCost(states=6, moved=14, kernels=1)
 """Adam over float16 parameters, in numbers of 2 bytes: it keeps a float32 copy and two float32 moments of each
 parameter. One fused kernel reads the gradient, reads and writes the state, and writes the parameter."""
 MASTER_ADAFACTOR = OptimizerCost(states=2, moved=7, kernels=2)
 """Adafactor without momentum over float16 parameters, in numbers of 2 bytes: it keeps a float32 copy of each parameter.
-Its second moments are one row and one column of each matrix, and are left out. One kernel reads the gradient for the
-moments; the other reads the gradient, reads and writes the copy, and writes the parameter. Alpa's mixtures of experts
-have it (``benchmark_3d_one_case_moe.py``), and its compiler divides the update over ranks like any other computation.
-Adam's 16 bytes for each of 70 B parameters are more than 64 V100 have."""
+Its second moments, one row and one column for each matrix, are left out. One kernel reads the gradient for the moments;
+the other reads the gradient, reads and writes the copy, and writes the parameter. Alpa uses it for the mixtures of
+experts (``benchmark_3d_one_case_moe.py``), and Alpa's compiler splits the update over ranks like any other computation.
+With Adam, 70 B parameters of 16 bytes each exceed the memory of 64 V100."""
 SEQUENCE, GROUP = 1024, 2048
 """Tokens of a sequence, and of a group that is sent to experts together."""
 EQUAL = 0.05
-"""Relative difference of published throughputs that says nothing: the three Alpa columns of GPT 350M are the same
-program on one device, and differ by 4.5 %."""
+"""Published throughputs with a smaller relative difference count as equal: the three Alpa columns of GPT 350M are the
+same program on one device, and differ by 4.5 %."""
 BOX = 8
 
 
@@ -68,8 +69,8 @@ class Sizes(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A model and a number of devices, with the published throughputs in TFLOP/s for each device (``KINDS``; None: out
-    of memory). ``flops`` are those of a step that Alpa counts."""
+    """A model and a number of devices, with the published throughputs in TFLOP/s per device (in the order of ``KINDS``;
+    None: out of memory). ``flops`` are the FLOPs of a step, as Alpa counts them."""
 
     family: Family
     name: str
@@ -86,8 +87,8 @@ class Pair(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """The FLOPs of a step by Alpa's formula (``benchmark/alpa/util.py``), recomputation included. For Wide-ResNet
-        it takes the count of XLA: ``counted`` is the published throughput times the published time of a step."""
+        """The FLOPs of a step by Alpa's formula (``benchmark/alpa/util.py``), recomputation included. For Wide-ResNet,
+        XLA has counted the FLOPs: ``counted`` is the published throughput times the published time of a step."""
         return {"gpt": _gpt_flops, "moe": _moe_flops}[self.family](self) if self.family != "wresnet" else self.counted
 
 
@@ -103,8 +104,8 @@ def _gpt_flops(pair: Pair) -> float:
 
 
 def _moe_flops(pair: Pair) -> float:
-    """Half of the layers are dense. The MLPs are eight times as wide as the model. Sending tokens to places of experts
-    and back are products with one-hot matrices."""
+    """Half of the layers are dense. The MLPs are eight times as wide as the model. Tokens are sent to the experts and
+    back by products with one-hot matrices."""
     layers, width, _, experts = pair.sizes[:4]
     tokens, wider = pair.batch * SEQUENCE, 8
     attention = 8.0 * tokens * width**2 + 4.0 * tokens * SEQUENCE * width
@@ -158,13 +159,13 @@ PAIRS: tuple[Pair, ...] = (
     _wide("13B", 101, 320, 16, 64, 1.954e16, None, 0.70, None, 5.30),
 )
 """Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022,
-figure 7, with the numbers and sizes of its artifact (``results_e2e.tsv`` and the suites of ``benchmark/alpa``). Nothing
-of the predictor was fitted to these numbers. The intra-operator runs of GPT 15B and 39B, MoE 27B and 70B, and
-Wide-ResNet 6.8B and 13B had 16 to 256 samples; their throughput stands for the whole batch, as in the artifact."""
+figure 7, with the numbers and sizes of its artifact (``results_e2e.tsv`` and the suites of ``benchmark/alpa``). The
+predictor was not fitted to these numbers. The intra-operator runs of GPT 15B and 39B, MoE 27B and 70B, and Wide-ResNet
+6.8B and 13B had 16 to 256 samples. Their throughput is used for the whole batch, as in the artifact."""
 
 
 def pairs_of(family: str = "") -> tuple[Pair, ...]:
-    """The pairs of a family; default: all."""
+    """The pairs of a family; by default, all pairs."""
     return tuple(pair for pair in PAIRS if family in ("", pair.family))
 
 
@@ -172,7 +173,7 @@ def pairs_of(family: str = "") -> tuple[Pair, ...]:
 
 
 def _plain(shape: Layout) -> bool:
-    """dp, ep, tp and pp; what Alpa and the systems of its time did not have is left out."""
+    """Whether a layout has only dp, ep, tp and pp: Alpa and the systems of its time had no other axes."""
     return not shape.mixed and shape.cp == 1 and not shape.sequence_parallel and isinstance(shape.tp, int)
 
 
@@ -189,7 +190,7 @@ def _replicas(shape: Layout) -> bool:
 
 
 def space_of(family: Family, kind: Kind) -> tuple[Only, Space]:
-    """The layouts that a planner of the evaluation may take, as a restriction of our search."""
+    """The layouts that a planner of the evaluation may choose, as a restriction of our search."""
     if kind == "manual":
         only: Only = "intra" if family == "moe" else "both"
         zero: tuple[ZeroStage, ...] = (0, 1, 2) if family == "moe" else (0,)
@@ -208,8 +209,8 @@ def space_of(family: Family, kind: Kind) -> tuple[Only, Space]:
 
 
 def optimizer_of(family: Family, kind: Kind) -> OptimizerCost:
-    """SGD with momentum for Wide-ResNet, else Adam with float32 copies of float16 parameters. Mixtures of experts have
-    Adafactor in Alpa, and Adam in DeepSpeed."""
+    """SGD with momentum for Wide-ResNet, otherwise Adam with float32 copies of float16 parameters. For mixtures of
+    experts, Alpa uses Adafactor and DeepSpeed uses Adam."""
     if family == "wresnet":
         return MOMENTUM
     return MASTER_ADAFACTOR if family == "moe" and kind != "manual" else MASTER_ADAM
@@ -219,8 +220,8 @@ def optimizer_of(family: Family, kind: Kind) -> OptimizerCost:
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan that a search found: its layout, and the predicted seconds of a step. ``problem`` says why there is
-    none; ``step_s`` is then 0."""
+    """The result of a search: the layout, and the predicted seconds of a step. ``problem`` is the reason if no layout
+    was found; ``step_s`` is then 0."""
 
     layout: str = ""
     step_s: float = 0.0
@@ -228,7 +229,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(NamedTuple):
-    """A pair with its predictions in TFLOP/s for each device; None: nothing fits."""
+    """A pair with its predictions in TFLOP/s per device; None: no layout fits in memory."""
 
     pair: Pair
     found: Mapping[Kind, Found]
@@ -246,13 +247,13 @@ class Compared(NamedTuple):
 
     @property
     def winner_is_right(self) -> bool:
-        """Whether a planner that is predicted to be the fastest was measured as the fastest. Predictions within
-        ``ALIKE`` of the best count as equal, and so do measurements within ``EQUAL``."""
+        """Whether the planner with the best prediction is the fastest in the measurements. Predictions within ``ALIKE``
+        of the best count as equal, and so do measurements within ``EQUAL``."""
         return not best_of(self.predicted, ALIKE).isdisjoint(best_of(self.published, EQUAL))
 
     @property
     def joint_ratio(self) -> float:
-        """The predicted throughput of the joint plan over the best of the other two searches."""
+        """The predicted throughput of the joint plan, divided by the better of the other two searches."""
         predicted = self.predicted
         alone = max(predicted["intra"] or 0.0, predicted["inter"] or 0.0)
         return (predicted["both"] or 0.0) / alone if alone else 1.0
@@ -265,14 +266,15 @@ def best_of(throughputs: Mapping[Kind, float | None], tolerance: float) -> set[K
 
 
 class Summary(NamedTuple):
-    """How well the predictions agree. Errors are |predicted / published - 1| of the runs that were published and are
+    """The accuracy of the predictions. Errors are |predicted / published - 1| of the runs that were published and are
     predicted to fit.
 
-    ``median`` is the median error, and ``one_box`` that of the runs in one box. ``scaled`` is that of the other runs
-    after one factor for each family, which is fitted on one box. ``memory`` is the number of runs whose fit is
-    predicted right, of ``runs``. ``winners`` is the number of pairs whose fastest planner is right. ``ordered`` is the
-    number of pairs of planners in the published order, of ``orders`` whose throughputs differ by more than ``EQUAL``.
-    ``joint_ratio`` is the smallest throughput of a joint plan over the better of intra and inter.
+    ``median`` is the median error, and ``one_box`` is the median error of the runs in one box. ``scaled`` is the median
+    error of the other runs after a correction: a factor for each family, fitted to the runs in one box. ``memory`` is
+    the number of runs, out of ``runs``, for which it is predicted correctly whether they fit in memory. ``winners`` is
+    the number of pairs for which the fastest planner is predicted correctly. ``ordered`` counts pairs of planners in
+    the published order, out of ``orders`` pairs whose throughputs differ by more than ``EQUAL``. ``joint_ratio`` is the
+    smallest ratio of a joint plan's throughput to the better of intra and inter.
     """
 
     median: float
@@ -307,7 +309,7 @@ def summary_of(results: Sequence[Compared]) -> Summary:
 
 
 def factors_of(results: Sequence[Compared]) -> dict[Family, float]:
-    """One factor for each family: the median of published over predicted."""
+    """A factor for each family: the median of published over predicted throughput."""
     families = {result.pair.family for result in results}
     return {
         family: 1 / statistics.median(
@@ -331,7 +333,7 @@ def _ratios(result: Compared) -> Iterator[float]:
 
 
 def _orders(result: Compared) -> Iterator[bool]:
-    """For each two planners whose published throughputs differ, whether the predictions differ in the same way."""
+    """For each two planners whose published throughputs differ: whether the predictions have the same order."""
     for first, second in itertools.combinations(KINDS, 2):
         published = [result.published[kind] or 0.0 for kind in (first, second)]
         if max(published) > (1 + EQUAL) * min(published):
@@ -340,7 +342,7 @@ def _orders(result: Compared) -> Iterator[bool]:
 
 
 MEDIAN, WINNERS = 0.12, 18 / 21
-"""The median error that is asked for at most, and the part of winners that is asked for at least."""
+"""The targets: the largest median error, and the least share of winners."""
 
 
 def lines_of(results: Sequence[Compared]) -> Iterator[Line]:

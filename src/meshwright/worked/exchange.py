@@ -1,4 +1,5 @@
-"""Worked numbers of gradient compression: what coded all-reduces gain by our cost model, beside what was published."""
+"""Worked numbers of gradient compression: the gains of coded all-reduces in our cost model, compared with published
+gains."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,15 +15,16 @@ from meshwright.worked.line import Line
 
 ITEM_BYTES = 4
 CLUSTERS = {1: "p100-box1-eth1x1", 10: "p100-box1-eth10x1"}
-"""One P100 a node, by the rate of the network in Gbit/s. The lecture names 1 Gbit/s for the sparse runs, and no rate
+"""One P100 per node, by the rate of the network in Gbit/s. The lecture names 1 Gbit/s for the sparse runs, and no rate
 for the others."""
 ALGORITHMS = ("shares", "ring", "rabenseifner")
 OFF = 0.15
-"""A predicted gain of communication may be off by so much and still agree."""
+"""A predicted gain of communication agrees if its relative error is at most this."""
 
 
 class _Run(NamedTuple):
-    """A published run: the elements of its gradients, and how much faster the step and its communication became."""
+    """A published run: the number of elements of its gradients, and the speed-ups of the step and of its
+    communication."""
 
     what: str
     num_ranks: int
@@ -36,7 +38,7 @@ class _Run(NamedTuple):
 
 def _runs() -> Iterator[_Run]:
     vgg, alexnet = load_network("vgg19").parameters, load_network("alexnet").parameters
-    mlp, chosen = 2**22, "topk(3.125%)+qsgd(4)"  # no source states the MLP's size; of large vectors, all gain as much
+    mlp, chosen = 2**22, "topk(3.125%)+qsgd(4)"  # no source states the MLP's size; the gain hardly depends on it
     yield _Run("VGG19, 4 bits, 8 nodes", 8, "qsgd(4)", ALGORITHMS, vgg, 1.55, 3.31, (1, 10))
     yield _Run("AlexNet, 4 bits, 16 nodes", 16, "qsgd(4)", ALGORITHMS, alexnet, 1.30, 1.36, (1, 10))
     what = "MLP on MNIST, 16 of 512 elements and 4 bits, 8 nodes"
@@ -49,11 +51,11 @@ SPEECH = _Run(
     (DENSE_GATHER, *ALGORITHMS), 60_000_000, 14 / 1.78, 14 / 1.78, (10,),
 )  # fmt: skip
 """Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019, arXiv:1802.08021, as
-a lecture prints them. 4 of 512 elements are assumed for the LSTM."""
+printed in a lecture. 4 of 512 elements are assumed for the LSTM."""
 
 
 class Gain(NamedTuple):
-    """How many times as fast a coded all-reduce is as a dense one, the algorithm that carries it, and its bytes."""
+    """The speed-up of a coded all-reduce over a dense all-reduce, the algorithm that sends it, and its bytes."""
 
     times: float
     algorithm: str
@@ -73,7 +75,7 @@ def gain(num_ranks: int, codec: str, algorithms: tuple[str, ...], num_elements: 
 
 
 def sparcml() -> Iterator[Line]:
-    """Speed-ups of SparCML's quantized and sparse all-reduces, of the step and of its communication."""
+    """Speed-ups of the step and of its communication with SparCML's quantized and sparse all-reduces."""
     for run in _runs():
         gains = [gain(run.num_ranks, run.codec, run.algorithms, run.num_elements, gbit) for gbit in run.gbit]
         share = _share(run.step, run.communication)
@@ -104,7 +106,8 @@ def sparcml() -> Iterator[Line]:
 
 
 def _share(step: float, communication: float) -> float:
-    """The share of communication in a step that became ``step`` times as fast because of it (Amdahl)."""
+    """The share of communication in a step, computed from the speed-ups of the step and of its communication (Amdahl's
+    law)."""
     return (1 - 1 / step) / (1 - 1 / communication)
 
 

@@ -21,7 +21,7 @@ POINTS = 5.0
 
 
 def alexnet() -> Iterator[Line]:
-    """The two halves of AlexNet: their shares of computation and parameters, and how each is divided."""
+    """The two halves of AlexNet: their shares of computation and parameters, and the way in which each is split."""
     net = load_network("alexnet")
     flops, parameters = net.share("convolution")
     division = divide_layers(net, load_cluster("v100-dgx1-edr100x4", 8), images=1024)
@@ -48,7 +48,7 @@ MEGATRON = {1: (40, 1536, 16), 2: (54, 1920, 20), 4: (64, 2304, 24), 8: (72, 307
 
 
 def megatron_scaling() -> Iterator[Line]:
-    """Weak scaling on DGX-2H, with tensor parallelism alone and with 64-way data parallelism."""
+    """Weak scaling on DGX-2H, with only tensor parallelism and with 64-way data parallelism in addition."""
 
     def rate(tp: int, dp: int) -> tuple[float, StepEstimate]:
         setup = Setup(
@@ -78,7 +78,7 @@ AXONN = (
 
 
 def large_runs() -> Iterator[Line]:
-    """AxoNN's two runs, predicted: the grid that the search finds fastest, with whole layers recomputed."""
+    """Predictions of AxoNN's two runs, on the fastest grid of the search, with whole layers recomputed."""
     for claim, percent, sizes, name, devices in AXONN:
         cluster = load_cluster(name, devices)
         found = search(_gpt(*sizes, sequence=2048), cluster, global_batch=8192, grids="only").options

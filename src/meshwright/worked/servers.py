@@ -1,4 +1,5 @@
-"""Worked numbers of parameter servers: where throughput flattens, by the cost model and by the simulated replicas."""
+"""Worked numbers of parameter servers: the number of workers from which throughput stops growing, by the cost model and
+by simulated replicas."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,18 +13,19 @@ from meshwright.simulate.replicas import simulate_replicas
 from meshwright.worked.line import Line, compared, held
 
 WORKERS, RATE, NUM_BYTES, NIC = 256, 3.0, 97.5e6, 400e9 / 8
-"""Workers, iterations a second of a worker alone, bytes of gradients, and bytes a second of a NIC in each direction."""
+"""Workers, iterations per second of a single worker, bytes of gradients, and bytes per second of a NIC in each
+direction."""
 LATENCY_S = 5e-6
 JITTER = 0.3
-"""Relative standard deviation of a step. Workers whose steps take equally long would stay in step, and use the two
-directions of the server's link in turn."""
+"""Relative standard deviation of the time of a step. If steps took equally long, workers would stay synchronous, and
+would use the two directions of the server's link in turn."""
 STEPS = 8
 ONE, FOUR = Server(ASYNC, place="own"), Server(ASYNC, servers=4, place="own")
 
 
 def full_at(rate: float, num_bytes: float, nic: float, servers: int = 1) -> float:
-    """The number of workers that fill the links of the servers, by the cost model: each sends ``num_bytes``, ``rate``
-    times a second, to links that take ``nic`` bytes a second."""
+    """The number of workers that saturates the links of the servers, by the cost model. Each worker sends ``num_bytes``
+    ``rate`` times per second; each link transfers ``nic`` bytes per second."""
     return servers * nic / (rate * num_bytes)
 
 
@@ -31,10 +33,11 @@ def throughputs(
     counts: Sequence[int], rule: Consistency, *, rate: float = RATE, num_bytes: float = NUM_BYTES, nic: float = NIC,
     latency_s: float = LATENCY_S, jitter: float = JITTER, steps: int = STEPS,
 ) -> dict[int, float]:  # fmt: skip
-    """Maps numbers of workers to their iterations a second, all together, by simulation.
+    """Maps numbers of workers to their total iterations per second, by simulation.
 
-    A worker alone makes ``rate`` iterations a second, its letters included. Each worker and server has a link that
-    takes ``nic`` bytes a second in each direction. The arguments scale the example to links that can be emulated."""
+    A single worker makes ``rate`` iterations per second, including its messages. Each worker and server has a link that
+    transfers ``nic`` bytes per second in each direction. With the arguments, the example can be scaled to links that
+    can be emulated."""
     letters_s = 2 * (num_bytes / nic + latency_s) if isinstance(rule, Server) else 0.0
     step = ReplicaStep(step_s=1 / rate - letters_s, parts={0: num_bytes})
     faults = ReplicaFaults(each=Faults(jitter=jitter))
@@ -43,14 +46,14 @@ def throughputs(
     for count in counts:
         cluster = _switch(count + servers, nic, latency_s)
         times = simulate_replicas(rule, count, step, cluster, steps=steps, faults=faults)
-        begin_s = times.end_s / 2  # workers begin in step, and spread
+        begin_s = times.end_s / 2  # workers begin synchronously, and then spread
         ends = [span.end_s for span in times.trace.spans if span.stream == COMPUTE]
         result[count] = sum(end_s > begin_s for end_s in ends) / (times.end_s - begin_s)
     return result
 
 
 def flattening() -> Iterator[Line]:
-    """The throughput of the workers, simulated letter by letter on shared links."""
+    """The throughput of the workers, with every message simulated on shared links."""
     limit, full = NIC / NUM_BYTES, full_at(RATE, NUM_BYTES, NIC)
     one = throughputs((64, 128, WORKERS), ONE)
     yield compared(

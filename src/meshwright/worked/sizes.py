@@ -1,4 +1,4 @@
-"""Worked numbers of sizes and times: parameters, bytes, years, and petaflops over a data sheet's peak."""
+"""Worked numbers of sizes and times: parameters, bytes, years, and petaflops divided by a data sheet's peak."""
 
 from collections.abc import Iterator
 
@@ -139,7 +139,7 @@ RUNS = (
 
 
 def percent_of_peak() -> Iterator[Line]:
-    """Petaflops of large runs over chips times peak."""
+    """Petaflops of large runs, divided by the number of chips times their peak."""
     for name, petaflops, chips, device, percent in RUNS:
         peak = load_device(device).peak("bfloat16")
         yield compared(

@@ -1,4 +1,5 @@
-"""Worked numbers of communication: bytes of kinds of parallelism, all-reduces step by step, and pipeline bubbles."""
+"""Worked numbers of communication: bytes of several kinds of parallelism, all-reduces step by step, and pipeline
+bubbles."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from meshwright.worked.line import Line, compared, held
 
 
 def nvlink() -> Iterator[Line]:
-    """Tensor parallelism inside a box of 8, pipeline stages across boxes."""
+    """Tensor parallelism inside a box of 8 devices, pipeline stages across boxes."""
     factor = 2 * 7 / 8
     measured = 160e9
     fabric = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
@@ -42,7 +43,7 @@ def nvlink() -> Iterator[Line]:
 
 
 def tensor_or_pipeline() -> Iterator[Line]:
-    """Bytes that tensor and pipeline parallelism send over a link in forward."""
+    """Bytes that tensor parallelism and pipeline parallelism send over a link in forward."""
     for ranks in (2, 8):
         tensor = count(build("reduce_scatter", "ring", ranks, ranks)).moved / ranks / ranks
         pipeline_bytes = 1 / ranks  # every rank of a stage sends its part
@@ -57,12 +58,12 @@ def tensor_or_pipeline() -> Iterator[Line]:
 
 
 def data_or_tensor() -> Iterator[Line]:
-    """One dense layer of 4,096 x 4,096 over two ranks: communication of its gradients, or of its activations."""
+    """A dense layer of 4,096 x 4,096 over two ranks: communication of its gradients or of its activations."""
     width, ranks = 4096, 2
     network, group = _bandwidth_only("a100-80gb-dgx-hdr200x8"), Group(ranks)
     data_s = network.collective_s("all_reduce", width * width, group)
 
-    def tensor_s(rows: int) -> float:  # forward gathers outputs; backward adds up terms of the inputs' gradient
+    def tensor_s(rows: int) -> float:  # forward gathers outputs; backward adds up the terms of the input gradient
         gathered_s = network.collective_s("all_gather", rows * width, group)
         return gathered_s + network.collective_s("all_reduce", rows * width, group)
 
@@ -129,7 +130,7 @@ def all_reduces() -> Iterator[Line]:
 
 
 def bubbles() -> Iterator[Line]:
-    """Idle time and live micro-batches of pipelines."""
+    """Idle time of pipelines, and the number of micro-batches that are in progress."""
     gpipe, plain, short = _report("gpipe", 4, 8), _report("1f1b", 4, 8), _report("1f1b", 4, 4)
     twice = _report("interleaved", 4, 8, 2)
     sent = [max(rank.sent_per_microbatch for rank in report.ranks) for report in (plain, twice)]

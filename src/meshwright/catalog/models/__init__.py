@@ -15,7 +15,7 @@ __all__ = ["family_names", "load_model", "load_network", "make_model", "model_na
 
 
 class ModelsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``models.toml``: the fields that the models of each family share, and each model's family and own fields."""
+    """``models.toml``: the fields that the models of a family share, and the family and own fields of each model."""
 
     families: dict[str, dict[str, Any]]
     models: dict[str, dict[str, Any]]
@@ -27,13 +27,13 @@ def model_names() -> list[str]:
 
 
 def family_names() -> list[str]:
-    """The names of the families; a family's models share norms, gates, positions and dropout."""
+    """The names of the families. The models of a family have the same norms, gates, positions and dropout."""
     return sorted(_read().families)
 
 
 def load_model(name_or_path: str, *, sequence: int = 0) -> Transformer:
-    """A model by name, or by the path of a Hugging Face ``config.json``; with the sequence length ``sequence`` if it is
-    given.
+    """Load a model by its name, or from the path of a Hugging Face ``config.json``. ``sequence``, if not 0, replaces
+    the sequence length.
 
     Raises:
         LayoutError: no model has that name; the message suggests similar names.

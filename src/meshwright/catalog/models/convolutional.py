@@ -9,7 +9,7 @@ from meshwright.ir.convnet import ConvNet, NetLayer
 
 
 class _Chain:
-    """A chain of layers under construction; ``channels`` and ``size`` are those of the last output."""
+    """A chain of layers under construction; ``channels`` and ``size`` belong to the last output."""
 
     def __init__(self, channels: int, size: int) -> None:
         self.image = (channels, size)
@@ -38,8 +38,8 @@ class _Chain:
         self.size = (self.size + 2 * padding - kernel) // stride + 1
 
     def residual(self, name: str, *convolutions: tuple[str, int, int, int]) -> None:
-        """Append convolutions (name, outputs, kernel, stride) with norms; if sizes change, the shortcut gets a
-        convolution too."""
+        """Append convolutions (name, outputs, kernel, stride) with norms. If sizes change, the shortcut also gets a
+        convolution."""
         before, stride = self.channels, max(stride for *_, stride in convolutions)
         for what, outputs, kernel, own_stride in convolutions:
             self.convolve(f"{name}.{what}", outputs, kernel, stride=own_stride, norm=True)
@@ -126,7 +126,7 @@ def alexnet(name: str, source: str, *, one_tower: bool) -> ConvNet:
 
 
 def vgg(name: str, source: str, convolutions: Sequence[int]) -> ConvNet:
-    """VGG: five groups of 3 x 3 convolutions, whose numbers are in ``convolutions``, then three dense layers."""
+    """VGG: five groups of 3 x 3 convolutions (``convolutions`` has their numbers), then three dense layers."""
     chain = _Chain(3, 224)
     for group, (count, outputs) in enumerate(zip(convolutions, (64, 128, 256, 512, 512), strict=True)):
         for index in range(count):

@@ -19,8 +19,8 @@ _COMMON = {
 _LLAMA = {"gated": True, "bias": False, "dropout": False, "rotary": True}
 _EXPERTS = {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 
-# By model_type: keys of the config by field of Transformer, fields with a fixed value, whether the head is tied by
-# default.
+# By model_type: the config's key for each field of Transformer, fields with a fixed value, and whether the head is tied
+# by default.
 ARCHITECTURES: dict[str, tuple[dict[str, str], dict[str, Any], bool]] = {
     "gpt2": (_GPT, {}, True),
     "gpt_bigcode": (_GPT, {"kv_heads": 1}, True),
@@ -72,7 +72,7 @@ def from_config(config: dict[str, Any], *, where: str = "config.json") -> Transf
 
     Raises:
         FileFormatError: ``model_type`` is unknown, or a size is missing or not a number.
-        LayoutError: the sizes do not divide.
+        LayoutError: a size does not divide another, for example the heads the width.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:

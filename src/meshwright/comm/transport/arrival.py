@@ -1,4 +1,4 @@
-"""Waiting for whichever message comes first."""
+"""Waiting for the message that arrives first."""
 
 import threading
 import time
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from meshwright.comm.transport.base import Arrival
 
 LOOKS = 100
-"""How often a rank asks for messages without a pause, before it sleeps between two looks."""
+"""The number of times that a rank checks for messages without a pause, before it sleeps between two checks."""
 POLL_S = 0.0002
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 CHECK_S = 0.5
-"""Seconds between two checks that the senders still live."""
+"""Seconds between two checks that the senders are still alive."""
 
 
 class Watched:
-    """A work that cannot be asked whether it is complete: once it is asked, a thread waits for it."""
+    """A work that cannot report whether it is complete. At the first request, a thread starts to wait for it."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self._wait = wait
@@ -30,7 +30,7 @@ class Watched:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the work; raises its error."""
+        """Wait for the work, and raise its error if it failed."""
         if self._thread is None:
             self._wait()
             return
@@ -46,7 +46,7 @@ class Watched:
 
 
 def wait_for_any(groups: Sequence[Sequence[Arrival]]) -> None:
-    """Wait until all messages of one of the groups have come.
+    """Wait until all messages of any one of the groups have arrived.
 
     Raises:
         LostRankError: a sender has ended, or has sent nothing within the timeout.

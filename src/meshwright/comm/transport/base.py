@@ -52,8 +52,8 @@ class UnderWay:
 
 
 class Arrival(UnderWay):
-    """A message under way. ``come`` returns at once whether it has come. ``check`` gets the seconds for which this rank
-    has waited, and raises an error if the message will not come."""
+    """A message under way. ``come`` says, without waiting, whether the message has arrived. ``check`` receives the
+    number of seconds for which this rank has waited. It raises an error if the message will not arrive."""
 
     __slots__ = ("_come", "check")
 
@@ -69,11 +69,11 @@ class Arrival(UnderWay):
         self._come, self.check = come, check
 
     def has_come(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether ``wait`` would return immediately."""
         return self._come()
 
     def then(self, finish: Callable[[], object], *kept: Tensor) -> "Arrival":
-        """The same message, for which ``finish`` is called after it has come."""
+        """The same message. ``finish`` is called after its arrival."""
         return Arrival(finish, *kept, come=self._come, check=self.check, works=(self,))
 
 
@@ -85,7 +85,7 @@ class Trouble(NamedTuple):
     problem: str
 
     def error(self, waiting: str = "this rank waits") -> LostRankError:
-        """The error of a rank that waits in vain; ``waiting`` says what the rank waits for."""
+        """The error of a rank that waits in vain. ``waiting`` says what the rank waits for."""
         return LostRankError(f"{self.problem}, and {waiting}", where=self.where, remedy=OWN_ERROR)
 
 

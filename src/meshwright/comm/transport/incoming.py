@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class _Source:
-    """A participant that sends over one connection. ``cut``: a letter could not be read, so no later one counts."""
+    """A participant that sends over one connection. ``cut``: a letter could not be read, so all later letters are
+    ignored."""
 
     def __init__(self, sender: str, joined: int, opened: OpenedBlocks | None) -> None:
         self.sender, self.joined, self.opened = sender, joined, opened
@@ -38,8 +39,8 @@ class Incoming:
 
     Attributes:
         socket: it is readable when ``take`` may have something to do.
-        near, far: its addresses for this box and for others.
-        letters: the letters that were taken, in the order of arrival, with the epoch in which their sender joined.
+        near, far: its addresses for participants inside and outside of this box.
+        letters: the received letters in the order of arrival, each with the epoch in which its sender joined.
     """
 
     def __init__(self, context: Any, host: str, secret: str) -> None:
@@ -49,7 +50,7 @@ class Incoming:
         self._sources: dict[bytes, _Source] = {}
 
     def take(self) -> bool:
-        """Take a message, if there is one: put its letter to the others, and reply to its sender."""
+        """Take a message, if there is one: add its letter to ``letters``, and reply to its sender."""
         try:
             identity, head, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -57,7 +58,7 @@ class Incoming:
         try:
             message = decode_message(head.buffer)
         except msgspec.MsgspecError:
-            return True  # a stranger's
+            return True  # the sender is unknown
         if isinstance(message, Hello):
             self._take_hello(identity.bytes, message)
         elif (source := self._sources.get(identity.bytes)) is not None and not source.cut:
@@ -77,8 +78,8 @@ class Incoming:
         for key, known in list(self._sources.items()):
             if known.sender == hello.sender:
                 if known.joined >= hello.joined:
-                    return  # the last words of a former life
-                del self._sources[key]  # so those that come after its new life's first are lost
+                    return  # a late message from an earlier life
+                del self._sources[key]  # later letters of the earlier life are then lost
         opened = None
         if hello.probe is not None:
             opened = OpenedBlocks(hello.process)
@@ -93,7 +94,7 @@ class Incoming:
 
 
 def _tensors(opened: OpenedBlocks | None, head: Head, frames: Sequence[Any]) -> tuple[Tensor, ...] | None:
-    """Copies of a letter's tensors; None if they cannot be had."""
+    """Copies of a letter's tensors; None if they cannot be read."""
     if len(head.dtypes) != len(head.sizes) or not DTYPES.keys() >= set(head.dtypes) or min(head.sizes, default=0) < 0:
         return None
     dtypes = [DTYPES[name] for name in head.dtypes]

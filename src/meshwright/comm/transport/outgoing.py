@@ -1,4 +1,4 @@
-"""Letters from one mailbox to one other participant, and those of them that are under way."""
+"""Letters from one mailbox to one other participant, and the letters that are still under way."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Outgoing:
 
     Attributes:
         num_bytes: bytes of the tensors under way.
-        opens: whether the receiver can open this process's memory, as it has said.
+        opens: whether the receiver has reported that it can open this process's memory.
     """
 
     def __init__(self, name: str, joined: int, socket: Any, hello: Hello, blocks: Blocks) -> None:
@@ -38,7 +38,7 @@ class Outgoing:
         return len(self._under_way)
 
     def send(self, kind: str, numbers: tuple[int, ...], tensors: Sequence[Tensor], text: str, num_bytes: int) -> None:
-        """Send a letter; its tensors have ``num_bytes``, and may then be overwritten.
+        """Send a letter. Its tensors have ``num_bytes`` in total, and may be overwritten afterwards.
 
         Raises:
             RankError: this machine has no memory left to share.
@@ -76,6 +76,6 @@ class Outgoing:
                     self._blocks.take_back(block)
 
     def close(self) -> None:
-        """Close the connection. Blocks under way are lent no more: the receiver may still read them."""
+        """Close the connection. Blocks under way are not reused, because the receiver may still read them."""
         self.socket.disable_monitor()
         self.socket.close()

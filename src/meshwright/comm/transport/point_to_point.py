@@ -190,7 +190,7 @@ class _Room:
 
     def __init__(self) -> None:
         self.memory = bytearray(_HEADER.size + MESSAGE_BYTES)
-        with torch.inference_mode(False):  # inference tensors could not be written to where gradients are wanted
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def message(self, num: int, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,7 @@ class Process:
             self.descriptor = os.pidfd_open(number)
         except ProcessLookupError:
             raise
-        except (AttributeError, OSError) as error:  # an old C library, an old kernel, a container's filter
+        except (AttributeError, OSError) as error:  # reasons: an old C library, an old kernel, a container's filter
             self.refused = f"pidfd_open: {error}"
             self._state, self._began = self._look()
             if not self._state:

@@ -51,7 +51,7 @@ class Segment:
         self.failed = ctypes.c_uint32.from_buffer(self.memory, _FAILED)
         self.left = ctypes.c_uint32.from_buffer(self.memory, _LEFT)
         self.begun = ctypes.c_uint64.from_buffer(self.memory, _BEGUN)
-        with torch.inference_mode(False):  # inference tensors could not be written to where gradients are wanted
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             self._arena = torch.frombuffer(self.memory, dtype=torch.uint8, offset=arena_at)
         self.heads = memoryview(self.memory)[_SLOTS_AT : _SLOTS_AT + slots * _SLOT_BYTES].cast("Q")
         self._begins = range(0, slots * MESSAGE_BYTES, MESSAGE_BYTES)
@@ -72,7 +72,7 @@ class Segment:
         if len(self.views) >= VIEWS:
             self.views.clear()
         begin = self._begins[slot]
-        with torch.inference_mode(False):  # as above: the view serves later calls, too
+        with torch.inference_mode(False):  # as above: later calls use the view too
             region: Any = self._arena[begin : begin + num_bytes]
             region = region.view(dtype) if isinstance(dtype, torch.dtype) else region.numpy().view(dtype)
         self.views[slot, num_bytes, dtype] = region
@@ -85,8 +85,8 @@ def allocate(slots: int, rank: int) -> int:
 
 
 def reserve(num_bytes: int, name: str, where: str) -> int:
-    """Make an anonymous file in memory, and return its descriptor. The memory is reserved now: a lack of memory is only
-    an error now, but would kill the process later. ``where`` names the owner in the error.
+    """Make an anonymous file in memory, and return its descriptor. The memory is reserved now. So a lack of memory is
+    an error now; otherwise it would kill the process later. ``where`` names the owner in the error.
 
     Raises:
         RankError: the machine has too little memory.

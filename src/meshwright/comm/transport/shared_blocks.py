@@ -1,7 +1,7 @@
-"""Blocks of memory in which letters cross between two processes of a box.
+"""Blocks of memory that carry letters between two processes of a box.
 
 The sender owns the blocks and lends each one to a single letter. The receiver opens a block through ``/proc``, copies
-out what it holds, and says so; then the sender uses the block again. A block vanishes with its last process.
+its content, and replies. Then the sender reuses the block. A block vanishes when the last process that uses it ends.
 """
 
 import mmap
@@ -14,18 +14,19 @@ from torch import Tensor
 from meshwright.comm.transport.segment import reserve
 
 LEAST_BYTES = 64 * 1024
-"""Bytes of the smallest block. Letters of fewer bytes do without one."""
+"""Bytes of the smallest block. Smaller letters use no block."""
 WASTE = 1.25
-"""A block may be larger than what it carries by this factor."""
+"""A block may be larger than its content by this factor."""
 IDLE_BYTES = 2**28
-"""Upper limit on the bytes of the blocks that a sender keeps without a use for them."""
+"""Upper limit on the bytes of the unused blocks that a sender keeps."""
 OPENED = 16
 """Upper limit on the blocks of one sender that a receiver keeps open."""
 ALIGNED = 64
 """Tensors in a block begin at multiples of this number of bytes."""
 
 Handle = tuple[int, str, int]
-"""A block, as its receiver finds it: the sender's file descriptor, the file's name, and the number of bytes."""
+"""The data that a receiver needs to find a block: the sender's file descriptor, the file's name, and the number of
+bytes."""
 
 
 class Block:
@@ -42,7 +43,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one sender. ``name`` begins the names of their files; ``where`` names the sender in errors."""
+    """The blocks of one sender. The names of their files begin with ``name``; ``where`` names the sender in errors."""
 
     def __init__(self, name: str, where: str) -> None:
         self._name, self._where = name, where
@@ -61,8 +62,8 @@ class Blocks:
         return Block(-(-num_bytes // step) * step, f"{self._name}-{self._num_made}", self._where)
 
     def take_back(self, block: Block) -> None:
-        """Keep a block that its receiver has read. Blocks that nobody may have read are not given back: they vanish
-        when the last process closes them."""
+        """Keep a block that its receiver has read. Blocks that may still be read are not given back. They vanish when
+        the last process closes them."""
         self._idle.append(block)
         while sum(block.handle[2] for block in self._idle) > IDLE_BYTES:
             del self._idle[0]
@@ -76,7 +77,7 @@ class OpenedBlocks:
         self._opened: OrderedDict[str, Tensor] = OrderedDict()
 
     def find(self, handle: Handle) -> Tensor | None:
-        """The bytes of a block; None if it cannot be opened: the sender has ended, or it is refused."""
+        """The bytes of a block. None if it cannot be opened, because the sender has ended or access is refused."""
         descriptor, name, num_bytes = handle
         memory = self._opened.get(name)
         if memory is None:
@@ -95,7 +96,7 @@ class OpenedBlocks:
         except OSError:
             return None
         try:
-            # by now the descriptor, or even the process, may be another: the file's name tells
+            # the descriptor, or even the process, may have been replaced by now: the file's name is checked
             if os.readlink(f"/proc/self/fd/{own}") != f"/memfd:{name} (deleted)":
                 return None
             return _mapped(own, num_bytes)
@@ -106,7 +107,7 @@ class OpenedBlocks:
 
 
 def offsets(sizes: list[int]) -> tuple[list[int], int]:
-    """Where in a block tensors of these bytes begin, and the bytes of them all."""
+    """The offsets in a block at which tensors of these sizes begin, and the total number of bytes."""
     begins, end = [], 0
     for size in sizes:
         begins.append(end)

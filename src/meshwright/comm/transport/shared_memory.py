@@ -26,12 +26,13 @@ from meshwright.errors import LostRankError, RankError
 SLEEP_S = 0.5
 """Seconds without a message after which a sleeping rank checks that its peer still lives."""
 NAP_S = 0.001
-"""Length of the first sleep in seconds: short, because the peer may not have noticed that it must wake this rank."""
+"""Length of the first sleep in seconds. It is short, because the peer may not have noticed that it must wake this
+rank."""
 FLUSH_S = 0.0005
 """Length of a sleep in seconds while ``while_waiting`` has more to do, such as sending queued messages."""
 SPINS, YIELDS = 100, 16
-"""How often a rank looks for a change before it sleeps: ``SPINS`` times without a pause, then ``YIELDS`` times after
-yielding its core. All these looks take less time than a sleep."""
+"""The number of checks for a change before a rank sleeps: ``SPINS`` without a pause, then ``YIELDS`` after yielding its
+core. All these checks together take less time than a sleep."""
 ENDED = "it has ended"
 _REFUSED = "refused: "
 _BEHIND = 2**31
@@ -130,7 +131,7 @@ class SharedMemory(Lane):
             return None
         try:
             segment = Segment(descriptor, slots)
-        except (OSError, ValueError):  # another file, of another size
+        except (OSError, ValueError):  # another file, with another size
             return None
         finally:
             os.close(descriptor)
@@ -162,7 +163,7 @@ class SharedMemory(Lane):
         while not self.put_at_once(part, tag):
             self.wait_for_room()
 
-    # These lines are most of a short message's time, so they look up each attribute once.
+    # These lines take most of a short message's time, so they look up each attribute only once.
 
     def put_at_once(self, part: "Tensor | np.ndarray[Any, Any]", tag: int) -> bool:
         """Copy a message into its slot and wake the peer, unless no slot is free."""

@@ -25,7 +25,7 @@ class Stream:
         lane.while_waiting = progress.move
         progress.streams.append(self.move)
         self._queue: deque[Tensor] = deque()
-        self._num_sent = 0  # put, or in the queue
+        self._num_sent = 0  # messages that were put into the lane, or are in the queue
         self._num_put = 0
         self._expected: deque[tuple[Tensor, str]] = deque()  # the target of a message, and its name in errors
         self._num_done = 0
@@ -78,7 +78,8 @@ class Stream:
                 self._lane.wait_for_message(self._label())
 
     def _has_come(self, number: int) -> bool:
-        """Take the peer's messages that have come; return whether ``number`` messages of the stream have been taken."""
+        """Take all messages of the peer that have arrived. Return whether ``number`` messages of the stream have been
+        taken."""
         self._progress.move()
         while self._num_done < number and self._lane.has_come():
             self._take()

@@ -1,7 +1,7 @@
-"""Sockets of ZeroMQ for letters between replicas, and the messages that cross them.
+"""Sockets of ZeroMQ for letters between replicas, and the messages that they carry.
 
-Each participant listens with one socket (ROUTER), and has one socket (DEALER) to each other participant. Letters go
-from DEALER to ROUTER; the receiver's replies go back over the same connection.
+Each participant listens on one socket (ROUTER), and has one socket (DEALER) to each other participant. Letters go from
+DEALER to ROUTER; the receiver's replies go back over the same connection.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,18 @@ DTYPES: dict[str, torch.dtype] = {
         "uint8", "uint16", "uint32", "uint64", "bool",
     )
 }  # fmt: skip
-"""The types of tensors in letters, by name."""
+"""The dtypes of tensors in letters, by name."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PINGS = 5
-"""How many times a participant of another box is asked for a sign of life before it counts as dead."""
+"""The number of times that a participant in another box is asked for a sign of life before it counts as dead."""
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Events of a socket whose connection is over."""
+"""Socket events that mean that the connection has ended."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Opens a connection. ``secret`` is the receiver's, so that a stranger's port is noticed. ``process`` and ``probe``
-    (None: another box) let the receiver try whether it can open the sender's memory."""
+    """Opens a connection. ``secret`` is the receiver's secret, so that a connection to a wrong port is noticed.
+    ``process`` and ``probe`` let the receiver try whether it can open the sender's memory (None: the sender is in
+    another box)."""
 
     sender: str
     joined: int
@@ -66,8 +67,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True, tag="letter"):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A receiver's reply: how many letters of this connection it has taken so far, and whether it can open the sender's
-    memory."""
+    """A receiver's reply: the number of letters of this connection that it has taken so far, and whether it can open
+    the sender's memory."""
 
     taken: int
     opens: bool
@@ -82,7 +83,7 @@ def listener(context: Any, host: str, secret: str) -> tuple[Any, str, str]:
     """A socket that receives letters, and its addresses for processes of this box and of others.
 
     Raises:
-        LaunchError: ``host`` is no address of this machine.
+        LaunchError: ``host`` is not an address of this machine.
     """
     socket = context.socket(zmq.ROUTER)
     _unbounded(socket)
@@ -99,11 +100,11 @@ def listener(context: Any, host: str, secret: str) -> tuple[Any, str, str]:
 
 
 def connection(context: Any, address: str, silence_s: float, *, watched: bool) -> tuple[Any, Any]:
-    """A socket that sends letters to an address. If ``watched``, also a socket that tells of its events (``BROKEN``),
-    which another thread may use; keep it open until it has told that the first is closed.
+    """A socket that sends letters to an address. If ``watched``, also a socket that reports its events (``BROKEN``).
+    Another thread may use it. Keep it open until it has reported that the first socket is closed.
 
-    A connection that broke is not made again: letters may have been lost. A watched connection breaks when the other
-    end shows no sign of life for ``silence_s`` seconds; ZeroMQ's threads see to that, whatever Python does.
+    A broken connection is not made again, because letters may have been lost. A watched connection breaks when the
+    other end shows no sign of life for ``silence_s`` seconds. ZeroMQ's threads check this, independently of Python.
     """
     socket = context.socket(zmq.DEALER)
     _unbounded(socket)
@@ -112,7 +113,7 @@ def connection(context: Any, address: str, silence_s: float, *, watched: bool) -
     if watched:
         socket.setsockopt(zmq.HEARTBEAT_IVL, silence_ms // PINGS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms - silence_ms // PINGS)
-        socket.setsockopt(zmq.TCP_MAXRT, silence_ms)  # while a large letter is under way, nobody asks
+        socket.setsockopt(zmq.TCP_MAXRT, silence_ms)  # no pings are sent while a large letter is under way
         socket.setsockopt(zmq.CONNECT_TIMEOUT, silence_ms)
     events = socket.get_monitor_socket(BROKEN | zmq.EVENT_MONITOR_STOPPED) if watched else None
     socket.connect(address)
@@ -120,13 +121,14 @@ def connection(context: Any, address: str, silence_s: float, *, watched: bool) -
 
 
 def _unbounded(socket: Any) -> None:
-    """Let ZeroMQ keep any number of messages: mailboxes count what is under way themselves."""
+    """Let ZeroMQ keep any number of messages, because mailboxes limit the messages under way themselves."""
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
 
 
 def post(socket: Any, frames: Sequence[Any]) -> None:
-    """Send a message. If the connection has broken, it is lost: the receiver is dead, or will be declared dead."""
+    """Send a message. If the connection is broken, the message is lost: the receiver is dead, or will be declared
+    dead."""
     with suppress(zmq.Again):
         socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -138,7 +140,7 @@ def raw(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def tensor_of(part: Any, dtype: torch.dtype, size: int) -> Tensor | None:
-    """A new tensor from bytes; None if they are not as many as ``size`` elements have."""
+    """A new tensor from bytes; None if the number of bytes does not match ``size`` elements."""
     source = np.frombuffer(part, np.uint8) if len(part) else np.empty(0, np.uint8)
     if source.nbytes != size * dtype.itemsize:
         return None

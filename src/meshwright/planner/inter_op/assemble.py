@@ -19,12 +19,12 @@ from meshwright.planner.inter_op.works import GATHER, LayerFacts, LayerWorks, Sh
 
 _REDUCE = ActionKind.REDUCE_GRAD.value
 _LATE = (ActionKind.B.value, ActionKind.I.value, ActionKind.W.value, _REDUCE)
-"""The kinds of actions in which a stage runs its last layer first."""
+"""The kinds of actions in which a stage runs its layers in reverse order."""
 
 
 class JoinedPieces(NamedTuple):
-    """The pieces of a stage of several layers of ``works``. ``ends`` are the sums of gradients after the schedule.
-    ``update`` updates the parameters of all layers. ``has_sums``: gradients are summed over ranks."""
+    """The pieces of work of a stage that consists of several layers. ``ends`` are the sums of gradients after the
+    schedule. ``update`` updates the parameters of all layers. ``has_sums``: gradients are summed over ranks."""
 
     works: tuple[StageWork, ...]
     pieces: dict[str, tuple[Piece, ...]]
@@ -35,7 +35,7 @@ class JoinedPieces(NamedTuple):
 
 
 Known = dict[object, JoinedPieces]
-"""Pieces that were joined before. Many layouts have stages of the same layers."""
+"""Cache of joined pieces. It helps because many layouts have stages with the same layers."""
 
 
 def assemble(
@@ -45,9 +45,9 @@ def assemble(
     """The work of a step whose stages consist of the given priced layers. ``variants`` has the layer works of each
     stage.
 
-    ``accumulates``: gradients are summed over several micro-batches. Otherwise the gradient of a layer lives from the
-    layer's backward on, when values that later layers saved are free again. ``known`` has the pieces that earlier calls
-    joined. ``codecs`` are those that sums of gradients may have.
+    ``accumulates``: gradients are summed over several micro-batches. Otherwise, the gradient of a layer lives only from
+    the layer's backward on, when the saved values of later layers are already free. ``known`` has the pieces that
+    earlier calls joined. ``codecs`` chooses the codecs for sums of gradients.
     """
     before = known if known is not None else {}
     shared = variants[0].shared
@@ -93,7 +93,7 @@ def _tells_loss(piece: Piece) -> bool:
 def _pieces_of(
     works: LayerWorks, layers: Sequence[int], own: Container[str], codecs: PieceCodecs | None
 ) -> JoinedPieces:
-    """The pieces of one stage of several layers. ``own`` are the shared parameters that no other stage reads."""
+    """The pieces of a stage of several layers. ``own`` are the shared parameters that no other stage reads."""
     parts = [_named(work, number) for number, work in enumerate(_with_one_sum(works, layers, own))]
     buckets = _Buckets(works.mesh, codecs)
     return JoinedPieces(
@@ -110,13 +110,13 @@ def _joined(
     works: LayerWorks, layers: Sequence[int], joined: JoinedPieces, optimizer: OptimizerCost, *, first_chunk: bool,
     accumulates: bool,
 ) -> StageWork:  # fmt: skip
-    """The work of one stage of several layers, whose pieces are known."""
+    """The work of a stage of several layers, whose pieces are known."""
     facts = [works.facts[layer] for layer in layers]
     parts = [works.works[layer] for layer in layers]
     repeated = _repeated(works, layers)
     saved, workspace = sum(part.saved_bytes for part in parts), max(part.workspace_bytes for part in parts)
     trained = sum(fact.trained_bytes for fact in facts)
-    trained_once = trained - sum(shared.num_bytes * more for shared, more in repeated if shared.trained)
+    trained_once = trained - sum(shared.gradient_bytes * more for shared, more in repeated)
     if not accumulates:
         workspace = _most_bytes(parts, facts, trained_once, joined.has_sums) - saved
     return StageWork(
@@ -135,7 +135,7 @@ def _joined(
 
 
 def _repeated(works: LayerWorks, layers: Sequence[int]) -> list[tuple[SharedParameter, int]]:
-    """The parameters that several layers of a stage read, each with the number of these layers beyond the first."""
+    """The parameters that several layers of a stage read, with the number of these layers beyond the first."""
     readers = [(shared, sum(layer in shared.layers for layer in layers)) for shared in works.shared.values()]
     return [(shared, count - 1) for shared, count in readers if count > 1]
 
@@ -144,11 +144,11 @@ def _held_bytes(
     works: LayerWorks, facts: Sequence[LayerFacts], repeated: Sequence[tuple[SharedParameter, int]],
     optimizer: OptimizerCost, first_chunk: bool,
 ) -> int:  # fmt: skip
-    """The bytes that a stage holds during a step. A parameter that several of its layers read is held once, and so are
-    values of the prologue and inputs."""
+    """The bytes that a stage holds for the whole step. A parameter that several layers read is counted once; the same
+    holds for values of the prologue and for inputs."""
     held = [fact.held for fact in facts]
     states = sum(each.optimizer_bytes for each in held)
-    if works.offloads:  # two chunks lie on the device
+    if works.offloads:  # two chunks of the state are on the device
         every = sum(fact.trained_bytes for fact in facts) * optimizer.states
         states = min(every, 2 * max(CHUNK_BYTES, *(fact.largest_bytes for fact in facts)) * optimizer.states)
     total = states + max(each.prologue_bytes for each in held)
@@ -156,17 +156,14 @@ def _held_bytes(
     total += sum(
         each.parameters_bytes + each.gathered_bytes + each.gradients_bytes + each.buffers_bytes for each in held
     )
-    for shared, more in repeated:
-        copies = 1
-        if shared.trained:
-            copies += (0 if works.offloads else optimizer.states) + any(each.gradients_bytes for each in held)
-        total -= shared.num_bytes * more * copies
-    return total
+    on_device = 0 if works.offloads else optimizer.states
+    accumulates = any(each.gradients_bytes for each in held)
+    return total - sum(shared.held_bytes(on_device, accumulates) * more for shared, more in repeated)
 
 
 def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: int, has_sums: bool) -> int:
-    """The most bytes of saved values, gradients and workspace while a stage runs backward for its only micro-batch.
-    ``total`` is the bytes of all gradients. A bucket is there from its first gradient on."""
+    """The largest number of bytes of saved values, gradients and workspace while a stage runs backward for its only
+    micro-batch. ``total`` is the bytes of all gradients. A bucket exists from its first gradient on."""
     saved = sum(part.saved_bytes for part in parts)
     most, gradients = 0, BUCKET_BYTES if has_sums else 0
     for part, fact in zip(reversed(parts), reversed(facts), strict=True):
@@ -180,7 +177,7 @@ def _most_bytes(parts: Sequence[StageWork], facts: Sequence[LayerFacts], total: 
 
 
 def _named(work: StageWork, number: int) -> StageWork:
-    """The work of layer ``number`` of a stage: its collectives get names that no other layer's collectives have."""
+    """The work of layer ``number`` of a stage, with unique names for its collectives."""
     return every_piece(
         work,
         lambda piece: (
@@ -190,21 +187,22 @@ def _named(work: StageWork, number: int) -> StageWork:
 
 
 def _with_one_sum(works: LayerWorks, layers: Sequence[int], own: Container[str]) -> list[StageWork]:
-    """The layers of a stage. The terms of the gradient of a shared parameter that only this stage reads (``own``) are
-    first added, and then summed over ranks once, in a bucket. Terms of several stages are summed one by one."""
+    """The layers of a stage, with a single sum over ranks for shared parameters that only this stage reads (``own``).
+    The terms of such a gradient are added first, and then summed over ranks once, in a bucket. Terms in different
+    stages are summed separately."""
     result = [works.works[layer] for layer in layers]
     for name, parameter in works.shared.items():
         labels = [label for label, of in works.terms.items() if of == name and name in own]
         readers = [number for number, layer in enumerate(layers) if layer in parameter.layers and labels]
         for number in readers[1:]:
             result[number] = _without(result[number], labels)
-        for number in readers[:1]:  # backward reaches it last
+        for number in readers[:1]:  # backward reaches this layer last
             result[number] = renamed(result[number], dict.fromkeys(labels, REDUCTION + name))
     return result
 
 
 def _without(work: StageWork, labels: Container[str]) -> StageWork:
-    """The work of a layer without the collectives of these labels."""
+    """The work of a layer without the collectives that have these labels."""
 
     def left(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
         return tuple(piece for piece in pieces if piece.what.partition(" #")[0] not in labels)
@@ -231,8 +229,8 @@ def is_sum(piece: Piece) -> bool:
 
 
 def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_Buckets") -> tuple[Piece, ...]:
-    """The prologue of a stage: the gathers and casts of all layers' parameters, the zeroing of all gradients, and what
-    else the layer with the longest prologue does, because layers compute equal values."""
+    """The prologue of a stage: the gathers and casts of all layers' parameters, the zeroing of all gradients, and the
+    other work of the layer with the longest prologue. The layers share this work, because their values are equal."""
     gathers = buckets.filled(piece for part in parts for piece in part.before if piece.what.startswith(GATHER))
     rest = [
         tuple(
@@ -255,26 +253,26 @@ def _before(parts: Sequence[StageWork], facts: Sequence[LayerFacts], buckets: "_
 
 
 def _computing(what: str, pieces: Iterable[Piece]) -> Compute:
-    """The pieces that compute, as one piece, before it is known how long it waits for the host."""
+    """All computing pieces as one piece. The time that it waits for the host is added later."""
     computing = [piece for piece in pieces if isinstance(piece, Compute)]
     launch_s = sum(piece.launch_s for piece in computing)
     return Compute(what, sum(piece.device_s for piece in computing), launch_s=launch_s)
 
 
 def _update(updates: Sequence[Compute]) -> Compute:
-    """One update of the parameters of all layers, whose passes are launched once for all of them."""
+    """One update for the parameters of all layers. Its kernels are launched once for all layers."""
     device_s = sum(update.device_s for update in updates)
     return Compute("update", device_s, launch_s=max(update.launch_s for update in updates))
 
 
 def _scaled(piece: Compute, factor: float) -> Compute:
-    """The update of a part of the parameters."""
+    """The update of a fraction of the parameters."""
     return Compute(piece.what, factor * piece.seconds, launch_s=piece.launch_s)
 
 
 class _Buckets:
-    """Joins the sums of gradients, and the gathers of parameters, that share a bucket in the program of a stage.
-    ``has_sums``: there was a sum. Each joined sum has the best of the ``codecs``."""
+    """Joins sums of gradients, or gathers of parameters, that share a bucket in the program of a stage. ``has_sums``:
+    at least one sum was joined. Each joined sum uses the best codec of ``codecs``."""
 
     def __init__(self, mesh: Mesh, codecs: PieceCodecs | None) -> None:
         self.has_sums = False
@@ -282,8 +280,9 @@ class _Buckets:
         self._joined: set[str] = set()
 
     def filled(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-        """The pieces with collectives joined up to ``BUCKET_BYTES``. Joined sums run where the last gradient is there,
-        joined gathers where the first parameter is read; waits for the others are left out."""
+        """The pieces, with collectives joined up to ``BUCKET_BYTES``. A joined sum runs where its last gradient is
+        ready, and a joined gather where its first parameter is read. The waits of the joined collectives are left
+        out."""
         result: list[Piece | None] = []
         opened: dict[object, int] = {}
         for piece in pieces:

@@ -1,7 +1,7 @@
 """Move layers between stages until the work of all ranks is as even as possible.
 
-The dynamic program (``stages.py``) knows single stages on like devices. Here a rank may hold several stages, whose sum
-must be even, and each stage has the prices of the devices where it lies.
+The dynamic program (``stages.py``) handles single stages on equal devices. Here, a rank may hold several stages, whose
+sum must be even, and each stage has the prices of its own devices.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ def balanced(firsts: Sequence[int], ranks: Sequence[int], busy: Sequence[Floats]
     Args:
         firsts: the first layer of each stage.
         ranks: the rank of each stage.
-        busy: for each stage ``[i, j]``: the seconds of a step in which it is busy if it has layers i to j.
+        busy: for each stage, an array whose entry ``[i, j]`` is the busy time per step, in seconds, if the stage has
+            layers i to j.
     """
     end, places, prices = len(busy[0]) - 1, np.array(ranks), np.stack(busy)
     numbers, current = np.arange(len(firsts)), np.array(firsts)

@@ -1,4 +1,4 @@
-"""The layers of a model, as a chain. Stages are made from layers; of equal layers, one is priced."""
+"""The layers of a model, as a chain. Stages are made from layers. Equal layers are priced only once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from meshwright.planner.inter_op.layers import group_layers
 from meshwright.planner.inter_op.shorten import shorten
 
 FEWEST_LAYERS = 10
-"""A model with fewer blocks is cut inside its blocks, too."""
+"""A model with fewer blocks than this is cut inside its blocks too."""
 PRICED, MOST_PRICED = 12, 24
-"""Numbers of layers that are priced, at least and at most, if the model can be cut so often. There are three layers for
-each rank in between, so that stages can be cut evenly."""
+"""The smallest and the largest number of layers that are priced, if the model can be cut into that many. Between these
+limits, there are three layers per rank, so that stages can be cut evenly."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a model. ``first`` is its first forward operator in the graph of the model (empty: the beginning).
-    ``priced`` is the number of the equal layer in the shortened graph."""
+    """A layer of a model. ``first`` is its first forward operator in the graph of the model (empty: the layer is the
+    first). ``priced`` is the index of the equal layer in the shortened graph."""
 
     first: str
     priced: int
@@ -31,8 +31,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """The ``layers`` of a model. ``graph`` is its shortened graph (``shorten``), and ``firsts`` are the first operators
-    of the shortened graph's layers, except the first layer."""
+    """The ``layers`` of a model. ``graph`` is the shortened graph (``shorten``). ``firsts`` are the first operators of
+    its layers, except the first layer."""
 
     graph: Graph
     firsts: tuple[str, ...]
@@ -40,23 +40,30 @@ class Chain:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """For each layer, the number of the equal layer that is priced."""
+        """For each layer, the index of the equal layer that is priced."""
         return [layer.priced for layer in self.layers]
 
     def firsts_of(self, stages: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        """The first operators of ``stages``, except the first stage. A stage is given by the numbers of its layers."""
+        """The first operators of ``stages``, except the first stage. A stage is given by the indices of its layers."""
         return tuple(self.layers[stage[0]].first for stage in stages[1:])
 
+    def stages_of(self, firsts: Sequence[str]) -> list[range]:
+        """The layers of each stage, from the first operators of all stages except the first stage."""
+        names = [layer.first for layer in self.layers]
+        borders = [0, *map(names.index, firsts), len(names)]
+        return [range(first, end) for first, end in pairwise(borders)]
+
     def priced(self, stages: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the priced layers of each stage."""
+        """For each stage, the indices of the priced layers that are equal to its layers."""
         return tuple(tuple(self.layers[layer].priced for layer in stage) for stage in stages)
 
 
 def chain_of(graph: Graph, cluster: Cluster | None, num_ranks: int = 1, fewest: int = 0) -> Chain:
-    """Cut a model into layers where few bytes cross: between blocks, or also inside blocks if there are few.
+    """Cut a model into layers at borders that few bytes cross: between blocks, and also inside blocks if there are few
+    blocks.
 
-    Between ``PRICED`` and ``MOST_PRICED`` layers are priced, depending on ``num_ranks``. If there are more, layers are
-    grouped. A model with fewer than ``fewest`` blocks is cut inside its blocks.
+    Between ``PRICED`` and ``MOST_PRICED`` layers are priced, depending on ``num_ranks``. If the model has more, layers
+    are grouped. A model with fewer than ``fewest`` blocks is cut inside its blocks.
     """
     short = shorten(graph)
     forward = forward_operators(short.graph)
@@ -85,7 +92,7 @@ def _fewer(
     forced: Sequence[int],
     most: int,
 ) -> list[int]:
-    """Group the layers between every two borders of ``forced`` into fewer layers, about ``most`` in all."""
+    """Group the layers between neighbouring borders in ``forced``, so that about ``most`` layers remain in total."""
     times, live = operator_times(graph, forward, cluster), live_bytes(graph, forward)
     ends = [0, *forced, len(forward)]
     total, kept = sum(times), set(forced)

@@ -1,7 +1,7 @@
 """The work of single layers, from which the search assembles the work of stages (``assemble``).
 
-Each layer of the shortened graph becomes a stage of its own. This pipeline is planned and lowered like every other
-plan, so that a layer costs here what its operators cost in a program.
+Each layer of the shortened graph is treated as a stage. The pipeline of these stages is planned and lowered like every
+other plan. So a layer costs here what its operators cost in a program.
 """
 
 import time
@@ -44,12 +44,12 @@ from meshwright.planner.inter_op.works import (
 )
 
 WORKERS_AFTER_S = 1.0
-"""Seconds of pricing after which other processes help. Most searches take less."""
+"""Seconds of pricing after which other processes start to help. Most searches end earlier."""
 
 
 class LayerPrices:
-    """Plans, lowers and prices the layers of a chain, once for each layout. With the ``codec`` ``auto``, sums of
-    gradients have the best codecs (``piece_codecs``)."""
+    """Plans, lowers and prices the layers of a chain, once for each layout. With ``codec="auto"``, sums of gradients
+    get the best codecs (``piece_codecs``)."""
 
     def __init__(
         self, chain: Chain, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool, num_ranks: int,
@@ -74,15 +74,16 @@ class LayerPrices:
         self._kins: dict[bytes, bytes] = {}
         self._spent_s = 0.0
         self._workers: PriceWorkers | None = None
-        self._ahead: dict[bytes, LayerWorks] = {}  # priced while a worker was busy with another layout
+        self._ahead: dict[bytes, LayerWorks] = {}  # priced while a worker computed the price of another layout
         # For layouts that differ in dp and micro-batches only: dp x micro-batches -> (dp, works).
         self._families: dict[bytes, dict[int, tuple[int, LayerWorks]]] = {}
 
     def of(self, layout: Layout) -> LayerWorks:
-        """The work of all priced layers, if each is a stage of ``layout``. The schedule of the layout does not matter.
+        """The work of all priced layers, if each layer is a stage of ``layout``. The schedule of the layout does not
+        matter.
 
-        Layouts in which a rank computes on equally large micro-batches share their price: dp2 with four micro-batches
-        costs per micro-batch what dp4 costs with two.
+        Layouts with equal micro-batches per rank share a price: per micro-batch, dp2 with four micro-batches costs the
+        same as dp4 with two.
 
         Raises:
             LayoutError, PlanError: the layout does not fit the model.
@@ -99,8 +100,8 @@ class LayerPrices:
         return found
 
     def each(self, layouts: Sequence[Layout]) -> list[LayerWorks]:
-        """The works of layouts that differ in recomputation only. Those that are not priced yet share their plan and
-        most of their lowering.
+        """The works of layouts that differ only in recomputation. Layouts without a price share their plan and most of
+        their lowering.
 
         Raises: the errors of ``of``.
         """
@@ -113,7 +114,8 @@ class LayerPrices:
         return [self.of(layout) for layout in layouts]
 
     def expect(self, layouts: Iterable[Layout]) -> None:
-        """Tell which layouts will probably be asked for, the next ones first, so that other processes price them."""
+        """Announce which layouts will probably be requested, the most urgent first, so that other processes price
+        them."""
         if self._workers is None:
             number = num_workers() if self._spent_s > WORKERS_AFTER_S else 0
             if not number:
@@ -152,8 +154,8 @@ class LayerPrices:
         return _shares_price(single) and (dp > 1 or single.dp == dp == 1)
 
     def larger(self, layout: Layout) -> tuple[LayerWorks, float]:
-        """Works that are known for larger micro-batches, and the part of such a micro-batch that a micro-batch of
-        ``layout`` is. If none are known, those of half the batch are priced."""
+        """Known works for larger micro-batches, and the size of a micro-batch of ``layout`` as a fraction of such a
+        micro-batch. If no works are known, the layout with half of the batch per micro-batch is priced."""
         single, key = self._single(layout)
         parts, known = single.dp * single.microbatches, self._families.setdefault(self._kin(single, key), {})
         fewer = [number for number in known if number <= parts]
@@ -163,8 +165,9 @@ class LayerPrices:
         return self._with_codecs(known[max(fewer)][1]), max(fewer) / parts
 
     def largest(self, layout: Layout) -> Layout:
-        """The layout with the largest micro-batches whose works say something about those of ``layout``: half of the
-        batch for each micro-batch of all ranks that must divide it. If prices are not shared, ``layout`` itself."""
+        """The layout with the largest micro-batches from whose works the works of ``layout`` can be estimated: a
+        micro-batch is half of the batch, shared by all ranks that must divide it. If prices cannot be shared, the
+        result is ``layout`` itself."""
         dp = 1 if layout.ep == 1 else layout.ep if layout.dp == layout.ep else 2 * layout.ep
         half = msgspec.structs.replace(layout, dp=dp, microbatches=2)
         parts = layout.dp * layout.microbatches
@@ -172,7 +175,7 @@ class LayerPrices:
         return half if divides and _shares_price(half) else layout
 
     def _single(self, layout: Layout) -> tuple[Layout, bytes]:
-        """The layout in which each priced layer is a stage, and its text."""
+        """The layout in which each priced layer is a stage, and its text as a key."""
         text = msgspec.json.encode(layout)
         if text not in self._singles:
             single = msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
@@ -180,8 +183,8 @@ class LayerPrices:
         return self._singles[text]
 
     def _kin(self, single: Layout, key: bytes) -> bytes:
-        """The family of layouts that differ in dp and micro-batches only. If dp is ep, no ranks have the same experts,
-        so that gradients of experts are not summed."""
+        """The key of the family of layouts that differ only in dp and micro-batches. Layouts in which dp equals ep are
+        a family of their own: no two ranks have the same experts, so gradients of experts are not summed."""
         if key not in self._kins:
             alone = single.ep > 1 and single.dp == single.ep
             self._kins[key] = msgspec.json.encode(
@@ -190,9 +193,9 @@ class LayerPrices:
         return self._kins[key]
 
     def _alike(self, single: Layout) -> Layout:
-        """The layout whose strategies a layout takes. Layouts that differ only in dp and in their number of
-        micro-batches have the same strategies: those that are best if all ranks divide the batch. So prices do not
-        depend on the order in which layouts are priced."""
+        """The layout whose strategies ``single`` uses. Layouts that differ only in dp and micro-batches use the same
+        strategies: the best strategies if all ranks divide the batch. So prices do not depend on the order in which
+        layouts are priced."""
         batch = self.chain.graph.batch_size
         plain = msgspec.structs.replace(single, cp=1, ep=1, context="gather").is_plain
         if not plain or single.stage_sizes or batch % (single.dp * single.microbatches):
@@ -227,15 +230,15 @@ class LayerPrices:
         return works
 
     def _price_ahead(self, group: Group) -> None:
-        """Price layouts that differ in recomputation only, before they are asked for."""
+        """Price layouts that differ only in recomputation, before they are requested."""
         start = time.perf_counter()
-        with suppress(LayoutError, PlanError):  # raised again when the layout is asked for
+        with suppress(LayoutError, PlanError):  # the error is raised again when the layout is requested
             works = self._worked_out([single for _, single in group])
             self._ahead |= zip((key for key, _ in group), works, strict=True)
         self._spent_s += time.perf_counter() - start
 
     def _worked_out(self, singles: Sequence[Layout]) -> list[LayerWorks]:
-        """The works of layouts that differ in recomputation only."""
+        """The works of layouts that differ only in recomputation."""
         first, *others = singles
         plan = plan_layout(self.chain.graph, first, world_size=first.num_ranks, cluster=self.cluster, ask=self._ask)
         plans = [plan, *(recomputing(plan, self.chain.graph, other.recompute) for other in others)]
@@ -267,8 +270,8 @@ class LayerPrices:
         )
 
     def _with_codecs(self, works: LayerWorks) -> LayerWorks:
-        """The works with the best codecs for the sums of gradients of single layers. They depend on dp, so that
-        layouts that share prices do not share them."""
+        """The works, with the best codecs for the sums of gradients of single layers. The codecs depend on dp, so
+        layouts that share prices cannot share them."""
         if self.codecs is None:
             return works
         if works not in self._coded:
@@ -280,9 +283,10 @@ class LayerPrices:
     def seconds(
         self, works: LayerWorks, kinds: Sequence[str], *, hidden: bool = True, sums: bool = True
     ) -> list[float]:
-        """The seconds of each priced layer in actions of ``kinds``, one of each. Without ``hidden``, a lower bound:
-        neither collectives that other kernels may hide count, nor waits for the host, because the layers of a stage
-        wait less together. Without ``sums``, sums of gradients do not count."""
+        """For each priced layer, the seconds of the given ``kinds`` of actions, each run once. With ``hidden=False``,
+        the result is a lower bound: collectives that other kernels may hide do not count. Waits for the host do not
+        count either, because the layers of a stage wait less together. With ``sums=False``, sums of gradients do not
+        count."""
         found = []
         for work in works.works:
             pieces = [piece for kind in kinds for piece in work.pieces.get(kind, ())]
@@ -295,14 +299,14 @@ class LayerPrices:
 
 
 def _gradient_bytes(graph: Graph) -> int:
-    """The bytes of an element of the model's gradients; of several dtypes, the most."""
+    """The bytes per element of the model's gradients. If there are several dtypes, the largest."""
     names = (entry.gradient for entry in graph.gradients if entry.gradient is not None)
     return max((ITEM_BYTES[graph.tensors[name].dtype] for name in names), default=4)
 
 
 def _shares_price(layout: Layout) -> bool:
-    """Whether only the size of a rank's micro-batch matters, not how many ranks and micro-batches divide the batch. If
-    the step has one micro-batch, gradients are not accumulated."""
+    """Whether only the size of a rank's micro-batch matters for the price, not the numbers of ranks and micro-batches.
+    This is false for steps with one micro-batch, because their gradients are not accumulated."""
     return layout.microbatches > 1 and not layout.zero and not layout.mixed
 
 

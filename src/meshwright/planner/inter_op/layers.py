@@ -1,6 +1,6 @@
-"""Group a chain of operators into layers, the pieces from which stages are made.
+"""Group a chain of operators into layers. Stages are made from layers.
 
-Stages are cut between layers only, so fewer layers make the search for stages faster. The goal is that of Alpa's
+Stages are cut only between layers, so fewer layers make the search for stages faster. The goal is that of Alpa's
 operator clustering (Zheng et al., OSDI 2022, section 5.2): little communication between layers of similar work.
 """
 
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 TOLERANCE = 0.5
 """Fraction by which the work of a layer may exceed the mean work of a layer."""
 RELAXED = 1.25
-"""Factor by which the bound on a layer's work rises as long as no layers stay within the bound."""
+"""Factor by which the limit on a layer's work is raised, until layers within the limit exist."""
 
 
 def group_layers(
     work: Sequence[float], crossing: Sequence[float], count: int, tolerance: float = TOLERANCE
 ) -> tuple[int, ...]:
-    """Group operators into at most ``count`` layers. Return the number of the first operator of each layer except the
-    first.
+    """Group operators into at most ``count`` layers. Return the index of the first operator of each layer except the
+    first layer.
 
-    The work of a layer is at most (1 + ``tolerance``) times the mean work of a layer. If no layers stay within this
-    bound, the bound rises. This happens, for example, if an inseparable piece of the chain has more work. The size of a
-    border between two layers is the bytes that cross it. Within the bound, the chosen layers have the smallest largest
-    border, then the smallest sum of borders, then the most even work.
+    The work of a layer is at most (1 + ``tolerance``) times the mean work of a layer. If this is impossible, for
+    example because an inseparable piece of the chain has more work, the limit is raised. The size of a border between
+    two layers is the bytes that cross it. Within the bound, the chosen layers have the smallest largest border, then
+    the smallest sum of borders, then the most even work.
 
     Args:
         work: the FLOPs or seconds of each operator.
@@ -54,8 +54,8 @@ def group_layers(
 
 
 def _fewest(before: NDArray[np.float64], positions: Sequence[int], bound: float) -> float:
-    """The least number of layers of at most ``bound`` work, with borders at ``positions``; infinite if there are no
-    such layers."""
+    """The smallest number of layers with at most ``bound`` work each, with borders at ``positions``; infinite if this
+    is impossible."""
     ends = np.array([*positions, len(before) - 1])
     number, start = 0, 0
     while start < len(before) - 1:
@@ -69,7 +69,8 @@ def _fewest(before: NDArray[np.float64], positions: Sequence[int], bound: float)
 def _least_crossing(
     before: NDArray[np.float64], crossing: NDArray[np.float64], borders: NDArray[np.int64], count: int, bound: float
 ) -> tuple[int, ...]:
-    """The ``count`` layers with the least sum of ``crossing``, and the least sum of squared work among these."""
+    """The ``count`` layers with the smallest sum of ``crossing``. If several divisions have this sum, the smallest sum
+    of squared work decides."""
     work = before[borders]
     paid = np.concatenate([[0.0], crossing, [0.0]])
     least = np.full(len(borders), inf)

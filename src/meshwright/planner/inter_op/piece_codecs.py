@@ -1,4 +1,4 @@
-"""The codecs that a search may give to the sums of gradients that it prices."""
+"""Chooses codecs for the sums of gradients that a search prices."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,10 +23,11 @@ from meshwright.planner.codecs import BucketCodecs, exact_codecs
 
 
 class PieceCodecs:
-    """Finds the codec, or none, that carries a sum of gradients in the least time.
+    """Finds the codec, or no codec, with which a sum of gradients takes the least time.
 
-    ``item_bytes`` is the size of a gradient's element. No bucket is summed faster, because ``bucket_size.fit_buckets``
-    chooses among the same codecs. Factors of dense layers (``factor_choice``) are not considered.
+    ``item_bytes`` is the size of a gradient's element. In the final plan, no bucket is summed faster than this, because
+    ``bucket_size.fit_buckets`` chooses among the same codecs. Factors of dense layers (``factor_choice``) are not
+    considered.
     """
 
     def __init__(self, cluster: Cluster, item_bytes: int) -> None:
@@ -35,8 +36,8 @@ class PieceCodecs:
         self._known: dict[tuple[Mesh, str, str, int], CodedElements | None] = {}
 
     def best(self, piece: Piece, mesh: Mesh) -> Piece:
-        """The piece, coded so that it takes the least time. Pieces that are no sums of gradients over data-parallel
-        ranks, or that ranks of one box sum, stay as they are."""
+        """The piece with the codec that makes it fastest. A piece stays unchanged unless it sums gradients over
+        data-parallel ranks in different boxes."""
         if not is_reduction(piece):
             return piece
         key = mesh, piece.axis, piece.collective, piece.bytes
@@ -45,8 +46,8 @@ class PieceCodecs:
         return msgspec.structs.replace(piece, coding=self._known[key])
 
     def least_s(self, layers: Sequence[StageWork], mesh: Mesh) -> float:
-        """A lower bound on the seconds of the sums of gradients of layers: those of one bucket of all gradients,
-        because the time of a collective grows no faster than its bytes."""
+        """A lower bound on the seconds of the layers' sums of gradients: the time of one bucket with all gradients. It
+        is a bound because the time of a collective grows at most in proportion to its bytes."""
         whole: Counter[tuple[CollectiveKind, str]] = Counter()
         for work in layers:
             for piece in filter(is_reduction, (*chain.from_iterable(work.pieces.values()), *work.after)):

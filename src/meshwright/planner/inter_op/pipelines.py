@@ -1,4 +1,5 @@
-"""Make the stages of a layout from the work of layers: the cut, the recomputation of each stage, time and memory."""
+"""Make the stages of a layout from the work of layers: the cut, the recomputation of each stage, the time and the
+memory."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -8,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.closed_form import Predicted, pieces_s, predict_steps
-from meshwright.cost.occupancy import RankMemory, peak_memory
+from meshwright.cost.occupancy import peak_memory
 from meshwright.cost.work import Compute, StepWork
 from meshwright.errors import LayoutError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
-from meshwright.ir.layout_text import layout_text
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.inter_op.assemble import Known, assemble, is_sum
 from meshwright.planner.inter_op.balance import balanced
 from meshwright.planner.inter_op.layer_work import LayerPrices
+from meshwright.planner.inter_op.option import Option
 from meshwright.planner.inter_op.piece_codecs import is_reduction
 from meshwright.planner.inter_op.rounds import fill_of, filled_s, passes, periods, simulated_s, spans
 from meshwright.planner.inter_op.stage_prices import AssignedStage, StagePrices, Submesh
@@ -27,41 +28,14 @@ from meshwright.planner.inter_op.stages import assign_stages
 from meshwright.planner.inter_op.works import LayerWorks, divided_state
 
 LEAST = 0.7
-"""Smallest fraction of its time that a micro-batch takes if gradients are not accumulated. It is assumed: adding up
-gradients moves three times their bytes, beside kernels that move as many bytes of weights at least twice."""
+"""If gradients are not accumulated, a micro-batch takes at least this fraction of its time. This is an assumption:
+adding up gradients moves three times their bytes, while other kernels move the same number of bytes of weights at least
+twice."""
 MANY = 10**6
-"""A number of micro-batches with which filling a pipeline takes no time."""
+"""A number of micro-batches that is so large that the time to fill a pipeline is negligible."""
 ALIKE = 0.02
-"""Relative accuracy of predicted step times. Of all layouts that are slower than the fastest by at most this fraction,
-the planner takes the simplest."""
-
-
-class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout with its stages, its costs, and the memory of the rank that needs the most memory.
-
-    ``firsts`` are the first operators of all stages except the first stage. ``recompute`` has the kind of recomputation
-    of each stage. ``step_s`` is the estimate by which options are compared.
-    """
-
-    layout: Layout
-    firsts: tuple[str, ...]
-    recompute: tuple[Recompute, ...]
-    work: StepWork
-    predicted: Predicted
-    step_s: float
-    memory: RankMemory
-    memory_bytes: float | None = None
-    """The memory limit that the integer program had to respect while it chose the strategies; None: it had none."""
-
-    @property
-    def name(self) -> str:
-        """The layout as text."""
-        return layout_text(self.layout)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory of the rank that needs the most memory."""
-        return self.memory.peak_bytes
+"""Relative accuracy of predicted step times. If several layouts are slower than the fastest by at most this fraction,
+the planner takes the simplest of them."""
 
 
 class Pipelines:
@@ -81,12 +55,11 @@ class Pipelines:
         self._times: dict[object, tuple[Predicted, float]] = {}
 
     def bound_s(self, layout: Layout) -> float:
-        """A lower bound on the seconds of a step of ``layout`` in the closed form, whatever its recomputation.
+        """A lower bound on the seconds of a step of ``layout``, by closed forms, for any recomputation.
 
-        It is the largest of three: the mean work of a rank; the work of the slowest stage in the best cut; and the
-        time of a pipeline whose stages do not begin before the first micro-batch has come (``filled_s``). If the
-        layout is not priced yet, its work follows from that of larger micro-batches, as if smaller ones were as
-        efficient.
+        It is the largest of three times: the mean work of a rank; the slowest stage in the best cut; and a pipeline
+        whose stages start only when their first micro-batch arrives (``filled_s``). If the layout is not priced yet,
+        its work is estimated from larger micro-batches, as if smaller micro-batches had the same efficiency.
 
         Raises:
             LayoutError: the model has too few layers, or the layout does not fit the model.
@@ -96,7 +69,7 @@ class Pipelines:
         works, factor = self._bounding(layout)
         total = float(self._least_seconds(layout, works).sum()) * factor
         sums_s, update_s = self.once_s(works)
-        if self.prices.codecs is not None:  # sums over other numbers of ranks say nothing
+        if self.prices.codecs is not None:  # sums over another number of ranks allow no conclusion
             sums_s = self._least_sums_s(works) if self.prices.knows(layout) else 0.0
         once_s = update_s / layout.dp + (0.0 if self._overlaps or layout.dp == 1 else sums_s)
         busy_s = (layout.microbatches * total + once_s * LEAST) / layout.pp
@@ -105,7 +78,8 @@ class Pipelines:
 
     def _least_seconds(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
         """[i]: a lower bound on the seconds of layer i for one micro-batch. If sums of gradients may have codecs, the
-        sums are left out (``_least_sums_s``): a bucket of several layers takes less time than one of each layer."""
+        sums are left out (see ``_least_sums_s``), because a joint bucket of several layers takes less time than
+        separate buckets."""
         sums = self.prices.codecs is None
         seconds = self.prices.seconds(works, passes(layout), hidden=not self._overlaps, sums=sums)
         return np.array(seconds)[self.chain.numbers]
@@ -119,17 +93,18 @@ class Pipelines:
         return self._least_sums[works]
 
     def _bounding(self, layout: Layout) -> tuple[LayerWorks, float]:
-        """The works from which a bound follows, and a factor on them."""
+        """The works from which a bound is computed, and a factor for them."""
         if self.prices.knows(layout):
             return self.prices.of(layout), 1.0
         try:
             works, part = self.prices.larger(layout)
-        except (LayoutError, PlanError):  # a model that several micro-batches would change
+        except (LayoutError, PlanError):  # the model would change with several micro-batches
             return self.prices.of(layout), 1.0
         return works, part if layout.microbatches > 1 or part == 1.0 else part * LEAST
 
     def once_s(self, works: LayerWorks) -> tuple[float, float]:
-        """The seconds of all layers once a step: of the sums of gradients, and of the update of parameters."""
+        """The seconds of all layers for work that is done once per step: the sums of gradients, and the update of
+        parameters."""
         if works not in self._once:
             every = self.chain.priced([range(len(self.chain.layers))])
             (stage,) = assemble(
@@ -142,12 +117,13 @@ class Pipelines:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether collectives run beside kernels."""
+        """Whether collectives overlap with kernels."""
         return self.cluster.device.kind != "cpu"
 
     def option(self, layout: Layout, kinds: Sequence[Recompute]) -> Option:
-        """The option of ``layout`` with the fastest stages that fit in memory; every stage has the kind of
-        recomputation that is fastest for it. If no stages fit, those of the last kind that would be fastest.
+        """The option of ``layout`` with the fastest stages that fit in memory. Each stage has the kind of recomputation
+        that is fastest for it. If no stages fit, the result has the last kind of recomputation, with the stages that
+        would be fastest.
 
         Raises:
             LayoutError: the model has too few layers, or the layout does not fit the model.
@@ -157,13 +133,23 @@ class Pipelines:
         self._check(layout)
         return self._best(layout, self._of_kinds(layout, kinds))
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether stages that recompute may keep some blocks."""
+        return "none" in self.kinds
+
+    def without_recomputation(self, option: Option) -> Option:
+        """The option with the same stages, of which none recomputes, whether it fits in memory or not."""
+        layout, stages = msgspec.structs.replace(option.layout, recompute="none"), self.chain.stages_of(option.firsts)
+        return self._made(layout, stages, [("none", self.prices.of(layout))] * len(stages))
+
     def _of_kinds(self, layout: Layout, kinds: Sequence[Recompute]) -> dict[Recompute, LayerWorks]:
         works = self.prices.each([msgspec.structs.replace(layout, recompute=kind) for kind in kinds])
         return dict(zip(kinds, works, strict=True))
 
     def ideal(self, layout: Layout) -> Option:
-        """The option of ``layout`` as if ZeRO only saved memory: it divides what ranks hold, and takes no time. No real
-        option needs less memory or recomputes less. It needs no prices of layouts with ZeRO.
+        """The option of ``layout`` under ideal ZeRO, which divides the state of ranks without taking time. No real
+        option needs less memory or recomputes less. This needs no prices of layouts with ZeRO.
 
         Raises: the errors of ``option``.
         """
@@ -174,19 +160,19 @@ class Pipelines:
             variants = self._of_kinds(plain, kinds).items()
             return self._best(layout, {kind: self.divided(works, layout) for kind, works in variants})
 
-        option = best(self.kinds[:1])  # nothing is faster than the least recomputation
+        option = best(self.kinds[:1])  # no other kind is faster than the least recomputation
         return option if option.peak_bytes <= self.limit_bytes else best(self.kinds)
 
     def divided(self, works: LayerWorks, layout: Layout) -> LayerWorks:
-        """The works of a layout without ZeRO, with the parts of the state that ZeRO leaves on a rank."""
-        once = layout.microbatches == 1  # each gradient is reduced at once, and only a part of it is kept
+        """The works of a layout without ZeRO, in which ranks hold only the parts of the state that ZeRO leaves them."""
+        once = layout.microbatches == 1  # each gradient is reduced immediately, and a rank keeps only its part
         key = works, layout.zero, layout.dp, once
         if layout.zero and key not in self._parts:
             self._parts[key] = divided_state(works, layout.dp, layout.zero, once=once)
         return self._parts[key] if layout.zero else works
 
     def _best(self, layout: Layout, variants: Mapping[Recompute, LayerWorks]) -> Option:
-        """The option with the fastest stages, each of one of the variants."""
+        """The option with the fastest stages. Each stage uses one of the variants."""
         kinds, num_stages = tuple(variants), layout.pp * layout.chunks
         if num_stages == 1:
             stages = [range(len(self.chain.layers))]
@@ -200,7 +186,7 @@ class Pipelines:
             assert fastest is not None, "layers can always be cut where memory does not matter"
             return self._made(layout, _ranges(fastest), [(last, variants[last])] * num_stages)
         chosen = [(kinds[stage.variant], variants[kinds[stage.variant]]) for stage in assigned]
-        if layout.chunks > 1:  # the program made the slowest stage fast, not the rank with the most work
+        if layout.chunks > 1:  # the dynamic program minimizes the slowest stage, not the rank with the most work
             ranks = [layout.pipeline.rank_of(stage) for stage in range(num_stages)]
             busy_of = {works: self.busy_s(layout, works) for works in {works for _, works in chosen}}
             busy = [busy_of[works] for _, works in chosen]
@@ -210,9 +196,9 @@ class Pipelines:
         return self._made(layout, _ranges(assigned), chosen)
 
     def uneven(self, option: Option, others: Mapping[tuple[int, int], LayerWorks]) -> Option | None:
-        """The option in which each stage has the sizes of dp and tp that are fastest for it. ``others`` maps sizes of
-        dp and tp to the layer works. None if all stages have equal sizes, or if these stages are not faster than those
-        of ``option`` by more than ``ALIKE``, because moving values between unlike stages takes time, too."""
+        """The option in which each stage has its fastest sizes of dp and tp. ``others`` maps sizes of dp and tp to the
+        layer works. None if all stages have equal sizes. Also None if the result is not faster than ``option`` by more
+        than ``ALIKE``, because moving values between unequal stages takes time too."""
         sizes, layout = list(others), msgspec.structs.replace(option.layout, recompute=self.kinds[0])
         assigned = self._assigned(layout, list(others.values()), self.limit_bytes)
         if assigned is None or len({stage.variant for stage in assigned}) == 1:
@@ -248,8 +234,8 @@ class Pipelines:
             )
 
     def _slowest_s(self, layout: Layout, works: LayerWorks) -> float:
-        """The least seconds of the slowest stage for one micro-batch, if memory does not matter and messages take no
-        time."""
+        """The smallest possible time of the slowest stage for one micro-batch, in seconds, if memory is unlimited and
+        messages take no time."""
         if layout.pp == 1:
             return 0.0
         key = (works, layout.pp, layout.chunks, passes(layout))
@@ -263,7 +249,8 @@ class Pipelines:
     def _assigned(
         self, layout: Layout, variants: Sequence[LayerWorks], limit_bytes: float
     ) -> tuple[AssignedStage, ...] | None:
-        """The stages of the shortest pipeline within the limit; ``variants`` are the ways in which a stage may run."""
+        """The stages of the shortest pipeline within the limit. ``variants`` are the possible works of a stage, which
+        differ in recomputation."""
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         shape = (count, count, 1, len(variants))
         seconds, most_after = np.full(shape, inf), np.full(shape, -1, dtype=np.int64)
@@ -278,11 +265,11 @@ class Pipelines:
         return found.stages if found is not None else None
 
     def busy_s(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
-        """[i, j]: the seconds of a step in which a stage of layers i to j is busy."""
+        """[i, j]: the busy time per step, in seconds, of a stage with layers i to j."""
         return layout.microbatches * self._stage_seconds(layout, works) + self.stage_once_s(works)
 
     def _stage_seconds(self, layout: Layout, works: LayerWorks) -> NDArray[np.float64]:
-        """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
+        """[i, j]: the seconds of layers i to j for one micro-batch, including messages to neighbouring stages."""
         stages = [works.works[number] for number in self.chain.numbers]
         sent = [stage.sent_up_bytes for stage in stages], [stage.sent_down_bytes for stage in stages]
         return self.stage_seconds(works, passes(layout), *sent, layout.num_ranks // layout.pp)
@@ -291,9 +278,9 @@ class Pipelines:
         self, works: LayerWorks, kinds: Sequence[str], up_bytes: Sequence[float], down_bytes: Sequence[float],
         num_ranks: int,
     ) -> NDArray[np.float64]:  # fmt: skip
-        """[i, j]: the seconds of layers i to j in actions of ``kinds``, with their messages. ``up_bytes`` and
-        ``down_bytes`` are what a rank of a stage sends to the next and to the previous stage if the stage ends, or
-        begins, with a layer. A stage has ``num_ranks`` ranks."""
+        """[i, j]: the seconds of layers i to j in actions of ``kinds``, including messages. ``up_bytes`` has, for each
+        layer, the bytes that a rank sends to the next stage if the stage ends with this layer. ``down_bytes`` has the
+        bytes for the previous stage if the stage begins with this layer. A stage has ``num_ranks`` ranks."""
         network = self.prices.network  # without bytes, there is no message
         known = {size: network.send_s(size, num_ranks) if size else 0.0 for size in {*up_bytes, *down_bytes}}
         up, down = (np.array([known[size] for size in sizes]) for sizes in (up_bytes, down_bytes))
@@ -303,8 +290,8 @@ class Pipelines:
         return seconds
 
     def stage_once_s(self, works: LayerWorks) -> NDArray[np.float64]:
-        """[i, j]: the seconds that layers i to j take once a step, to sum gradients and to update parameters. Where
-        collectives run beside kernels, only the update counts."""
+        """[i, j]: the seconds per step of layers i to j for summing gradients and updating parameters. Where
+        collectives overlap with kernels, only the update counts."""
         each = []
         for stage in works.works:
             updates = [piece for piece in stage.after if isinstance(piece, Compute)]
@@ -314,8 +301,8 @@ class Pipelines:
         return spans(np.array(each)[self.chain.numbers])
 
     def most_after(self, layout: Layout, works: LayerWorks, limit_bytes: float) -> NDArray[np.int64]:
-        """[i, j]: the largest number of stages that may follow a stage of layers i to j within the limit; -1: the stage
-        does not fit."""
+        """[i, j]: the largest number of stages that may follow a stage of layers i to j within the memory limit; -1:
+        the stage itself does not fit."""
         num_stages, count = layout.pp * layout.chunks, len(self.chain.layers)
         if limit_bytes == inf or layout.chunks > 1:  # ``peak_memory`` checks the memory of several chunks
             return np.full((count, count), num_stages, dtype=np.int64)
@@ -336,7 +323,7 @@ class Pipelines:
             ahead = np.maximum.accumulate(prologue[first:]) + np.maximum.accumulate(inputs[first:])
             room = limit_bytes + 1 - np.cumsum(own[first:]) - ahead  # 1: ``peak_memory`` rounds to whole bytes
             kept = np.cumsum(saved[first:])
-            if layout.microbatches == 1:  # gradients live to the end of the step, and are not among the held bytes
+            if layout.microbatches == 1:  # gradients live until the end of the step, and are not counted as held bytes
                 peaks, peak = [], 0.0
                 for last in range(first, count):
                     peak = trained[last] + max(peak, kept[last - first] + workspace[last])
@@ -364,7 +351,7 @@ class Pipelines:
             accumulates=layout.microbatches > 1, known=self._joined, codecs=self.prices.codecs,
         )  # fmt: skip
         named = msgspec.structs.replace(layout, recompute=strongest)
-        # Variants with equal work differ in memory only (``ideal``).
+        # Variants with equal work differ only in memory (see ``ideal``).
         same = msgspec.structs.replace(layout, zero=0, recompute="none", offload="none")
         key = msgspec.json.encode(same), tuple(map(tuple, stages)), tuple(id(works.works) for _, works in chosen)
         if key not in self._times:
@@ -381,9 +368,10 @@ class Pipelines:
         )
 
     def _timed(self, layout: Layout, work: StepWork) -> tuple[Predicted, float]:
-        """The closed form of a step, and the estimate by which options are compared."""
+        """The closed form of a step, and the estimate that compares options."""
         predicted = self.predicted(layout, work, self.cluster)
-        # One stage has few actions; ranks of unlike stages wait for each other in ways that the closed form leaves out.
+        # A single stage has few actions. Ranks of unequal stages wait for each other in ways that the closed form
+        # ignores.
         simulates = layout.pp == 1 or bool(layout.stage_sizes)
         return predicted, self._simulated_s(layout, work) if simulates else predicted.step_s
 

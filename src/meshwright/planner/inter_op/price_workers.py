@@ -18,31 +18,31 @@ from meshwright.planner.intra_op.assign import Chosen
 MOST_WORKERS = 8
 """Largest number of processes that price layouts."""
 LONGEST_S = 60.0
-"""Longest time that a worker may take for a layout. A worker that takes longer is given up."""
+"""The longest time that a worker may take for a layout, in seconds. A worker that takes longer is stopped."""
 
 Group = list[tuple[bytes, Layout]]
 """Layouts that are priced together, because they differ in recomputation only, each with its key."""
 Price = Callable[[Sequence[Layout]], list[bytes]]
 Solved = dict[tuple[object, ...], Chosen]
-"""Solutions of the integer program, by everything that they depend on (``Ask.known``)."""
+"""Maps all data that a solution of the integer program depends on to the solution (``Ask.known``)."""
 
 
 def num_workers() -> int:
-    """The number of processes that can run beside this one. 0 where processes cannot be forked safely."""
+    """The number of processes that can run in addition to this process. 0 if processes cannot be forked safely."""
     if sys.platform != "linux" or multiprocessing.current_process().daemon:
         return 0
     return min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)
 
 
 class PriceWorkers:
-    """Forks of this process, which price layouts.
+    """Forked copies of this process, which price layouts.
 
-    A fork shares the memory of the model, so that a request is only a group of layouts. The answer is the result of
-    ``price``, a text of bytes for each. A worker answers with no texts if ``price`` raises an error. The caller then
-    calls ``price`` itself and gets the same error, so that results never depend on workers.
+    A fork shares the memory of the model, so a request consists only of a group of layouts. The answer has the bytes
+    that ``price`` returns for each layout. If ``price`` raises an error, the answer is empty. The caller then calls
+    ``price`` itself and gets the same error, so that results never depend on workers.
 
-    ``price`` plans with ``ask``. Each request and each answer tells the other process the solutions of integer programs
-    that it was not told yet, so that few programs are solved in several processes.
+    ``price`` plans with ``ask``. With each request and answer, the processes exchange solutions of integer programs
+    that are new to the other, so that few programs are solved twice.
     """
 
     def __init__(self, price: Price, number: int, ask: Ask) -> None:
@@ -64,15 +64,15 @@ class PriceWorkers:
             Thread(target=self._ask, args=(connection,), daemon=True).start()
 
     def want(self, groups: Sequence[Group]) -> None:
-        """Ask for the prices of these layouts, in this order. They replace layouts that were wanted before and that no
-        worker has begun with."""
+        """Request the prices of these layouts, in this order. They replace earlier requests that no worker has started
+        yet."""
         with self._changed:
             rest = [[(key, layout) for key, layout in group if key not in self._begun] for group in groups]
             self._wanted = {key: group for group in rest for key, _ in group}
             self._changed.notify_all()
 
     def claim(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys of those layouts that no worker has begun with. No worker will begin with them."""
+        """The keys of the layouts that no worker has started. After this call, no worker will start them."""
         with self._changed:
             for key in keys:
                 self._drop(key)
@@ -80,12 +80,12 @@ class PriceWorkers:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are layouts that no worker has begun with."""
+        """Whether there are layouts that no worker has started."""
         return bool(self._wanted)
 
     def meanwhile(self, key: bytes) -> Group | None:
-        """The next wanted layouts, which then the caller has to price; None if no worker is still busy with the layout
-        of ``key``, or if no other layouts are wanted."""
+        """The next requested layouts, which the caller must now price itself. None if no worker is busy with the layout
+        of ``key``, or if there are no other requests."""
         with self._changed:
             begun = self._begun.get(key)
             if begun is None or begun.done() or not self._wanted:
@@ -93,14 +93,15 @@ class PriceWorkers:
             return self._drop(next(iter(self._wanted)))
 
     def take(self, key: bytes) -> bytes:
-        """The answer of a worker that has begun with a layout. No bytes if no worker has begun, or it has failed."""
+        """The answer of the worker that has started a layout. Empty if no worker has started it, or the worker has
+        failed."""
         with self._changed:
             self._drop(key)
             begun = self._begun.pop(key, None)
         return begun.result().get(key, b"") if begun is not None else b""
 
     def _drop(self, key: bytes) -> Group:
-        """Take the group of a key from the wanted groups."""
+        """Remove the group of a key from the requested groups, and return it."""
         group = self._wanted.get(key, [])
         for member, _ in group:
             del self._wanted[member]
@@ -116,7 +117,7 @@ class PriceWorkers:
             process.join()
 
     def _ask(self, worker: Connection) -> None:
-        """The thread of a worker: sends wanted layouts, and waits for answers."""
+        """The thread for a worker: it sends requested layouts and waits for answers."""
         told = set(self._plans_with.known)
         while True:
             with self._changed:
@@ -138,23 +139,23 @@ class PriceWorkers:
 
 
 def _news(ask: Ask, told: set[tuple[object, ...]]) -> Solved:
-    """The solutions that the other process was not told yet, without their problems."""
+    """The solutions that are new to the other process, without their problems."""
     news = {key: chosen.alone() for key, chosen in list((ask.learned | ask.known).items()) if key not in told}
     told.update(news)
     return news
 
 
 def _learn(news: Solved, ask: Ask, told: set[tuple[object, ...]]) -> None:
-    """Add the solutions of the other process."""
+    """Add the solutions that the other process sent."""
     told.update(news)
     ask.learned.update(news)
 
 
 def _serve(price: Price, requests: Connection, others: Sequence[Connection], ask: Ask) -> None:
     """Price layouts until the other end of the connection is closed."""
-    for connection in others:  # or this process would keep the connections of its siblings open
+    for connection in others:  # otherwise this process would keep the connections of its siblings open
         connection.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which then ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the caller, which then ends its workers
     gc.freeze()
     gc.enable()
     layouts: list[Layout]

@@ -1,8 +1,8 @@
-"""Cut options anew: move the borders of stages as long as the simulated step becomes shorter.
+"""Improve the cuts of options: move the borders of stages as long as the simulated step becomes shorter.
 
-The program of stages judges a cut by its slowest stage and the sum of all stages. With few micro-batches that is rough:
-which collectives hide behind kernels, and when a rank waits, follow from the order of actions. So the cuts of the
-fastest options are tried in the simulator, from the work of layers.
+The dynamic program of stages judges a cut by its slowest stage and by the sum of all stages. With few micro-batches,
+this is inaccurate: the order of actions decides which collectives are hidden and when a rank waits. So the simulator
+tries other cuts of the fastest options, with the work of layers.
 """
 
 import itertools
@@ -14,28 +14,29 @@ import msgspec
 from meshwright.cost.occupancy import peak_memory
 from meshwright.ir.cluster import Cluster
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import periods, simulated_s
 from meshwright.planner.inter_op.works import LayerWorks
 
 NEAR, MOST_SIMULATED, MOST_CUT = 1.1, 12, 3
-"""At most ``MOST_SIMULATED`` options are simulated: those that take at most ``NEAR`` times as long as the fastest. Of
-these, the ``MOST_CUT`` fastest are cut anew."""
+"""At most ``MOST_SIMULATED`` options are simulated. They take at most ``NEAR`` times as long as the fastest option. The
+cuts of the ``MOST_CUT`` fastest options are improved."""
 MOST_PASSES = 16
-"""Largest number of stages times micro-batches for which cuts are simulated. With more, a step is long enough for the
-program of stages to judge it, and many simulations take long."""
+"""The largest product of stages and micro-batches for which cuts are simulated. Beyond it, the dynamic program is
+accurate enough, because steps are long, and many simulations would take long."""
 FAR = (1, 2, 4)
-"""Numbers of layers by which a border is moved."""
+"""The numbers of layers by which a border is moved."""
 MOST_TRIED = 8
-"""Number of cuts that are simulated before a border is moved: those that the closed form finds fastest."""
+"""The number of cuts that are simulated before a border is moved. They are the fastest cuts by the closed form."""
 LEAST_GAIN = 1e-3
-"""Smallest relative gain for which a border is moved."""
+"""The smallest relative gain for which a border is moved."""
 
 
 @dataclass(frozen=True)
 class Recut:
-    """Cuts an option anew. ``works`` has the work of the layers for each stage, on the devices where the stage lies;
-    ``limits`` has the memory of each pipeline rank."""
+    """Improves the cut of an option. ``works`` has, for each stage, the work of the layers on the devices of this
+    stage. ``limits`` has the memory of each pipeline rank."""
 
     pipelines: Pipelines
     cluster: Cluster
@@ -45,13 +46,11 @@ class Recut:
 
     @property
     def before(self) -> list[range]:
-        """The layers of each stage as they are."""
-        names = [layer.first for layer in self.pipelines.chain.layers]
-        firsts = [0, *map(names.index, self.option.firsts), len(names)]
-        return [range(first, end) for first, end in itertools.pairwise(firsts)]
+        """The layers of each stage before the cut is changed."""
+        return self.pipelines.chain.stages_of(self.option.firsts)
 
     def estimated(self, stages: Sequence[range]) -> Option | None:
-        """The option with these stages, with its time in closed form; None if it does not fit in memory."""
+        """The option with these stages, with its time by the closed form; None if it does not fit in memory."""
         pipelines, layout = self.pipelines, self.option.layout
         work = assemble(
             self.works, pipelines.chain.priced(stages), layout.pipeline, pipelines.prices.optimizer,
@@ -80,8 +79,8 @@ class Recut:
         return None if estimated is None else self.simulated(estimated)
 
     def best(self, stages: Sequence[range]) -> Option | None:
-        """The best option that is found from these stages on. In every round, the one move is made that makes the
-        step shortest. None if these stages do not fit in memory, and no border that moves helps."""
+        """The best option that can be reached from these stages. Each round makes the single move that shortens the
+        step the most. None if these stages do not fit in memory, and no single move makes them fit."""
         found = self.at(stages)
         while len(stages) * self.option.layout.microbatches <= MOST_PASSES:
             others = [(other, cut) for cut in moved(stages) if (other := self.estimated(cut)) is not None]
@@ -97,7 +96,9 @@ class Recut:
 
 
 def moved(stages: Sequence[range], far: Sequence[int] = FAR) -> Iterator[list[range]]:
-    """All cuts in which one border, or two neighbours together, lie some layers before or behind, such as one layer.
+    """All cuts in which one border, or two neighbouring borders together, are moved by some layers up or down.
+
+    For a distance of one layer:
 
     0 1 2 | 3 4 | 5      becomes      0 1 | 2 3 4 | 5      0 1 2 3 | 4 | 5      0 1 2 | 3 | 4 5      0 1 | 2 3 | 4 5
     """
@@ -112,19 +113,19 @@ def moved(stages: Sequence[range], far: Sequence[int] = FAR) -> Iterator[list[ra
 
 
 def recut(options: Sequence[Option], pipelines: Pipelines) -> list[Option]:
-    """The options, the fastest first, of which the fastest are simulated and have the best borders of stages that are
-    found. Options without stages are simulated already. ``options`` has the fastest first."""
-    result = {option.name: option for option in reversed(options)}  # of equal names, the fastest
-    near = [option for option in options[:MOST_SIMULATED] if option.step_s <= NEAR * options[0].step_s]
+    """The options, the fastest first. The fastest of them are simulated, with the best borders of stages that were
+    found. Options without stages are already simulated. ``options`` must begin with the fastest."""
+    result = {option.name: option for option in reversed(options)}  # if names are equal, the fastest option is kept
+    near = [option for option in options[:MOST_SIMULATED] if option.likely_s <= NEAR * options[0].likely_s]
     cuts: dict[str, Recut] = {}
     for option in near:
         layout = option.layout
         passes = layout.pp * layout.chunks * layout.microbatches
-        # The strategies of a memory limit are not those of priced layers.
+        # Strategies that were chosen under a memory limit differ from those of the priced layers.
         if layout.pp > 1 and not layout.stage_sizes and option.memory_bytes is None and passes <= MOST_PASSES:
             works = [pipelines.prices.of(msgspec.structs.replace(layout, recompute=kind)) for kind in option.recompute]
             anew = Recut(pipelines, pipelines.cluster, option, works, [pipelines.limit_bytes] * layout.pp)
             cuts[option.name], result[option.name] = anew, anew.at(anew.before) or option
-    for name in sorted(cuts, key=lambda name: result[name].step_s)[:MOST_CUT]:
+    for name in sorted(cuts, key=lambda name: result[name].likely_s)[:MOST_CUT]:
         result[name] = cuts[name].best(cuts[name].before) or result[name]
-    return sorted(result.values(), key=lambda option: option.step_s)
+    return sorted(result.values(), key=lambda option: option.likely_s)

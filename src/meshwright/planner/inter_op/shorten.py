@@ -1,6 +1,6 @@
-"""Shorten a graph: keep one of several equal blocks in a row, and note which blocks it stands for.
+"""Shorten a graph: of several equal blocks in a row, keep one, and record which blocks it stands for.
 
-Equal blocks are planned, lowered and priced once, so that the search takes as long for 1,000 layers as for 10.
+Equal blocks are planned, lowered and priced once. So the search takes the same time for 1,000 layers as for 10.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from meshwright.planner.intra_op.decisions import block_of
 
 _ADD = "aten.add.Tensor"
 DEEPEST = 2
-"""Largest depth of blocks inside of blocks that are compared."""
+"""The largest depth of nested blocks that are compared."""
 _Link = tuple[object, ...]
 
 
@@ -25,8 +25,8 @@ _Link = tuple[object, ...]
 class Shortened:
     """A graph in which one block stands for all blocks of a run (equal blocks in a row).
 
-    ``copies`` has an entry for each run: for each block that was removed, the forward operators of the kept block
-    mapped to the equal operators of the removed block. The kept block comes before the removed blocks, which are in the
+    ``copies`` has an entry for each run, with a dict for each removed block. It maps the forward operators of the kept
+    block to the equal operators of the removed block. The kept block comes before the removed blocks, which are in the
     order of the model.
     """
 
@@ -37,7 +37,7 @@ class Shortened:
 @dataclass
 class _Block:
     """A block with its operators in the order of the graph. ``key`` is equal for equal blocks. ``given`` has the
-    tensors that the block reads, in this order, without those that it makes and its own parameters and buffers."""
+    tensors that the block reads from outside, in order. Its own results, parameters and buffers are left out."""
 
     name: str
     operators: list[Operator] = field(default_factory=list)
@@ -46,14 +46,14 @@ class _Block:
 
 
 def shorten(graph: Graph) -> Shortened:
-    """Remove all blocks of a run except the first, and connect this block to what came before and after the run.
+    """Remove all blocks of a run except the first, and connect this block to the operators before and after the run.
 
     A block is a repeated module (``layers.3``) with its backward operators, and with the additions that join its
-    gradients to those of other blocks. Blocks in a row are equal if their operators are equal, and if each block reads
-    the same results of its neighbours as the other blocks do: forward, of the block before; backward, of the block
-    after. The last block may read other tensors of equal shapes instead. Other values that the blocks read are the same
-    for all. If the outermost blocks are not equal (the groups of a ResNet), the blocks inside
-    of them are compared. Graphs without such runs stay as they are.
+    gradients with those of other blocks. Blocks in a row are equal under two conditions: their operators are equal, and
+    all read the same results of their neighbours (forward: results of the previous block; backward: results of the next
+    block). As an exception, the last block may read other tensors of equal shapes. All other values that the blocks
+    read must be the same. If the outermost blocks are not equal (the groups of a ResNet), the blocks inside of them are
+    compared. Graphs without such runs stay unchanged.
     """
     for depth in range(1, DEEPEST + 1):
         index = _Index(graph, depth)
@@ -110,8 +110,8 @@ def shorten(graph: Graph) -> Shortened:
 
 
 class _Index:
-    """The blocks of a graph at a depth, by family (the starred name of a block), with the source of every value that
-    they read."""
+    """The blocks of a graph at a given depth, by family (the starred name of a block), with the source of every value
+    that they read."""
 
     def __init__(self, graph: Graph, depth: int) -> None:
         self.graph, self.depth = graph, depth
@@ -158,7 +158,7 @@ class _Index:
                 self.families[where[0]][where[1]].operators.append(operator)
 
     def _joined(self, operator: Operator) -> tuple[str, int] | None:
-        """The block of an addition outside of all blocks that joins the gradients of blocks: its first block."""
+        """For an addition outside of all blocks that joins gradients of blocks: the first of these blocks."""
         if operator.target != _ADD or not operator.backward or len(operator.inputs) < 2:
             return None
         makers = [self.producers[name].name for name in operator.inputs if name in self.producers]
@@ -168,7 +168,7 @@ class _Index:
         return min(blocks, key=lambda block: block[1])
 
     def _signature(self, family: str, number: int, operator: Operator) -> object:
-        """What must be equal in equal blocks."""
+        """The properties of an operator that must be equal in equal blocks."""
         tensors = [self.graph.tensors[name] for name in (*operator.inputs, *operator.outputs)]
         roles = tuple(self.graph.factor_classes[name].role for name in operator.classes.values())
         return (
@@ -179,7 +179,7 @@ class _Index:
         )  # fmt: skip
 
     def _source(self, family: str, number: int, name: str) -> _Link | None:
-        """Where in its own block an operator gets a tensor from; None if it is given from outside."""
+        """The source of a tensor within the operator's own block; None if the tensor comes from outside the block."""
         if name in self.results:
             return self.results[name][2:] if self.results[name][:2] == (family, number) else None
         own = self.families[family][number].name
@@ -191,8 +191,8 @@ class _Index:
     def runs(self, family: str) -> Iterator[list[_Block]]:
         """Yield the runs of two or more equal blocks that can be shortened.
 
-        The block that is kept reads results of another block, because these may lie on ranks in other ways than what
-        the first block of a model reads. If the last block is in the way, it is left out.
+        The kept block must read results of another block. The first block of a model does not, and the placement of its
+        inputs may differ. If the last block prevents this, it is left out.
         """
         for numbers in self._equal(family):
             if len(numbers) > 1 and not self._follows(family, *numbers[:2]):
@@ -202,7 +202,7 @@ class _Index:
             yield from itertools.islice((part for part in parts if len(part) > 1 and self._collapses(part)), 1)
 
     def _equal(self, family: str) -> Iterator[list[int]]:
-        """Yield the numbers of equal blocks in a row that are linked in the same way."""
+        """Yield the indices of equal blocks in a row that have the same links."""
         run: list[int] = []
         links: tuple[_Link, ...] | None = None
         for number, block in enumerate(self.families[family]):
@@ -222,8 +222,8 @@ class _Index:
         return all(self.results.get(name, ())[:2] == (family, first - 1) for name in forward)
 
     def _links(self, family: str, number: int) -> tuple[_Link, ...] | None:
-        """How block ``number`` is linked with the equal block before it, for each tensor that is given to them; None if
-        they are given different tensors that neither of them makes."""
+        """The links between block ``number`` and the previous equal block, for each tensor that they read from outside.
+        None if they read different tensors that neither of them makes."""
         before, block = self.families[family][number - 1 : number + 1]
         links: list[_Link] = []
         for earlier, later in zip(before.given, block.given, strict=True):
@@ -238,8 +238,8 @@ class _Index:
         return tuple(links)
 
     def _collapses(self, run: Sequence[_Block]) -> bool:
-        """Whether the blocks of a run run one directly after the other, and read and are read only by their neighbours,
-        so that the first block can stand for all blocks."""
+        """Whether the first block can stand for all blocks of a run: the blocks run directly one after the other, and
+        exchange values only with their neighbours."""
         places = [self.forward[op.name] for block in run for op in block.operators if op.name in self.forward]
         if sorted(places) != list(range(min(places), min(places) + len(places))) or places != sorted(places):
             return False
@@ -268,7 +268,7 @@ class _Index:
         return True
 
     def _owned(self, run: Sequence[_Block], name: str) -> bool:
-        """Whether a parameter or buffer belongs to a block that is removed."""
+        """Whether a parameter or buffer belongs to a removed block."""
         return any(name.startswith(block.name + ".") for block in run[1:])
 
     def replaced(self, run: Sequence[_Block]) -> dict[tuple[str, str], str]:
@@ -277,7 +277,7 @@ class _Index:
         replaced: dict[tuple[str, str], str] = {}
         for operator, twin in zip(first.operators, last.operators, strict=True):
             for name, end in zip(operator.inputs, twin.inputs, strict=True):
-                if name in removed:  # the backward of the next block: now that of the block after the run
+                if name in removed:  # backward of the next block, here the block after the run
                     replaced[operator.name, name] = end
         twins = {twin: kept for kept, twin in _twins(first, last)}
         inside = {operator.name for block in run for operator in block.operators}
@@ -287,7 +287,8 @@ class _Index:
         return replaced
 
     def stored(self, run: Sequence[_Block]) -> dict[str, str]:
-        """Maps a kept tensor whose memory a removed tensor owns to the owner of its memory in the shortened graph."""
+        """Maps a kept tensor, whose memory belongs to a removed tensor, to the owner of its memory in the shortened
+        graph."""
         first, last, removed = run[0], run[-1], _results(run[1:])
         tensors = self.graph.tensors
         twins = {twin: kept for kept, twin in _twins(first, last)}

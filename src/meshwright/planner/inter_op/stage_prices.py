@@ -1,4 +1,4 @@
-"""The prices of all stages that a chain of layers can be cut into, and the stages that are chosen from them."""
+"""The prices of all possible stages of a chain of layers, and the stages that are chosen from them."""
 
 from dataclasses import dataclass
 from math import inf
@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Submesh:
     """The devices of a stage. ``counts`` has the number of devices of each pool; pools at the end may be left out. A
-    pool is a group of like devices. A stage may join devices of several pools."""
+    pool is a group of equal devices. A stage may join devices of several pools."""
 
     counts: tuple[int, ...]
 
@@ -39,14 +39,14 @@ class Submesh:
 
 @dataclass(frozen=True, eq=False)
 class StagePrices:
-    """The price of every possible stage.
+    """The prices of all possible stages.
 
     ``seconds[i, j, k, c]`` is the time that layers i to j (both included) take for one micro-batch, forward and
     backward, on ``submeshes[k]`` in variant c; infinite: impossible. A variant is, for example, a logical shape of the
     submesh with a kind of recomputation. ``most_after[i, j, k, c]`` is the largest number of stages that may follow the
     stage. Memory limits this number: under 1F1B, a stage with a stages after it keeps the activations of a + 1
-    micro-batches. ``once[i, j, k, c]`` is the time that the stage takes once a step, after its last micro-batch, for
-    example to update its parameters; None: none.
+    micro-batches. ``once[i, j, k, c]`` is the time of the stage's work once per step, after its last micro-batch, such
+    as the update of parameters. None: no such work.
     """
 
     submeshes: tuple[Submesh, ...]
@@ -60,14 +60,14 @@ class StagePrices:
         return len(self.seconds)
 
     def before(self, following: int) -> Floats:
-        """The least seconds of layers i to j on submesh k with ``following`` stages after them: [i, j, k]."""
+        """The smallest seconds of layers i to j on submesh k, if ``following`` stages come after them: [i, j, k]."""
         least: Floats = np.where(self.most_after >= following, self.seconds, inf).min(axis=3)
         return least
 
 
 @dataclass(frozen=True)
 class AssignedStage:
-    """Layers ``first`` to ``last`` (both included) on submesh number ``submesh``, in variant number ``variant``. The
+    """Layers ``first`` to ``last`` (both included) on submesh number ``submesh``, in variant number ``variant``. These
     numbers are indices into the arrays of ``StagePrices``."""
 
     first: int

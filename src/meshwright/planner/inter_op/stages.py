@@ -1,7 +1,7 @@
 """Cut a chain of layers into stages and give every stage a submesh, by an exact dynamic program.
 
-The objective and the outer loop over the slowest stage are those of Alpa (Zheng et al., OSDI 2022, section 5.2). In
-addition, devices may be of several kinds, and two bounds make the search shorter without losing the optimum.
+The objective, and the outer loop over the slowest stage, are the same as in Alpa (Zheng et al., OSDI 2022, section
+5.2). In addition, devices may be of several kinds, and two bounds shorten the search without losing the optimum.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshwright.planner.inter_op.stage_prices import AssignedStage, Assignment, Floats, StagePrices, Submesh
 
 FEW_COLUMNS = 4
-"""Number of table columns that are computed one by one, each for all layers at once."""
+"""Up to this number of table columns, columns are computed separately, each for all layers at once."""
 GROWTH = 1.1
 """Factor by which the limit on a stage's seconds rises until stages are possible."""
 
@@ -29,7 +29,8 @@ def assign_stages(
     boxes: Sequence[int] = (),
     in_order: bool = False,
 ) -> Assignment | None:
-    """The stages with the least ``fill`` x (seconds of all stages) + (busy seconds of the busiest stage).
+    """Find the stages with the smallest value of ``fill`` x (seconds of all stages) + (busy seconds of the busiest
+    stage).
 
     The first term is the time to fill and drain the pipeline. ``fill`` is 1 under 1F1B, and less under schedules with
     smaller bubbles. The second term is the time of the steady state: a stage is busy for (``microbatches`` - ``fill``)
@@ -40,10 +41,11 @@ def assign_stages(
         pools: the number of devices in each pool.
         fill: above 0, and at most ``microbatches``.
         boxes: the number of devices in each box of each pool. The stages of a pool then take its devices in order, and
-            a stage lies in one box or has whole boxes. No stage joins pools. Without ``boxes``, this does not matter.
-        in_order: no stage lies in an earlier pool than a stage before it, and none joins pools.
-        prunes: leave out parts of the search in which two bounds exclude an optimum. The result is the same without the
-            bounds.
+            a stage lies in one box or has whole boxes. No stage joins pools. Without ``boxes``, the positions of stages
+            in boxes are ignored.
+        in_order: a stage never lies in an earlier pool than the stage before it, and no stage joins pools.
+        prunes: use two bounds to skip parts of the search that cannot contain the optimum. The result is the same
+            without the bounds.
 
     Returns:
         None if no stages use all devices within the memory limits.
@@ -53,14 +55,14 @@ def assign_stages(
     def value(stages: tuple[AssignedStage, ...]) -> float:
         return fill * _total(stages) + search.busiest(stages)
 
-    waits = bool(search.limits.any())  # else only the sum counts
+    waits = bool(search.limits.any())  # otherwise only the sum counts
     best = search.any_stages() if prunes and waits else search.solve(inf)
     if best is None:
         return None
     step_s, limits = value(best), search.limits
-    # Spans of limits: the first and the last limit of each, and a lower bound of its sums of seconds. The sum under a
-    # limit is a lower bound for all smaller limits. A stage of the optimum takes at most step_s for all micro-batches
-    # and what it does once: so much follows for the time that it is busy.
+    # Ranges of limits: the first and the last limit of each range, and a lower bound on the sum of seconds under these
+    # limits. The sum under a limit is a lower bound for all smaller limits. No stage of the optimum takes more than
+    # step_s for all its micro-batches and its work once per step. This limits its busy time.
     share = fill / microbatches
     most_s = (1 - share) * step_s + share * search.most_once_s
     high = search.place(most_s * (1 + 1e-12)) if prunes else search.place(search.busiest(best)) - 1
@@ -69,7 +71,7 @@ def assign_stages(
         low, high, least = spans.pop()
         if low > high or least + limits[low] >= step_s:
             continue
-        middle = high if least == 0.0 else (low + high) // 2  # at first the largest limit, for a lower bound
+        middle = high if least == 0.0 else (low + high) // 2  # first the largest limit, for a lower bound
         found = search.solve(float(limits[middle]), (step_s - float(limits[low])) / fill)
         spans.append((middle + 1, high, least))
         if found is not None:
@@ -84,11 +86,12 @@ def _total(stages: tuple[AssignedStage, ...]) -> float:
 
 
 class _Search:
-    """The dynamic program under a limit on the seconds that a stage is busy: ``steady`` x its seconds, and what it does
-    once a step.
+    """The dynamic program under a limit on the busy time of a stage: ``steady`` x its seconds, plus the seconds of its
+    work once per step.
 
-    Its tables have ``[layer, used]``: the least seconds of the layers from ``layer`` to the end, in a given number of
-    stages on ``used`` devices. ``used`` counts the devices of each pool, as one flat index."""
+    Its tables are indexed by ``[layer, used]``. An entry is the smallest time, in seconds, of all layers from ``layer``
+    on, in a given number of stages on ``used`` devices. ``used`` is a flat index that counts the devices of each
+    pool."""
 
     def __init__(
         self, prices: StagePrices, pools: tuple[int, ...], steady: float, prunes: bool, boxes: tuple[int, ...],
@@ -100,24 +103,25 @@ class _Search:
         once = np.zeros_like(prices.seconds) if prices.once is None else prices.once
         self.busy: Floats = np.where(possible, steady * np.where(possible, prices.seconds, 0.0) + once, inf)
         self.most_once_s = float(np.max(once[possible], initial=0.0))
-        # In order, the devices of all pools are one line: how many are used says which.
+        # If stages are in order, the devices of all pools form one line, and their number determines which devices are
+        # used.
         self.shape = (sum(pools) + 1,) if in_order else tuple(size + 1 for size in pools)
         self.tables = self.entries = 0
         self._before: dict[int, Floats] = {}
         self._limit = inf
         self._most = int(prices.most_after.max(initial=-1))
         self._numbers_after = np.unique(prices.most_after)
-        self._late = np.tri(prices.num_layers, k=-1, dtype=bool)[:, :, None]  # ends before it begins
-        # With one submesh, the number of stages says how many devices they use.
+        self._late = np.tri(prices.num_layers, k=-1, dtype=bool)[:, :, None]  # the stage would end before it begins
+        # With one submesh, the number of stages determines the number of used devices.
         self._alike = len(prices.submeshes) == len(pools) == 1 and not boxes and not in_order
 
     @cached_property
     def limits(self) -> Floats:
-        """All seconds that a stage may be busy, rising."""
+        """All possible busy times of a stage, in seconds, in rising order."""
         return np.unique(self.busy[np.isfinite(self.busy)])
 
     def busiest(self, stages: tuple[AssignedStage, ...]) -> float:
-        """The seconds that the busiest stage is busy."""
+        """The busy time, in seconds, of the busiest stage."""
         return max(float(self.busy[stage.first, stage.last, stage.submesh, stage.variant]) for stage in stages)
 
     def place(self, seconds: float) -> int:
@@ -126,7 +130,7 @@ class _Search:
 
     @property
     def least_limit(self) -> int:
-        """The index of the smallest limit for which the devices have enough device-seconds for all layers."""
+        """The index of the smallest limit under which the devices provide enough device-seconds for all layers."""
         return self.place(self._floor * (1 - 1e-12)) if self.prunes else 0
 
     @property
@@ -134,7 +138,7 @@ class _Search:
         return float(self._device_seconds[1][0] / sum(self.pools))
 
     def any_stages(self) -> tuple[AssignedStage, ...] | None:
-        """Some stages whose busiest stage is nearly as little busy as possible; None if there are no stages."""
+        """Stages whose busiest stage has nearly the smallest possible busy time; None if no stages exist."""
         limit, found = max(self._floor, float(self.limits[self.limits > 0][0])), None
         while found is None and limit < inf:
             limit = limit * GROWTH if limit < self.limits[-1] else inf
@@ -143,25 +147,25 @@ class _Search:
 
     @cached_property
     def _used(self) -> NDArray[np.int64]:
-        """The number of devices of all pools, by flat index."""
+        """The number of devices in all pools, for each flat index."""
         used: NDArray[np.int64] = np.sum(np.indices(self.shape), axis=0).ravel()
         return used
 
     @cached_property
     def _device_seconds(self) -> tuple[Floats, Floats]:
-        """The least device-seconds (devices x busy seconds) of the layers before each layer, and of all layers from
-        this layer on."""
+        """The smallest device-seconds (devices x busy seconds) of all layers before each layer, and of all layers from
+        each layer on."""
         devices = np.array([submesh.devices for submesh in self.prices.submeshes])
         return self._bounds((self.busy.min(axis=3) * devices).min(axis=2))
 
     @cached_property
     def _sums(self) -> Floats:
-        """The least sum of seconds of the layers before each layer."""
+        """For each layer, the smallest sum of seconds of the layers before it."""
         return self._bounds(self.prices.before(0).min(axis=2))[0]
 
     def _bounds(self, least: Floats) -> tuple[Floats, Floats]:
-        """The least sums, over all cuts into stages, of the layers before each layer and of all layers from this layer
-        on. ``least[i, j]`` is a lower bound of a stage of layers i to j."""
+        """For each layer, the smallest sum over all cuts into stages: of the layers before it, and of the layers from
+        it on. ``least[i, j]`` is a lower bound for a stage of layers i to j."""
         num = self.prices.num_layers
         ahead, behind = np.full(num + 1, inf), np.full(num + 1, inf)
         ahead[0] = behind[num] = 0.0
@@ -172,8 +176,8 @@ class _Search:
         return ahead, behind
 
     def solve(self, limit: float, most: float = inf, *, first: bool = False) -> tuple[AssignedStage, ...] | None:
-        """The stages with the least sum of seconds, each busy for at most ``limit`` seconds; None if there are none
-        with a sum of at most ``most``. ``first``: any stages, with as few stages as possible."""
+        """The stages with the smallest sum of seconds, each with a busy time of at most ``limit``. None if the sum
+        would exceed ``most``, or no stages exist. ``first``: return any stages, but as few stages as possible."""
         self.tables += 1
         self._before, self._limit = {}, limit
         if self._alike:
@@ -198,8 +202,8 @@ class _Search:
         return self._stages(tables[: chosen + 2]) if chosen >= 0 else None
 
     def _solve_alike(self, limit: float, most: float) -> tuple[AssignedStage, ...] | None:
-        """``solve`` if all stages have the same submesh. Each table then has entries in one column only, and its
-        entries lie between two layers: the parts of the table that are infinite are left out."""
+        """Like ``solve``, if all stages have the same submesh. Each table then has entries in one column only, in a
+        range of layers. The infinite parts of the table are skipped."""
         num, devices = self.prices.num_layers, self.prices.submeshes[0].devices
         count, rest = divmod(self.pools[0], devices)
         if rest or count > min(num, self._most + 1):
@@ -232,10 +236,11 @@ class _Search:
         return tuple(stages)
 
     def _windows(self, limit: float) -> NDArray[np.bool_]:
-        """[layer, used]: whether the layers from ``layer`` on, and the layers before ``layer``, can both keep the limit
-        if the former use ``used`` devices (a flat index).
+        """[layer, used]: whether the limit can hold if the layers from ``layer`` on use ``used`` devices (a flat
+        index), and the layers before ``layer`` use the other devices.
 
-        Stages that are each busy for at most ``limit`` on d devices together have at most d x ``limit`` device-seconds.
+        This follows from a sum: on d devices, stages with a busy time of at most ``limit`` provide at most d x
+        ``limit`` device-seconds.
         """
         if not self.prunes or limit == inf:
             return np.ones((self.prices.num_layers + 1, len(self._used)), dtype=bool)
@@ -245,7 +250,7 @@ class _Search:
         return kept
 
     def _extended(self, table: Floats, following: int, windows: NDArray[np.bool_]) -> Floats:
-        """The table with one more stage in front of ``following`` stages."""
+        """The table for one more stage, which is placed before ``following`` stages."""
         seconds = self._seconds(following)
         result = np.full_like(table, inf)
         reached = np.asarray(np.isfinite(table).any(axis=1) | (not self.prunes))
@@ -273,7 +278,7 @@ class _Search:
     def _extend_columns(
         self, result: Floats, seconds: Floats, shifted: Floats, columns: NDArray[np.int64], windows: NDArray[np.bool_]
     ) -> None:
-        """Extend a table that has entries for few numbers of used devices (``columns``): all layers at once."""
+        """Extend a table with entries for few numbers of used devices (``columns``), for all layers at once."""
         for column in columns:
             inside, rest = np.flatnonzero(windows[:-1, column]), shifted[1:, column]
             costs = seconds[inside]
@@ -282,8 +287,8 @@ class _Search:
             result[inside, column] = np.minimum(result[inside, column], least)
 
     def _seconds(self, following: int) -> Floats:
-        """[i, j, k]: the least seconds of a stage that keeps the limit and has ``following`` stages after it."""
-        place = int(np.searchsorted(self._numbers_after, following))  # equal places: equally many stages are possible
+        """[i, j, k]: the smallest seconds of a stage within the limit that has ``following`` stages after it."""
+        place = int(np.searchsorted(self._numbers_after, following))  # equal index: as many stages are possible
         if place not in self._before:
             prices, least = self.prices, np.full(self.prices.seconds.shape[:3], inf)
             for variant in range(prices.seconds.shape[3]):
@@ -300,8 +305,8 @@ class _Search:
         return AssignedStage(first, last, submesh, variant, float(self.prices.seconds[(*cell, variant)]))
 
     def _shifted(self, table: Floats, submesh: Submesh) -> Floats | None:
-        """The table of the later stages, indexed by the devices that the later stages and ``submesh`` use together.
-        None if a pool is too small for ``submesh``."""
+        """The table of the later stages, indexed by the devices that these stages and ``submesh`` use together. None if
+        a pool is too small for ``submesh``."""
         if any(count > size for count, size in zip(submesh.counts, self.pools, strict=False)):
             return None
         whole = table.reshape(len(table), *self.shape)
@@ -319,8 +324,8 @@ class _Search:
         return (submesh.devices,) if self.in_order else submesh.counts
 
     def _allowed(self, submesh: Submesh) -> NDArray[np.bool_]:
-        """For each number of used devices of each pool, whether a stage on ``submesh`` and the stages after it may use
-        them: the stage begins at the first of these devices of its pool."""
+        """For each number of used devices of each pool, whether a stage on ``submesh`` and the later stages may use
+        them together. The stage begins at the first of these devices in its pool."""
         allowed = np.ones(self.shape, dtype=bool)
         if not self.boxes and not self.in_order:
             return allowed

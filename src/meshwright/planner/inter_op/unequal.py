@@ -1,8 +1,8 @@
-"""Pipelines whose stages have different numbers of ranks, on one kind of devices or on several.
+"""Pipelines whose stages have different numbers of ranks, on one or several kinds of devices.
 
-Devices of a kind are a pool of neighbouring ranks. The layers are priced once for each pool. The dynamic program of
-``stages`` then gives every stage its layers, its ranks, and their division into dp and tp. Stages follow the order of
-the ranks, so that values cross from pool to pool once.
+Equal devices form a pool of neighbouring ranks. The layers are priced once for each pool. The dynamic program of
+``stages`` then chooses the layers and ranks of every stage, and how these ranks are divided into dp and tp. Stages
+follow the order of the ranks, so that values pass from one pool to another only once.
 """
 
 import math
@@ -22,7 +22,8 @@ from meshwright.ir.layout import RECOMPUTE, Layout, Recompute
 from meshwright.ir.schedule import ActionKind
 from meshwright.planner.candidates import divisors
 from meshwright.planner.inter_op.assemble import assemble
-from meshwright.planner.inter_op.pipelines import Option, Pipelines
+from meshwright.planner.inter_op.option import Option
+from meshwright.planner.inter_op.pipelines import Pipelines
 from meshwright.planner.inter_op.rounds import simulated_s
 from meshwright.planner.inter_op.stage_prices import Assignment, StagePrices, Submesh
 from meshwright.planner.inter_op.stages import assign_stages
@@ -30,7 +31,7 @@ from meshwright.planner.inter_op.works import LayerWorks
 from meshwright.schedules.pipeline import training_schedule
 
 SIMULATED = 3
-"""Number of pipelines that are assembled and simulated: those with the shortest steps in the dynamic program."""
+"""The number of pipelines that are assembled and simulated. They have the shortest steps in the dynamic program."""
 SMALL_BOX = 4
 """Largest number of devices of a box in which a stage may have any number of ranks. In larger boxes, stages have 1, 2,
 4, ... ranks, or whole boxes."""
@@ -39,7 +40,8 @@ _REFUSALS = (LayoutError, PlanError, ScheduleError)
 
 @dataclass(frozen=True)
 class Pool:
-    """Neighbouring ranks with like devices, in boxes of ``box`` ranks. ``pipelines`` has the prices of layers there."""
+    """Neighbouring ranks with equal devices, in boxes of ``box`` ranks. ``pipelines`` has the prices of layers on these
+    devices."""
 
     ranks: range
     box: int
@@ -62,8 +64,8 @@ class _Candidate(NamedTuple):
 class UnequalStages:
     """Finds the fastest pipelines over ``pools``, which together are the whole cluster.
 
-    ``memory_bytes`` is the memory limit of each rank (None: that of its device). If ``known_only``, only divisions of
-    stages that are already priced are considered. A stage has at most ``most_ranks`` ranks.
+    ``memory_bytes`` is the memory limit of each rank (None: the memory of its device). If ``known_only`` is set, only
+    divisions of stages that are already priced are considered. A stage has at most ``most_ranks`` ranks.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class UnequalStages:
                 yield option
 
     def _fastest(self, microbatches: int) -> _Candidate | None:
-        """The fastest stages in the dynamic program. Recomputation is considered only if nothing fits without it."""
+        """The fastest stages in the dynamic program. Recomputation is considered only if no stages fit without it."""
         every = self.pools[0].pipelines.kinds
         for kinds in (every[:1], every):
             variants = [list(self._variants(submesh, microbatches, kinds)) for submesh in self.submeshes]
@@ -141,7 +143,7 @@ class UnequalStages:
         return StagePrices(tuple(self.submeshes), seconds, most_after, once)
 
     def _seconds(self, pipelines: Pipelines, submesh: Submesh, works: LayerWorks) -> NDArray[np.float64]:
-        """[i, j]: the seconds of layers i to j for one micro-batch, with the messages to their neighbours."""
+        """[i, j]: the seconds of layers i to j for one micro-batch, including messages to neighbouring stages."""
         facts, ranks = [works.facts[number] for number in self.chain.numbers], submesh.devices
         sent = [fact.up_bytes / ranks for fact in facts], [fact.down_bytes / ranks for fact in facts]
         return pipelines.stage_seconds(works, (ActionKind.F.value, ActionKind.B.value), *sent, ranks)
@@ -149,7 +151,7 @@ class UnequalStages:
     # --- options -----------------------------------------------------------------------------------------------------
 
     def _made(self, candidate: _Candidate) -> Option | None:
-        """The option of stages. None if it does not fit after all."""
+        """The option with the candidate's stages; None if it turns out not to fit in memory."""
         stages = candidate.assignment.stages
         chosen = [candidate.variants[stage.submesh][stage.variant] for stage in stages]
         ranges = [range(stage.first, stage.last + 1) for stage in stages]
@@ -202,15 +204,15 @@ class UnequalStages:
 
 
 def moved_bytes(whole: float, source: tuple[int, int], target: tuple[int, int]) -> float:
-    """The bytes that the busiest rank sends if a tensor of ``whole`` bytes crosses from a stage to another one.
-    ``source`` and ``target`` are their sizes of dp and tp. The batch of the tensor is split over dp only.
+    """The bytes that the busiest rank sends if a tensor of ``whole`` bytes is sent from one stage to another.
+    ``source`` and ``target`` are the sizes (dp, tp) of the two stages. The batch of the tensor is split over dp only.
 
-    Of the target ranks that need the same part, each receives a chunk, and sends it to the others
-    (``schedules.reshard``): these bytes count, too.
+    Several target ranks may need the same part. Each of them then receives a chunk and sends it to the others
+    (``schedules.reshard``). These bytes count too.
     """
     (dp, copies), (target_dp, target_copies) = source, target
     chunks = target_dp * target_copies
-    pieces = max(1.0, chunks / dp)  # that a part of the source is sent in; its copies share them
+    pieces = max(1.0, chunks / dp)  # pieces of a part; ranks with equal parts share them
     sent = whole / dp * (math.ceil(pieces / copies) / pieces if copies > 1 else 1.0)
     return sent + (target_copies - 1) * whole / chunks
 
@@ -218,8 +220,8 @@ def moved_bytes(whole: float, source: tuple[int, int], target: tuple[int, int]) 
 def with_transfers(
     work: StepWork, sizes: Sequence[tuple[int, int]], up_bytes: Sequence[int], down_bytes: Sequence[int]
 ) -> StepWork:
-    """The work of stages with these sizes of dp and tp, with the bytes that cross between them. ``up_bytes`` and
-    ``down_bytes`` are those of the whole tensors that each stage sends to the next and to the previous stage."""
+    """The work of stages with these sizes of dp and tp, including the bytes that pass between stages. ``up_bytes`` and
+    ``down_bytes`` are the bytes of the whole tensors that each stage sends to the next and to the previous stage."""
     last, stages = len(sizes) - 1, []
     for number, stage in enumerate(work.stages):
         up = moved_bytes(up_bytes[number], sizes[number], sizes[number + 1]) if number < last else 0.0

@@ -1,4 +1,4 @@
-"""The works of single layers, and what changes them: another dp, other names, codecs."""
+"""The works of single layers, and functions that adapt them: to another dp, other names, or codecs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,25 +12,37 @@ from meshwright.ir.layout import Layout
 from meshwright.ir.mesh import Mesh
 
 GATHER = "gather of "
-"""The names of gathers of parameters begin with these words in the work of layers."""
+"""In the work of layers, the names of gathers of parameters begin with these words."""
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several priced layers (``layers``) read: its bytes on a rank, and whether it is trained."""
+    """A parameter that several priced layers (``layers``) read: its bytes on a rank, and whether it is trained.
+    ``parts`` are the numbers of parts into which ZeRO then divides its optimizer state, gradient and values."""
 
     num_bytes: int
     trained: bool
     layers: tuple[int, ...]
+    parts: tuple[int, int, int] = (1, 1, 1)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of its gradient on a rank; 0 if it is not trained."""
+        return self.num_bytes // self.parts[1] if self.trained else 0
+
+    def held_bytes(self, states: int, accumulates: bool) -> int:
+        """The bytes of its values, of ``states`` values of the optimizer for each, and with ``accumulates`` of its
+        gradient."""
+        state = states * self.num_bytes // self.parts[0] if self.trained else 0
+        return self.num_bytes // self.parts[2] + state + accumulates * self.gradient_bytes
 
 
 class LayerFacts(NamedTuple):
-    """What a stage needs to know of a layer besides its work.
+    """Facts about a layer that a stage needs in addition to the layer's work.
 
-    ``held`` has the bytes that the layer holds during a step, by kind. ``trained_bytes`` are those of its trained
-    parameters, and ``largest_bytes`` those of the largest of them. ``casts`` is the part of the prologue that
-    depends on the layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes``
-    are the bytes of the whole tensors that the layer sends to the next and to the previous layer for one micro-batch of
-    all ranks.
+    ``held`` has the bytes that the layer holds for the whole step, by kind. ``trained_bytes`` counts its trained
+    parameters, and ``largest_bytes`` the largest of them. ``casts`` is the part of the prologue that depends on the
+    layer's parameters: casts, and copies of gathered parameters. ``up_bytes`` and ``down_bytes`` are the bytes of the
+    whole tensors that the layer sends to the next and to the previous layer, for one micro-batch of all ranks.
     """
 
     held: HeldBytes
@@ -43,11 +55,11 @@ class LayerFacts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerWorks:
-    """The work of the priced layers of a chain in one layout, each as a stage of its own.
+    """The work of a chain's priced layers in one layout, with each layer as a separate stage.
 
     ``shared`` has the parameters that several layers read, by name. ``terms`` maps the terms of their gradients to
-    these parameters. ``offloads``: optimizer state lies on the host. ``mesh`` is the mesh of the pipeline of single
-    layers.
+    these parameters. ``offloads``: optimizer state is kept on the host. ``mesh`` is the mesh of the pipeline in which
+    each layer is a stage.
     """
 
     works: tuple[StageWork, ...]
@@ -60,7 +72,7 @@ class LayerWorks:
 
 
 def derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:
-    """The works of a layout whose ranks have micro-batches as large as those of ``base``, which has another dp."""
+    """The works of ``layout``, derived from ``base``, which has equal micro-batches per rank but another dp."""
     share = base_dp / layout.dp
     facts = tuple(
         fact._replace(
@@ -79,27 +91,29 @@ def derived(base: LayerWorks, base_dp: int, layout: Layout) -> LayerWorks:
 
 
 def divided_state(works: LayerWorks, dp: int, zero: int, *, once: bool) -> LayerWorks:
-    """The works of a layout without ZeRO, with the parts of the state that a ZeRO stage leaves on a rank. ``once``:
-    the step has one micro-batch, so that each gradient is reduced at once, and only a part of it is kept."""
-    parts = [dp if zero >= stage else 1 for stage in (1, 1 if once else 2, 3)]
+    """The works of a layout without ZeRO, in which ranks hold only the parts of the state that a ZeRO stage leaves
+    them. ``once``: the step has one micro-batch. Each gradient is then reduced immediately, and a rank keeps only its
+    part."""
+    state, gradients, values = (dp if zero >= stage else 1 for stage in (1, 1 if once else 2, 3))
     facts = tuple(
         fact._replace(
             held=msgspec.structs.replace(
                 fact.held,
-                optimizer_bytes=fact.held.optimizer_bytes // parts[0],
-                gradients_bytes=fact.held.gradients_bytes // parts[1],
-                parameters_bytes=fact.held.parameters_bytes // parts[2],
+                optimizer_bytes=fact.held.optimizer_bytes // state,
+                gradients_bytes=fact.held.gradients_bytes // gradients,
+                parameters_bytes=fact.held.parameters_bytes // values,
                 gathered_bytes=fact.held.gathered_bytes if zero < 3 else 0,
             ),
-            trained_bytes=fact.trained_bytes // parts[1],
+            trained_bytes=fact.trained_bytes // gradients,
         )
         for fact in works.facts
     )
-    return replace(works, facts=facts)
+    shared = {name: each._replace(parts=(state, gradients, values)) for name, each in works.shared.items()}
+    return replace(works, facts=facts, shared=shared)
 
 
 def renamed(work: StageWork, names: Mapping[str, str]) -> StageWork:
-    """The work of a layer, whose collectives with the labels in ``names`` have other names."""
+    """The work of a layer, in which collectives with the labels in ``names`` get other names."""
 
     def named(piece: Piece) -> Piece:
         name = None if isinstance(piece, Compute) else names.get(piece.what.partition(" #")[0])
@@ -116,7 +130,7 @@ def every_piece(work: StageWork, changed: Callable[[Piece], Piece]) -> StageWork
 
 
 def _without_dp(work: StageWork) -> StageWork:
-    """The work of a layer if there is one data-parallel rank: nothing is summed over dp."""
+    """The work of a layer if there is only one data-parallel rank, so that nothing is summed over dp."""
     every = (*work.before, *work.after, *(piece for pieces in work.pieces.values() for piece in pieces))
     gone = {piece.what for piece in every if isinstance(piece, Communicate) and piece.axis == "dp"}
 
@@ -128,12 +142,12 @@ def _without_dp(work: StageWork) -> StageWork:
 
 
 def without_host(piece: Piece) -> Piece:
-    """The piece as if its kernels were launched in no time."""
+    """The piece with kernels whose launch takes no time."""
     if not isinstance(piece, Compute):
         return piece
     return msgspec.structs.replace(piece, seconds=piece.device_s, host_s=0.0)
 
 
 def may_hide(piece: Piece) -> bool:
-    """Whether kernels may run while the piece communicates."""
+    """Whether kernels can run while the piece communicates."""
     return isinstance(piece, Communicate) and not piece.blocking

@@ -42,13 +42,13 @@ class Chosen:
     zero: dict[str, int]
 
     def alone(self) -> "Chosen":
-        """The choice without the problem from which it was chosen."""
+        """The choice without the problem from which it was made."""
         return Chosen(self.strategies, self.storage, self.zero)
 
 
 @dataclass(frozen=True)
 class Assigned(Chosen):
-    """The chosen strategies and storage, with the problem from which they were chosen and its solution."""
+    """The chosen strategies and storage, with their problem and its solution."""
 
     formulated: Formulation
     solution: Solution
@@ -73,9 +73,9 @@ def assign(
 ) -> Assigned:
     """The cheapest strategies of all operators and storage of all parameters, over the axes of ``mesh`` except ``pp``.
 
-    The data axes and ``ep`` split the batch only, ``cp`` the sequence only, ``tp`` and the axes of a grid any factor
-    but the batch, the spatial axes only pinned factors, and axes of other names any factor. Pins override these rules:
-    experts are pinned on ``ep``.
+    The data axes and ``ep`` split only the batch; ``cp`` splits only the sequence; ``tp`` and the axes of a grid split
+    any factor but the batch; the spatial axes split only pinned factors; all other axes split any factor. Pins override
+    these rules: experts are pinned on ``ep``.
 
     Args:
         lower: makes the programs of operators, from which their costs are computed.
@@ -156,8 +156,8 @@ def _as_asked(asked: Strategy, strategy: Strategy) -> bool:
 
 
 def sequence_classes(graph: Graph) -> set[str]:
-    """The factor classes that are positions in a sequence: in integer inputs, all dims after the first except the
-    batch."""
+    """The factor classes that are positions in a sequence. They are the dims of integer inputs, except the first dim
+    and the batch."""
     tokens = [graph.tensors[name] for name in graph.inputs if "int" in graph.tensors[name].dtype]
     classes = {name for tensor in tokens for dim in tensor.dims[1:] for name in dim}
     return {name for name in classes if graph.factor_classes[name].role != "batch"}
@@ -188,7 +188,7 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
     dict[str, Strategy], dict[str, dict[str, Placement]], dict[str, int]
 ]:  # fmt: skip
     """Read every operator's strategy, every parameter's storage and its ZeRO stage from ``choices``. A follower (a view
-    with one reader) is split as its reader needs its output."""
+    with one reader) is split in the way that its reader needs."""
     graph, decisions = formulated.graph, formulated.decisions
     strategies: dict[str, Strategy] = {operator.name: {} for operator in graph.operators}
     for index, decision in enumerate(decisions.found):
@@ -201,7 +201,7 @@ def read_out(formulated: Formulation, choices: tuple[int, ...]) -> tuple[
         way = ways[choices[node]]
         storage |= {name: dict(way.placements) for name in names}
         stages |= {name: way.zero for name in names if way.zero}
-    if 3 in stages.values():  # what backward does not read may share the buckets of stage 3: its costs are equal
+    if 3 in stages.values():  # parameters that backward does not read cost the same under stage 3
         stages |= {name: 3 for name in stages if name not in formulated.late and formulated.prices.microbatches == 1}
     wanted: dict[str, Placements] = {
         entry.gradient: unflattened(storage[entry.parameter]) for entry in graph.gradients if entry.gradient is not None

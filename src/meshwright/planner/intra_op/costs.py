@@ -34,7 +34,7 @@ class CostModel(Protocol):
         ...
 
     def collective_s(self, kind: CollectiveKind, num_bytes: float, axis: str) -> float:
-        """Seconds of a collective over an axis, or over joined axes. For ``num_bytes``, see ``Network``."""
+        """Seconds of a collective over an axis, or over joined axes. ``num_bytes`` is defined as in ``Network``."""
         ...
 
     def copy_s(self, num_bytes: float) -> float:
@@ -47,7 +47,8 @@ class CostModel(Protocol):
 
 
 class ClusterCosts:
-    """The cost model of a cluster: its device's rates, and its network. ``axes`` are those of more than one rank."""
+    """The cost model of a cluster: its device's rates, and its network. ``axes`` are the axes with more than one
+    rank."""
 
     bucket_bytes = float(BUCKET_BYTES)
 
@@ -80,14 +81,15 @@ class AlphaBetaCosts:
     sends) + ``added``. Kernels, copies and updates cost nothing.
 
     A rank sends 2 (n-1)/n of its bytes in an all-reduce and (n-1)/n in an all-gather or a reduce-scatter, as in
-    Alpa's device mesh (Zheng et al., OSDI 2022). In an all-to-all it sends (n-1)/n, times ``spread`` x n, for networks
-    on which the messages of an all-to-all disturb each other. A halo is one message. Each gradient is reduced alone.
+    Alpa's device mesh (Zheng et al., OSDI 2022). In an all-to-all, a rank sends (n-1)/n of its bytes, times ``spread``
+    x n. Use ``spread`` for networks on which the messages of an all-to-all disturb each other. A halo is one message.
+    Gradients do not share buckets.
 
     Args:
         sizes: the size of each axis.
         alpha: the seconds of latency of each axis.
         beta: the seconds per byte of each axis.
-        added: further seconds of a collective, by its kind.
+        added: additional seconds per collective, by its kind.
         spread: the factor of an all-to-all, divided by n; None: 1 / n, no disturbance.
         scatters: whether reduce-scatters are cheaper than all-reduces. Alpa's integer program knows only all-reduces;
             a later pass turns some of them into reduce-scatters.

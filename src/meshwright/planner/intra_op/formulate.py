@@ -36,8 +36,7 @@ class Formulation:
 
     Args:
         keeps: says whether an operator may have a strategy.
-        merit: gives the score of a strategy. Of the choices of a decision, only those with the highest total score are
-            kept.
+        merit: gives the score of a strategy. For each decision, only the choices with the highest total score are kept.
         marks: maps an operator to its pins (see ``decisions_of``).
         moments: the moments at which memory is limited; None: memory is not limited.
         uncut: parameters that are stored whole.
@@ -134,8 +133,8 @@ class Formulation:
                 self.reads[root].append((operator, position, path))
 
     def _pulled(self, wanted: Placements, path: Path) -> Placements | None:
-        """The placement that a tensor must have before the views of ``path``, so that it has the placement ``wanted``
-        after them. None if there is no such placement. A Flat part is as large before a view as after it."""
+        """The placement that a tensor needs before the views in ``path``, so that it has the placement ``wanted`` after
+        them. None if there is no such placement. A Flat part has the same size before and after a view."""
         placements: Placements = {axis: placement for axis, placement in wanted.items() if axis in self.sizes}
         flat: Placements = {axis: placement for axis, placement in placements.items() if isinstance(placement, Flat)}
         placements = {axis: placement for axis, placement in placements.items() if axis not in flat}
@@ -147,13 +146,13 @@ class Formulation:
         return placements | flat
 
     def _place(self, operator: Operator) -> tuple[int, int, Operator]:
-        """The index of the operator's decision, the index of its member there, and the member that stands for the
-        operator."""
+        """The index of the operator's decision, the index of the member that stands for the operator, and this
+        member."""
         index, member = self.decisions.place[operator.name]
         return index, member, self.decisions.found[index].members[member]
 
     def _wants(self, operator: Operator, position: int, path: Path) -> list[Placements | None]:
-        """For each choice of the operator's decision, the placement that the tensor before ``path`` must have."""
+        """For each choice of the operator's decision, the placement that the tensor needs before ``path``."""
         index, member, first = self._place(operator)
         if first.rule is None:
             return [self._pulled({}, path)] * len(self.choices[index])
@@ -171,9 +170,9 @@ class Formulation:
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> None:
-        """Add a node for every parameter (one node for equal parameters of repeated blocks). The choices of a node are
-        to store the parameter whole or, unless it is ``uncut``, in any split that a reader wants; and each of these
-        with ZeRO."""
+        """Add a node for every parameter (one node for equal parameters of repeated blocks). A node has the following
+        choices: to store the parameter whole, or in any split that a reader needs (unless it is in ``uncut``); and each
+        of these also with ZeRO."""
         trained = {entry.parameter for entry in self.graph.gradients if entry.gradient is not None}
         known: dict[object, int] = {}
         for name in self.graph.parameters:
@@ -305,8 +304,8 @@ class Formulation:
             )
 
     def _made(self, name: str) -> tuple[int, list[Storage]]:
-        """The node that decides a tensor's placement, and the placement for each choice of the node. Inputs of the step
-        are split over dp (and dp_shard) along their batch; buffers and constants are whole."""
+        """The node that decides a tensor's placement, and the placement under each choice of this node. Inputs of the
+        step are split over dp (and dp_shard) along their batch; buffers and constants are whole."""
         maker = self.producers.get(name)
         if maker is not None:
             index, member, first = self._place(maker)
@@ -333,7 +332,7 @@ def _patterns(path: Path) -> tuple[str, ...]:
 
 
 def _numbered(places: list[P], known: dict[str, P]) -> Places:
-    """Replace ways to store by their indices in ``known``. Ways that ``known`` lacks are added to it."""
+    """Replace placements by their indices in ``known``. Placements that ``known`` lacks are added to it."""
     keys = ["none" if place is None else f"{place.zero} {sorted(place.placements.items())}" for place in places]
     for key, place in zip(keys, places, strict=True):
         known.setdefault(key, place)

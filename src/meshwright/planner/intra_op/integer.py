@@ -42,7 +42,7 @@ class _Program:
         self.problem = core.problem
         limits = core.problem.limits if limited else core.problem.limits[:0]
         for node, decision in enumerate(core.problem.nodes):
-            if node not in core.nodes and limited:  # its memory is the same for every choice
+            if node not in core.nodes and limited:  # its memory is equal for all choices
                 limits = limits - decision.memory[:, 0]
         self.costs: list[float] = []
         self.upper: list[float] = []

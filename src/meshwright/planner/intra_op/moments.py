@@ -21,15 +21,15 @@ class _Life(NamedTuple):
 
 
 class Moments:
-    """The moments at which memory is limited, as positions in the order of operators.
+    """The moments at which memory is limited, given as positions in the order of operators.
 
     They are the end of forward and the positions where the sum of all live tensors, before any split, is largest. A
     tensor lives from the operator that makes it to the last operator that reads it or a view of it. If the step has one
     micro-batch and one stage, gradients live to the end of the step. Otherwise gradients are accumulated, and
     ``parameter`` counts their memory.
 
-    A rank has one of ``stages`` equal stages. ``alive`` is the number of micro-batches whose activations are in memory
-    at once.
+    A rank holds one of ``stages`` equal stages. ``alive`` is the number of micro-batches whose activations are in
+    memory at once.
     """
 
     def __init__(self, graph: Graph, prices: Prices, limit_bytes: float, stages: int = 1) -> None:
@@ -81,8 +81,9 @@ class Moments:
         return self._count(self._reads[name] for name in names if name in self._reads)
 
     def gathered(self, names: Iterable[str], zero: int) -> Costs:
-        """For each moment, the number of parameters in ``names`` that a rank holds whole under a ZeRO stage: from the
-        first to the last reader of the parameter or a view of it. Stage 3 frees it between forward and backward."""
+        """For each moment, the number of parameters in ``names`` that a rank holds whole under a ZeRO stage. It holds a
+        parameter from the first to the last reader of the parameter or of a view of it. Stage 3 frees it between
+        forward and backward."""
         lives = []
         for name in names:
             uses = [self._uses[name, backward] for backward in (False, True) if (name, backward) in self._uses]
@@ -98,7 +99,7 @@ class Moments:
 
     def parameter(self, name: str, storage: Storage, states: int, trained: bool) -> Costs:
         """The bytes of a parameter, its optimizer state and, if gradients are accumulated, its gradient, at each
-        moment. Under ZeRO 1, a rank accumulates the gradients of all parts."""
+        moment. Under ZeRO 1, a rank accumulates whole gradients."""
         tensor = self.graph.tensors[name]
         size = part_bytes(tensor, storage.placements, self.prices.sizes)
         held = size * (1 + (states if trained else 0))
@@ -115,6 +116,6 @@ class Moments:
 
 
 def copies(have: Placements, want: Placements) -> bool:
-    """Whether bringing a tensor from ``have`` to ``want`` makes a copy. Cutting a part out of a tensor only makes a
-    view."""
+    """Whether bringing a tensor from placement ``have`` to placement ``want`` makes a copy. Cutting a part out of a
+    tensor only makes a view."""
     return any(want.get(axis) != placement for axis, placement in have.items())

@@ -94,8 +94,8 @@ class Options:
         return list(itertools.product(forward, backward))
 
     def _arriving(self, operator: Operator, axis: str, inside: set[str]) -> int:
-        """The number of a linear group whose inputs could all be Partial, and do not all come from ``inside``; 0 if
-        there is none."""
+        """The number of a linear group whose inputs could all be Partial and come partly from outside ``inside``; 0 if
+        there is no such group."""
         for group, names in self._linear[operator.name].items():
             if not inside.issuperset(names) and all(name in self.partial[axis] or name in inside for name in names):
                 return group
@@ -198,7 +198,7 @@ def numbered(operator: Operator) -> dict[tuple[str, int], str]:
 
 
 def classes_of(operator: Operator, factor: str) -> list[str]:
-    """The classes that a factor of an operator splits: one, or several for a joint factor."""
+    """The classes that a factor of an operator splits: one class, or several for a joint factor."""
     members = operator.rule.members(factor) if operator.rule is not None else (factor,)
     return [operator.classes[letter] for letter in members]
 

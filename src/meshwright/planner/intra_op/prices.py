@@ -42,8 +42,8 @@ class Prices:
         return self.times(operator) * self._known[program]
 
     def fetched(self, operator: Operator, strategy: Strategy, position: int) -> dict[object, float]:
-        """Maps each halo that an operator reads of the input ``position`` to its seconds. Equal keys are equal halos.
-        If two operators read the same halo of a tensor, the halo is paid once."""
+        """Maps each halo that an operator reads of the input ``position`` to its seconds. Halos with equal keys are the
+        same halo. If two operators read the same halo of a tensor, the halo is paid once."""
         program = self.program(operator, strategy)
         halos: dict[object, float] = {}
         for node in program.nodes if program.fetches else ():
@@ -71,7 +71,7 @@ class Prices:
         return 1 if operator.prologue else self.microbatches
 
     def _time_letter(self, operator: Operator, strategy: Strategy) -> str:
-        """The letter of the batch factor that micro-batches divide; empty if there is none."""
+        """The letter of the batch factor that micro-batches divide; empty if the operator has no batch."""
         rule = operator.rule
         for letter, name in operator.classes.items() if rule is not None else ():
             if name in self._batch and rule is not None and rule.splittable(letter):
@@ -85,9 +85,10 @@ class Prices:
     ) -> float:
         """The seconds to bring a tensor from placement ``have`` to placement ``want``, ``times`` times per step.
 
-        The result is infinite if ``want`` has a Partial that ``have`` lacks. ``owned``: nothing else reads the tensor,
-        so it may be overwritten. If a ``gradient`` only needs an all-reduce, its cost is a share of the all-reduce of a
-        bucket. The gathers of parameters that ZeRO divides, and the reductions of their gradients, share buckets, too.
+        The result is infinite if ``want`` has a Partial that ``have`` lacks. ``owned``: no other operator reads the
+        tensor, so it may be overwritten. If a ``gradient`` only needs an all-reduce, its cost is a share of the
+        all-reduce of a bucket. The gathers of parameters that ZeRO divides share buckets too, and so do the reductions
+        of their gradients.
         """
         for axis, placement in want.items():
             if isinstance(placement, Partial) and have.get(axis) != placement:
@@ -123,9 +124,9 @@ class Prices:
             if move.kind == "all_reduce" and not owned:
                 seconds += self.costs.copy_s(2 * before)
             inner = isinstance(move.placement, Shard) and (move.placement.dim > 0 or move.placement.outer > 1)
-            if move.kind != "all_reduce" and inner:  # a copy puts the parts in order
+            if move.kind != "all_reduce" and inner:  # a copy puts the received parts in order
                 seconds += self.costs.copy_s(2 * largest)
-            if move.target is not None:  # a copy takes the parts apart
+            if move.target is not None:  # a copy separates the parts
                 seconds += self.costs.copy_s(2 * before)
             owned = True
         return seconds

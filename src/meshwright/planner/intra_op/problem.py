@@ -31,9 +31,9 @@ class ProblemTensor:
     """A value that one decision makes and others read. Placements are numbered.
 
     ``have[c]`` is the placement in which choice c of the node ``maker`` leaves the value. Each entry of ``readers`` is
-    a node and the placements that its choices want, one for each choice. ``prices[have, want]`` is the seconds to bring
-    the value from one placement to the other (infinite: impossible). Readers that want the same placement share one
-    copy and pay once. ``memory[moment, have, want]`` is the bytes of the copy.
+    a node, with the placement that each of its choices needs. ``prices[have, want]`` is the seconds to bring the value
+    from one placement to the other (infinite: impossible). Readers that need the same placement share one copy, and its
+    price counts once. ``memory[moment, have, want]`` is the bytes of the copy.
     """
 
     maker: int
@@ -57,7 +57,8 @@ class Problem:
     limits: Costs = field(default_factory=lambda: np.zeros(0))
 
     def seconds(self, choices: Sequence[int]) -> float:
-        """The seconds of all ``choices`` together; infinite if a tensor cannot be brought to a wanted placement."""
+        """The seconds of all ``choices`` together; infinite if a tensor cannot be brought to a placement that a reader
+        needs."""
         total = sum(float(node.costs[choice]) for node, choice in zip(self.nodes, choices, strict=True))
         for tensor in self.tensors:
             have = tensor.have[choices[tensor.maker]]

@@ -65,7 +65,7 @@ def _from(core: Core, limited: bool) -> Solution | None:
 
 
 def solve_by_trying(problem: Problem) -> Solution | None:
-    """Try all combinations of choices: the simple version that ``solve`` is tested against."""
+    """Try all combinations of choices. This is the simple version against which ``solve`` is tested."""
     best: Solution | None = None
     for choices in itertools.product(*(range(node.num_choices) for node in problem.nodes)):
         seconds = problem.seconds(choices)

@@ -11,17 +11,17 @@ _Key = tuple[int, int]
 
 
 def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
-    """Run the steps (or the ranks' programs in ``given``) as ranks would: each rank on its own, with messages in the
-    order in which they are sent.
+    """Run the steps (or the ranks' programs in ``given``) as the ranks would: each rank independently, with messages in
+    the order of sending.
 
     Returns:
-        Whether all ranks that end with the same sum add its terms in the same order. If so, their floating-point
-        results are equal bit by bit.
+        Returns whether all ranks that end with the same sum add its terms in the same order. If so, their
+        floating-point results are equal bit by bit.
 
     Raises:
-        ScheduleError: a rank waits for ever, takes another length than was sent, or does not take a message; it reads
-            elements that hold nothing; it ends with a wrong sum, such as a term missing or twice; or it leaves a
-            barrier without news of some rank.
+        ScheduleError: a rank waits for ever, takes another length than was sent, or does not take a message; a rank
+            reads elements without a value; a rank ends with a wrong sum (for example a missing or doubled term); or a
+            rank leaves a barrier although another rank may not have entered it.
     """
     run = _Run(steps, given if given is not None else programs(steps))
     run.all()
@@ -38,7 +38,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
                         remedy="each contribution must arrive exactly once",
                     )
                 orders.append(((span[0] - part.span[0], span[1] - part.span[0]), run.sums.moved(value, -part.span[0])))
-            ordered.setdefault(part, set()).add(tuple(_joined(orders)))  # neighbouring spans of one value count as one
+            ordered.setdefault(part, set()).add(tuple(_joined(orders)))  # neighbouring spans of a value count as one
     if steps.operation == "barrier":
         for rank, heard in enumerate(run.heard):
             if missing := set(range(steps.num_ranks)) - heard:
@@ -51,7 +51,7 @@ def check(steps: Steps, given: Sequence[Program] | None = None) -> bool:
 
 
 class _Sums:
-    """Symbolic sums, each with a number. Sums with equal numbers have equal terms, added in the same order. a + b
+    """Symbolic sums, which are numbered. Sums with equal numbers have equal terms, added in the same order. a + b
     counts as b + a, because both round to the same value."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Run:
                 )
 
     def _go_on(self, rank: int) -> bool:
-        """Run moves until one must wait. Returns whether any move ran."""
+        """Run moves until the rank must wait. Returns whether any move ran."""
         todo, moved = self._todo[rank], False
         while todo and self._done(rank, todo[0]):
             todo.popleft()
@@ -182,7 +182,7 @@ class _Run:
         return True
 
     def _read(self, rank: int, begin: int, length: int) -> list[tuple[Span, int]]:
-        """The sums in ``length`` elements from ``begin`` on, with spans counted from ``begin``."""
+        """The sums in ``length`` elements from ``begin`` on, with spans relative to ``begin``."""
         parts = self.memories[rank].read((begin, begin + length))
         for span, value in parts:
             if not value:

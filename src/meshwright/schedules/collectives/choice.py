@@ -1,4 +1,4 @@
-"""The algorithms of collectives as a text in a plan: one name for all, or names by operation and size.
+"""The algorithms of collectives as a text in a plan: one name for all operations, or names by operation and size.
 
 native                                                        torch.distributed's own: gloo, or NCCL between GPUs
 mpi                                                           MPI's own, if MPI started the ranks
@@ -21,12 +21,12 @@ NATIVE, MPI = "native", "mpi"
 CHOSEN: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 """Operations whose algorithm a plan chooses by size. A calibration measures their ``candidates``, and MPI's."""
 EXCHANGE = {"all_reduce": "butterfly", "all_gather": "star", "reduce_scatter": "star", "all_to_all": "partitioned"}
-"""Maps an operation to the algorithm that takes one round in a group of two ranks."""
+"""Maps an operation to its algorithm with a single round in a group of two ranks."""
 
 PIECES = 8
-"""The number of pieces into which algorithms along levels cut a long vector."""
+"""The number of pieces into which hierarchical algorithms cut a long vector."""
 LONG_BYTES = 2**20
-"""Bytes of the smallest vector for which algorithms that work in pieces are measured."""
+"""Bytes of the smallest vector for which algorithms that use pieces are measured."""
 
 Ranges = Sequence[tuple[int, str]]
 """Pairs (smallest number of bytes, algorithm), ascending."""
@@ -48,27 +48,27 @@ def chosen(text: str, operation: str, num_bytes: int) -> str:
 
 
 def runs(operation: str, name: str) -> bool:
-    """Whether an algorithm of this name can run the operation."""
+    """Whether the algorithm called ``name`` supports the operation."""
     if name == MPI:
         return operation in CHOSEN
     return name == NATIVE or is_there(operation, name) or (name == "exchange" and operation in EXCHANGE)
 
 
 def candidates(operation: str, num_ranks: int, boxes: str = "") -> tuple[str, ...]:
-    """The algorithms to measure: torch.distributed's own, and ours except those that cannot be the fastest.
+    """The algorithms to measure: torch.distributed's own, and all of Meshwright's that could be the fastest.
 
     ``boxes``: the ranks of each box (machine), in the text form of ``schedules/collectives/hierarchy.py``; empty if all
     ranks are in one box, or each rank is in a box of its own.
     """
     whole = operation == "all_reduce"
-    if num_ranks == 2:  # with two ranks, the other algorithms equal one of these
+    if num_ranks == 2:  # with two ranks, each other algorithm equals one of these
         return (NATIVE, "butterfly", "ring") if whole else (NATIVE, "star")
     flat = ("butterfly", "shares", "ring", "rabenseifner") if whole else ("star", "ring", "halving")
     return (NATIVE, *flat, *(_along(operation, boxes) if boxes else ()))
 
 
 def in_pieces(name: str) -> bool:
-    """Whether an algorithm cuts the vector in pieces, which pays only for long vectors."""
+    """Whether an algorithm cuts the vector into pieces, which saves time only for long vectors."""
     leveled = hierarchy.read(name)
     return leveled is not None and leveled.pieces > 1
 
@@ -76,7 +76,7 @@ def in_pieces(name: str) -> bool:
 def _along(operation: str, boxes: str) -> Iterator[str]:
     leveled = hierarchy.read(hierarchy.written("star", "ring", boxes))
     assert leveled is not None
-    same = ("rabenseifner", "halving", "star") if len(leveled.boxes) == 2 else ()  # with two boxes these equal a ring
+    same = ("rabenseifner", "halving", "star") if len(leveled.boxes) == 2 else ()  # with two boxes, these equal a ring
     for across in hierarchy.ACROSS_BY_OPERATION.get(operation, ()):
         if across != "tree" and across not in same:  # a butterfly takes half as long as a tree
             for pieces in (1, PIECES) if operation == "all_reduce" else (1,):

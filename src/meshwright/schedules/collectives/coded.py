@@ -1,7 +1,8 @@
-"""Coded collectives: what each message of a collective's steps carries if elements travel in coded form.
+"""Coded collectives: the content of each message if a collective sends elements in coded form.
 
-The vector is cut into *atoms*, which no message divides. A rank that sends an atom encodes it, and from then on holds
-what it has sent: its elements become the decoded elements. An atom that was received and kept is sent on as it came.
+The vector is cut into *atoms*, which are never divided by a message. A rank that sends an atom encodes it. From then
+on, it uses the decoded elements instead of its own, so that it holds what it has sent. An atom that was received and
+stored is forwarded unchanged.
 
     ring, 2 ranks, atoms a and b; E1 is the first encoding; a rank keeps the decoded sum in place of its own sum
 
@@ -10,8 +11,9 @@ what it has sent: its elements become the decoded elements. An atom that was rec
     round 2   rank 0 sends E3 = code of (a + E2)       rank 1 sends E4 = code of (b + E1)
               rank 0 holds E3, E4                      rank 1 holds E3, E4
 
-The errors of E1 and E3 go to rank 0's residual, those of E2 and E4 to rank 1's. The sum of all results and residuals is
-then exact, because each encoding is in the result once. Steps of which this is not true are refused.
+The errors of E1 and E3 are added to rank 0's residual, and the errors of E2 and E4 to rank 1's. The sum of all results
+and residuals is then exact, because each encoding is contained in the result exactly once. Algorithms without this
+property are refused.
 """
 
 from bisect import bisect_left
@@ -27,13 +29,14 @@ from meshwright.schedules.collectives.hierarchy import leaves, read
 from meshwright.schedules.collectives.steps import Move, RequiredSum, Span, Steps
 
 SURE = "ring, partitioned, shares, rabenseifner"
-"""All-reduces that every codec may ride, for errors."""
+"""All-reduces that can carry every codec, for error messages."""
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """What a message carries of one atom: the sum of ``terms`` ranks' elements, in the bytes of encoding ``code``.
+    """The content of a message for one atom: the sum of ``terms`` ranks' elements, in the bytes of the encoding
+    ``code``.
 
-    ``code`` is an index of ``CodedSteps.encodings``; None if the elements travel as they are."""
+    ``code`` is an index of ``CodedSteps.encodings``; None if the elements are not encoded."""
 
     atom: int
     terms: int
@@ -41,7 +44,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class CodedMove(msgspec.Struct, frozen=True, gc=False):
-    """A message from ``source`` to ``target``, which adds it to its own elements (``adds``) or keeps it."""
+    """A message from ``source`` to ``target``. The target adds it to its own elements (``adds``) or stores it."""
 
     source: int
     target: int
@@ -50,8 +53,8 @@ class CodedMove(msgspec.Struct, frozen=True, gc=False):
 
 
 class Encoding(msgspec.Struct, frozen=True, gc=False):
-    """``rank`` encodes an atom, in which it holds the sum of ``terms`` ranks' elements. ``in_use``: the rank uses its
-    elements later, so that they must become the decoded elements."""
+    """An encoding of an atom by ``rank``, which holds the sum of ``terms`` ranks' elements. ``in_use``: the rank uses
+    these elements later, so it must replace them by the decoded elements."""
 
     rank: int
     atom: int
@@ -69,30 +72,31 @@ class CodedSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def coded(steps: Steps, codec: Codec, *, everywhere: bool = False) -> CodedSteps:
-    """The steps in coded form. In algorithms along levels (``star+ring@2x4``), only messages between boxes are coded,
-    unless messages are coded ``everywhere``.
+    """The steps in coded form. In hierarchical algorithms (``star+ring@2x4``), only messages between boxes are coded,
+    unless ``everywhere`` is set.
 
     Raises:
-        ScheduleError: with this codec, the ranks would end with different bits, or an error would be in no rank's
-            residual, or in several.
+        ScheduleError: with this codec, ranks would end with different bits, or an error would be missing from the
+            residuals or be in several of them.
     """
     return _Run(steps, is_lossy=codec_loses(codec), everywhere=everywhere).all()
 
 
 def codec_loses(codec: Codec) -> bool:
-    """Whether an encoding of a partial sum has an error. Selections have none: they choose each rank's elements once,
-    before the first message."""
+    """Whether an encoding of a partial sum has an error. Selections have no error: they choose each rank's elements
+    once, before the first message."""
     return codec.values is not None if codec.exchange == "merges" else codec.is_lossy
 
 
 def chunks(span: Span, chunk: int) -> Iterator[Span]:
-    """The chunks of an atom, from its start; the last one may be shorter."""
+    """Yield the chunks of an atom, from its start. The last chunk may be shorter."""
     for begin in range(span[0], span[1], chunk):
         yield begin, min(begin + chunk, span[1])
 
 
 def crosses(algorithm: str) -> Callable[[int, int], bool]:
-    """Whether messages from a source to a target are coded: all, or those between the outermost boxes."""
+    """A function that says whether messages from a source to a target are coded: all messages, or only messages between
+    the outermost boxes."""
     leveled = read(algorithm)
     if leveled is None:
         return lambda source, target: True
@@ -104,7 +108,8 @@ def crosses(algorithm: str) -> Callable[[int, int], bool]:
 
 
 class _Held:
-    """What a rank holds of an atom: a symbolic value, and the encoding whose decoded elements these are, if any."""
+    """What a rank stores for an atom: a symbolic value, and the encoding from which these elements were decoded, if
+    any."""
 
     __slots__ = ("code", "value")
 
@@ -113,8 +118,8 @@ class _Held:
 
 
 class _Values:
-    """Symbolic values, numbered: equal numbers are equal bits. ``terms`` counts the ranks in a sum, ``codes`` the
-    encodings. a + b counts as b + a, because both round to the same value."""
+    """Numbered symbolic values. Equal numbers mean equal bits. ``terms`` counts the ranks in a sum, and ``codes``
+    counts the encodings. a + b counts as b + a, because both round to the same value."""
 
     def __init__(self) -> None:
         self.terms: list[Counter[int]] = [Counter()]
@@ -163,7 +168,7 @@ class _Run:
                     self._held[rank][atom].value = self._values.of_rank(rank)
         self._encodings: list[tuple[int, int, int]] = []
         self._codes_of: dict[int, list[int]] = defaultdict(list)
-        self._own: dict[tuple[int, int], int] = {}  # by (rank, atom): the rank's last encoding of elements it still has
+        self._own: dict[tuple[int, int], int] = {}  # by (rank, atom): the rank's last encoding of elements that it has
         self._used: set[int] = set()
         self._ends: dict[int, int] = {}
 
@@ -184,7 +189,7 @@ class _Run:
         return range(bisect_left(self._borders, span[0]), bisect_left(self._borders, span[1]))
 
     def _send(self, move: Move) -> tuple[CodedMove, list[int]]:
-        """The message, and the values that it carries."""
+        """The message, and the symbolic values in it."""
         is_coded = self._everywhere or self._crosses(move.source, move.target)
         parts, values = list[Part](), list[int]()
         for atom in self._inside((move.begin, move.begin + move.length)):
@@ -212,7 +217,7 @@ class _Run:
             held.value = self._values.decoded(held.value, held.code)
 
     def _read(self, rank: int, atom: int) -> None:
-        """Note that the rank uses its elements: if it has encoded them, the decoded ones."""
+        """Record that the rank uses its elements. If it has encoded them, it uses the decoded elements."""
         if (rank, atom) in self._own:
             self._used.add(self._own[rank, atom])
 

@@ -1,4 +1,4 @@
-"""The bytes of coded messages, and those that each rank sends in a coded collective."""
+"""The sizes of coded messages, and the bytes that each rank sends in a coded collective."""
 
 from itertools import permutations
 from typing import NamedTuple
@@ -12,21 +12,23 @@ from meshwright.schedules.collectives.operations import BALANCED, DENSE_GATHER
 from meshwright.schedules.collectives.steps import Move, Rounds, Steps
 
 SAMPLES = 32
-"""Of the positions of its chosen elements, a rank sends so many times the number of ranks to every other rank, before
-it cuts the vector into balanced parts."""
+"""Before the vector is cut into balanced parts, each rank sends positions of chosen elements to every other rank: this
+number times the number of ranks."""
 POSITION_BYTES = 8
 MOST_KEPT = 2
-"""The owner of a balanced part keeps at most so many times the elements that a rank chooses in a part, on average."""
+"""The owner of a balanced part keeps at most this number times the elements that a rank chooses in a part on
+average."""
 SIZE_BYTES = 8
-"""Bytes of the size of a piece, which is sent before pieces whose sizes the receiver does not know."""
+"""Bytes of the size of a piece. It is sent before pieces whose sizes the receiver does not know."""
 CHUNK = 2**19
-"""Most elements of a chunk. With smaller chunks, PyTorch's calls take longer than its kernels."""
+"""The largest number of elements in a chunk. With smaller chunks, PyTorch's calls take longer than its kernels."""
 CHUNK_BYTES = 2**19
-"""Most bytes of a coded chunk."""
+"""The largest number of bytes in a coded chunk."""
 
 
 def chunk_of(codec: Codec, item_bytes: int) -> int:
-    """Elements of a chunk: as many whole buckets as fit. Of a selection, a chunk of its sum that is sent dense.
+    """The number of elements in a chunk: as many whole buckets as fit. For a selection, it is the number of elements in
+    a chunk of the dense sum.
 
     Raises:
         PlanError: a bucket is larger than a chunk.
@@ -41,17 +43,19 @@ def chunk_of(codec: Codec, item_bytes: int) -> int:
 
 
 def dense_codec(codec: Codec) -> Codec | None:
-    """The codec of elements that are sent dense: of a selection, of its sum; None: as they are."""
+    """The codec for elements that are sent dense. For a selection, this is the codec of its sum. None: they are not
+    encoded."""
     if codec.exchange != "merges":
         return codec
     return Codec(parts=(codec.values,)) if codec.values is not None else None
 
 
 class MessageSizes(NamedTuple):
-    """Sizes of the messages of an algorithm, for elements of ``item_bytes`` that are coded in chunks of ``chunk``.
+    """Sizes of the messages of an algorithm, for elements of ``item_bytes`` bytes that are encoded in chunks of
+    ``chunk`` elements.
 
-    Of a selection, sizes are expected values: each rank chooses elements independently and uniformly. Of messages that
-    are compressed without loss, they are the most."""
+    For a selection, sizes are expected values: each rank is assumed to choose elements independently and uniformly. For
+    messages that are compressed without loss, sizes are upper limits."""
 
     codec: Codec
     algorithm: str
@@ -59,7 +63,8 @@ class MessageSizes(NamedTuple):
     chunk: int
 
     def content(self, length: int, terms: int, adds: bool) -> int:
-        """Bytes of an atom of ``length`` elements, the sum over ``terms`` ranks, which the receiver adds or keeps."""
+        """Bytes of an atom of ``length`` elements that is a sum over ``terms`` ranks. ``adds``: the receiver adds it,
+        otherwise it stores it."""
         codec, item_bytes = self.codec, self.item_bytes
         if codec.exchange == "merges" and not self._goes_dense(adds):
             content = codec.message_bytes(length, item_bytes, terms) if length else 0
@@ -80,7 +85,7 @@ class MessageSizes(NamedTuple):
         return SIZE_BYTES * (1 if selects else -(-length // self.chunk))
 
     def total(self, length: int, terms: int, adds: bool) -> int:
-        """Bytes of content and sizes."""
+        """Bytes of content and sizes together."""
         return self.content(length, terms, adds) + self.announced(length, adds)
 
     def sample(self, num_ranks: int) -> int:
@@ -93,8 +98,8 @@ class MessageSizes(NamedTuple):
 
 
 def in_bytes(coded: CodedSteps, codec: Codec, item_bytes: int, chunk: int) -> Steps:
-    """The messages of a coded collective, as steps whose moves have lengths in bytes; their places are all 0. If
-    ranks do not know sizes, a round becomes two: sizes, and contents."""
+    """The messages of a coded collective as steps. The lengths of moves are bytes, and all positions are 0. If ranks do
+    not know the sizes, a round becomes two rounds: sizes, then contents."""
     num_ranks = coded.steps.num_ranks
     sizes = MessageSizes(codec, coded.steps.algorithm, item_bytes, chunk)
     rounds: Rounds = []
@@ -120,7 +125,7 @@ def in_bytes(coded: CodedSteps, codec: Codec, item_bytes: int, chunk: int) -> St
 
 
 def sent_bytes(coded: CodedSteps, codec: Codec, item_bytes: int, chunk: int) -> tuple[int, ...]:
-    """The bytes that each rank sends, by counting its messages (``in_bytes``)."""
+    """The bytes that each rank sends, counted from its messages (``in_bytes``)."""
     sent = [0] * coded.steps.num_ranks
     for move in (move for moves in in_bytes(coded, codec, item_bytes, chunk).rounds for move in moves):
         sent[move.source] += move.length

@@ -9,13 +9,13 @@ from meshwright.schedules.collectives.operations import BALANCED, DENSE_GATHER
 from meshwright.schedules.collectives.steps import Span, cut
 
 _Size = Callable[[int, int, bool], int]
-"""Bytes of an atom, from its length, the number of ranks in its sum, and whether the receiver adds it."""
+"""Bytes of an atom, as a function of its length, the number of ranks in its sum, and whether the receiver adds it."""
 
 
 def closed_form(
     operation: str, algorithm: str, num_ranks: int, length: int, codec: Codec, item_bytes: int, chunk: int
 ) -> tuple[int, ...]:
-    """The bytes that each rank sends, as ``coded_bytes.sent_bytes`` counts them, without a list of steps.
+    """The bytes that each rank sends, equal to the count in ``coded_bytes.sent_bytes``, but without a list of steps.
 
     Raises:
         ScheduleError: no closed form is known for the algorithm.
@@ -36,7 +36,7 @@ def _parts(length: int, count: int) -> list[int]:
 
 
 def _scatter_ring(rank: int, size: int, length: int, bytes_of: _Size) -> int:
-    """Every part but its own, which comes last: the part j has passed (rank - 1 - j) mod size ranks before."""
+    """A rank sends every part but its own, which comes last. Part j has passed (rank - 1 - j) mod size ranks before."""
     parts = _parts(length, size)
     return sum(bytes_of(parts[j], (rank - 1 - j) % size + 1, True) for j in range(size) if j != rank)
 
@@ -65,7 +65,7 @@ def _star(rank: int, size: int, length: int, bytes_of: _Size) -> int:
 
 
 def _tree(rank: int, size: int, length: int, bytes_of: _Size) -> int:
-    """The sum of its subtree up, all sums down to its children."""
+    """A rank sends the sum of its subtree up the tree, and all sums down to its children."""
     reach = rank & -rank if rank else size
     up = bytes_of(length, min(reach, size - rank), True) if rank else 0
     children = sum(rank + (1 << power) < size for power in range((reach - 1).bit_length()))
@@ -84,7 +84,7 @@ def _butterfly(rank: int, size: int, length: int, bytes_of: _Size) -> int:
 
 
 def _halving(rank: int, size: int, parts: Sequence[Sequence[int]], bytes_of: _Size) -> int:
-    """Recursive halving among the ranks of the largest power of two. ``parts[i]``: the lengths that rank i owns."""
+    """Recursive halving among the ranks below the largest power of two. ``parts[i]``: the lengths that rank i owns."""
     core = _core(size)
     if rank >= core:
         return sum(bytes_of(part, 1, True) for each in parts for part in each)
@@ -140,7 +140,7 @@ def _powers(core: int) -> list[int]:
 
 
 def _weight(rank: int, size: int) -> int:
-    """How many ranks' elements a rank of the largest power of two holds after the fold."""
+    """The number of ranks whose elements a rank below the largest power of two holds after the fold."""
     return 1 + (rank + _core(size) < size)
 
 

@@ -1,8 +1,8 @@
-"""Building blocks of collectives: rounds in which some ranks send and add up some elements in place.
+"""Building blocks of collectives: rounds in which some ranks send elements and add them up in place.
 
-``ranks`` may be any ranks. ``owned[i]`` lists the spans that ``ranks[i]`` owns: the rank holds the sum of these
-elements after a reduce-scatter, and the elements themselves before an all-gather. A reduce-scatter adds and an
-all-gather copies. Each all-gather is a reduce-scatter run backwards.
+``ranks`` may be any subset of the ranks. ``owned[i]`` lists the spans that ``ranks[i]`` owns: the rank holds the sum of
+these elements after a reduce-scatter, and the elements themselves before an all-gather. A reduce-scatter adds and an
+all-gather copies. Each all-gather is a reduce-scatter in reverse.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ Whole = Callable[[Sequence[int], Span], Rounds]
 
 
 def backwards(rounds: Rounds) -> Rounds:
-    """The reversed rounds: every move goes from its target to its source, and copies instead of adding."""
+    """The rounds in reverse: every move goes from its target to its source, and copies instead of adding."""
     return [[Move(m.target, m.source, m.into, m.begin, m.length) for m in moves] for moves in rounds[::-1]]
 
 
@@ -69,8 +69,8 @@ def gather_star(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def scatter_partitioned(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """In turn t, each rank sends to the rank t places after it, which owns the sent part. So no rank receives two
-    messages at once."""
+    """In turn t, each rank sends to the rank t places after it, which owns the part that is sent. So no rank receives
+    two messages at the same time."""
     size = len(ranks)
     return [
         _round(((ranks[i], ranks[(i + turn) % size], owned[(i + turn) % size]) for i in range(size)), adds=True)
@@ -104,7 +104,7 @@ def scatter_halving(ranks: Sequence[int], owned: Owned) -> Rounds:
 
 
 def gather_doubling(ranks: Sequence[int], owned: Owned) -> Rounds:
-    """Recursive doubling: in each round, each rank exchanges all parts that it has so far with its partner."""
+    """Recursive doubling: in each round, each rank and its partner exchange all parts that they have so far."""
     return backwards(scatter_halving(ranks, owned))
 
 
@@ -166,7 +166,7 @@ def all_reduce_naive(ranks: Sequence[int], span: Span) -> Rounds:
 
 
 def all_reduce_butterfly(ranks: Sequence[int], span: Span) -> Rounds:
-    """Recursive doubling: in each round each rank exchanges its sum with its partner.
+    """Recursive doubling: in each round, each rank and its partner exchange their sums.
 
     If the number of ranks is not a power of two, the ranks beyond the largest power first send their vectors to a rank
     that acts for them, and receive the sum from it in the end.
@@ -209,10 +209,10 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
     order = _leaves_first(parent)
     rounds: dict[int, list[Move]] = {}
     for tree, half in zip(trees, cut(span, 2), strict=True):
-        sent_up: dict[int, int] = {}  # by rank of the tree: the round in which it can send up again
+        sent_up: dict[int, int] = {}  # by rank of the tree: the next round in which it can send up the tree
         got_down: dict[int, int] = {}
         for piece in cut(half, pieces):
-            there: dict[int, int] = {}  # the first round in which it has the sum of its subtree
+            there: dict[int, int] = {}  # the first round in which a rank has the sum of its subtree
             for i in order:
                 turn = max(there.get(i, 0), sent_up.get(i, 0))
                 rounds.setdefault(turn, []).extend(message(tree[i], tree[parent[i]], [piece], adds=True))
@@ -226,14 +226,14 @@ def all_reduce_double_tree(ranks: Sequence[int], span: Span, pieces: int = 4) ->
 
 
 def _parent(i: int, size: int) -> int:
-    """The parent of i in a binary tree over 0, 1, ... whose odd members are leaves and whose root is 0."""
+    """The parent of i in a binary tree over 0, 1, ..., in which all odd numbers are leaves and 0 is the root."""
     bit = i & -i
     above = (i ^ bit) | (bit << 1)
     return above if above < size else i ^ bit
 
 
 def _leaves_first(parent: dict[int, int]) -> list[int]:
-    """All ranks but the root, deepest first."""
+    """All ranks except the root, the deepest first."""
 
     def depth(i: int) -> int:
         return 1 + depth(parent[i]) if i else 0

@@ -1,13 +1,14 @@
-"""Collectives along a cluster's levels: add up inside every box, then across boxes, then gather inside.
+"""Hierarchical collectives, along a cluster's levels: add up inside every box, then across boxes, then gather inside
+the boxes.
 
     2 boxes of 2, one vector "ab":     in the box         across           in the box
         box 0   rank 0                 a of both  ──▶  a of all four  ──▶  a b
                 rank 1                 b of both  ──▶  b of all four  ──▶  a b
         box 1   ...
 
-Every rank of a box sends its share over the slow links. If boxes are unequal, shares are cut so finely that each share
-has one owner in every box. If the vector is cut into several pieces, one piece goes across boxes while the next piece
-is added up inside them.
+Every rank of a box sends a share of the vector over the slow links. If boxes are unequal, the shares are cut so finely
+that each share has exactly one owner in every box. If the vector is cut into several pieces, one piece is sent between
+boxes while the next piece is added up inside them.
 
 An algorithm's name is INSIDE+ACROSS@BOXES, followed by /PIECES if it has several pieces:
 
@@ -29,7 +30,8 @@ from meshwright.schedules.collectives.group import Half, Owned, Whole
 from meshwright.schedules.collectives.steps import Rounds, Span, beside, cut
 
 Boxes: TypeAlias = tuple["Boxes | int", ...]
-"""How ranks nest: each entry is a rank, or a tuple for a unit of a level. ``((0, 1), (2, 3))``: two boxes of two."""
+"""The nesting of ranks: each entry is a rank, or a tuple that stands for a unit of a level. ``((0, 1), (2, 3))``: two
+boxes of two."""
 
 INSIDE: Mapping[str, Half] = {"star": group.scatter_star, "ring": group.scatter_ring}
 ACROSS: Mapping[str, Whole] = {
@@ -44,7 +46,7 @@ ACROSS_BY_OPERATION = {
     "reduce_scatter": tuple(HALVES_ACROSS),
     "all_gather": tuple(HALVES_ACROSS),
 }
-"""Maps an operation to the names that may follow the +. Other operations have no algorithms along levels."""
+"""Maps an operation to the names that may follow the +. Other operations have no hierarchical algorithms."""
 
 _NAME = re.compile(r"(?P<inside>[a-z-]+)\+(?P<across>[a-z-]+)@(?P<boxes>[0-9x.|]+)(?:/(?P<pieces>[1-9][0-9]*))?")
 _EQUAL, _NAMED = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+"), re.compile(r"[0-9]+((\.|\|+)[0-9]+)*")
@@ -54,7 +56,7 @@ _Owners = list[tuple[Span, int]]
 
 
 def nested(fan_outs: Sequence[int]) -> Boxes:
-    """Equal boxes for levels with these fan-outs, innermost first."""
+    """Nested equal boxes for levels with these fan-outs, innermost first."""
     units: list[Boxes | int] = list(range(prod(fan_outs)))
     for size in fan_outs[:-1]:
         units = [tuple(units[first : first + size]) for first in range(0, len(units), size)]
@@ -67,8 +69,8 @@ def leaves(boxes: Boxes | int) -> list[int]:
 
 
 class Leveled(NamedTuple):
-    """A parsed name of an algorithm: its names in INSIDE and in ACROSS_BY_OPERATION, the boxes, the number of
-    pieces."""
+    """A parsed name of a hierarchical algorithm: its names in INSIDE and in ACROSS_BY_OPERATION, the boxes, and the
+    number of pieces."""
 
     inside: str
     across: str
@@ -78,7 +80,7 @@ class Leveled(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def read(name: str) -> Leveled | None:
-    """The algorithm with this name; None if it is not an algorithm along levels."""
+    """The algorithm with this name; None if the name is not that of a hierarchical algorithm."""
     match = _NAME.fullmatch(name)
     if match is None or match["inside"] not in INSIDE:
         return None
@@ -87,7 +89,7 @@ def read(name: str) -> Leveled | None:
 
 
 def written(inside: str, across: str, boxes: str, pieces: int = 1) -> str:
-    """The name of an algorithm; ``boxes`` as returned by ``equal_boxes`` or ``named_boxes``."""
+    """The name of an algorithm. ``boxes`` is a result of ``equal_boxes`` or ``named_boxes``."""
     return f"{inside}+{across}@{boxes}" + (f"/{pieces}" if pieces > 1 else "")
 
 
@@ -97,7 +99,7 @@ def equal_boxes(fan_outs: Sequence[int]) -> str:
 
 
 def named_boxes(boxes: Boxes) -> str:
-    """The text of any boxes, such as ``0.2|1.3``, or the shorter text of ``equal_boxes`` if it means the same boxes."""
+    """The text of any boxes, such as ``0.2|1.3``. If the boxes are equal, the shorter text of ``equal_boxes``."""
     sizes: list[int] = []
     unit: Boxes | int = boxes
     while not isinstance(unit, int):
@@ -108,7 +110,7 @@ def named_boxes(boxes: Boxes) -> str:
 
 
 def _named(boxes: Boxes) -> tuple[str, int]:
-    """The text of the boxes, and its number of levels of boxes."""
+    """The text of the boxes, and the number of nested levels."""
     if all(isinstance(box, int) for box in boxes):
         return ".".join(map(str, boxes)), 0
     inner = [_named(box) if not isinstance(box, int) else (str(box), 0) for box in boxes]
@@ -131,9 +133,9 @@ def _read_named(text: str, depth: int) -> Boxes:
 
 
 def all_reduce_in_levels(leveled: Leveled, length: int) -> Rounds:
-    """The rounds of an all-reduce: inside the boxes, across the outermost level, inside again.
+    """The rounds of an all-reduce: inside the boxes, across the outermost level, and inside again.
 
-    A piece starts ``len(across)`` rounds after the piece before it:
+    A piece starts ``len(across)`` rounds after the previous piece:
 
     piece 0   in  across  in
     piece 1       in      across  in
@@ -152,8 +154,8 @@ def all_reduce_in_levels(leveled: Leveled, length: int) -> Rounds:
 
 
 def reduce_scatter_in_levels(leveled: Leveled, owned: Owned) -> Rounds:
-    """The rounds of a reduce-scatter. In each box, a part is added up by the rank at the same place as the part's
-    owner; then the parts are added up across boxes. Run backwards, these rounds are an all-gather.
+    """The rounds of a reduce-scatter. In each box, a part is added up by the rank that has the same position as the
+    part's owner. Then the parts are added up across boxes. In reverse, these rounds are an all-gather.
 
     Raises:
         ScheduleError: the boxes are not equal.
@@ -182,7 +184,7 @@ def _scattered(boxes: Boxes, owned: Mapping[int, Sequence[Span]], leveled: Level
 
 
 def _reduced(box: Boxes | int, whole: Span, inside: str) -> tuple[Rounds, _Owners]:
-    """The rounds that add up each element at one rank of the box, and the rank that then owns each span."""
+    """The rounds that add up each element at one rank of the box, and the rank that owns each span afterwards."""
     if isinstance(box, int):
         return [], [(whole, box)]
     units = [_reduced(unit, whole, inside) for unit in box]

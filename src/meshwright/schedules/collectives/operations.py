@@ -27,18 +27,19 @@ ALL_REDUCE: dict[str, Whole] = {
     "butterfly": group.all_reduce_butterfly,
     "rabenseifner": group.all_reduce_rabenseifner,
 }
-"""All-reduces in place, by name. ``shares`` runs one star for each rank's share of the vector, all at once."""
+"""All-reduces in place, by name. ``shares`` runs a star for each rank's share of the vector, all at the same time."""
 
 DENSE_GATHER, BALANCED = "dense-gather", "balanced"
 FOR_SELECTIONS: dict[str, Whole] = {
     DENSE_GATHER: group.in_halves(group.scatter_partitioned, group.gather_ring),
     BALANCED: group.in_halves(group.scatter_partitioned, group.gather_partitioned),
 }
-"""All-reduces that differ from others only if a codec selects elements (topk, threshold).
+"""All-reduces that differ from other all-reduces only if a codec selects elements (topk, threshold).
 
 ``dense-gather``: each rank adds up the chosen elements of its part, and sends all elements of the sum (SparCML's DSAR,
-Renggli et al. 2019). ``balanced``: parts hold about equally many chosen elements, and each rank sends the largest
-elements of its sum, about as many in all as one rank has chosen (Ok-Topk, Li and Hoefler 2022)."""
+Renggli et al. 2019). ``balanced``: parts hold about equal numbers of chosen elements. Each rank sends the largest
+elements of its sum, so that all ranks together send about as many elements as one rank has chosen (Ok-Topk, Li and
+Hoefler 2022)."""
 
 HALVES: Mapping[str, tuple[Half, Half]] = {
     "star": (group.scatter_star, group.gather_star),
@@ -56,16 +57,17 @@ TO_ONE: Mapping[str, Whole] = {
         + group.gather_tree(ranks, group.owns(span, len(ranks)))
     ),
 }
-"""Reduces to the first rank; run backwards they are broadcasts."""
+"""Reduces to the first rank. In reverse, they are broadcasts."""
 
 GATHERS: Mapping[str, Callable[[Sequence[int], Owned], Rounds]] = {
     "star": group.gather_to_first,
     "tree": group.gather_tree,
 }
-"""Gathers at the first rank; run backwards they are scatters."""
+"""Gathers at the first rank. In reverse, they are scatters."""
 
 IN_TURN = ("one-by-one", "contention-free")
-"""All-reduces that send the original vector while they add up received vectors. They need memory for two vectors."""
+"""All-reduces in which ranks send their original vectors while they add up received vectors. They need memory for two
+vectors."""
 
 Counts = Sequence[Sequence[int]]
 """``counts[i][j]``: the elements that rank i sends to rank j."""
@@ -86,7 +88,7 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 def all_reduce(algorithm: str, num_ranks: int, length: int, *, server: bool = False) -> Steps:
     """The steps after which every rank holds the sum of all vectors of ``length`` elements.
 
-    ``algorithm`` is a name in ``ALGORITHMS``, or the name of an algorithm along levels (``ring+rabenseifner@2x4``, see
+    ``algorithm`` is a name in ``ALGORITHMS``, or the name of a hierarchical algorithm (``ring+rabenseifner@2x4``, see
     ``hierarchy.py``). ``server``: the star's centre is an extra rank, which contributes nothing.
 
     Raises:
@@ -120,7 +122,7 @@ def _in_turn(algorithm: str, size: int, length: int) -> Steps:
 
 
 def reduce_scatter(algorithm: str, counts: Sequence[int]) -> Steps:
-    """The steps after which rank i holds part i of the sum: ``counts[i]`` elements, at their place in the vector."""
+    """The steps after which rank i holds part i of the sum: ``counts[i]`` elements, at their position in the vector."""
     spans = _parts("reduce_scatter", algorithm, counts)
     size, length = len(counts), sum(counts)
     after = ((_sum_of(size, span),) for span in spans)
@@ -135,7 +137,7 @@ def _scatter(algorithm: str, spans: Sequence[Span]) -> Rounds:
 
 
 def all_gather(algorithm: str, counts: Sequence[int]) -> Steps:
-    """The steps after which every rank holds all parts, each at its place; rank i contributes ``counts[i]``
+    """The steps after which every rank holds all parts, each at its position. Rank i contributes ``counts[i]``
     elements."""
     spans = _parts("all_gather", algorithm, counts)
     if read(algorithm) is not None:
@@ -168,7 +170,8 @@ def broadcast(algorithm: str, num_ranks: int, length: int, root: int = 0) -> Ste
 
 
 def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
-    """The steps after which ``root`` holds all parts, each at its place; rank i contributes ``counts[i]`` elements."""
+    """The steps after which ``root`` holds all parts, each at its position. Rank i contributes ``counts[i]``
+    elements."""
     spans = _parts("gather", algorithm, counts)
     ranks = _from(root, "gather", algorithm, len(counts), sum(counts))
     rounds = GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks])
@@ -177,7 +180,7 @@ def gather(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
 
 
 def scatter(algorithm: str, counts: Sequence[int], root: int = 0) -> Steps:
-    """The steps after which rank i holds its ``counts[i]`` elements of ``root``'s vector, at their place in it."""
+    """The steps after which rank i holds its ``counts[i]`` elements of ``root``'s vector, at their position in it."""
     spans = _parts("scatter", algorithm, counts)
     ranks = _from(root, "scatter", algorithm, len(counts), sum(counts))
     rounds = group.backwards(GATHERS[algorithm](ranks, [[spans[rank]] for rank in ranks]))
@@ -190,7 +193,7 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
     """The steps in which rank i sends ``counts[i][j]`` elements to rank j.
 
     The elements that a rank sends lie at the start of its memory, in the order of the receivers. The elements that it
-    receives lie in the order of the senders. They begin at the same position on all ranks, behind the longest list of
+    receives lie in the order of the senders. They begin at the same position on all ranks, after the longest list of
     sent elements.
     """
     size = len(counts)
@@ -216,12 +219,12 @@ def all_to_all(algorithm: str, counts: Counts) -> Steps:
 
 
 def barrier(algorithm: str, num_ranks: int) -> Steps:
-    """The steps of a barrier: no rank ends them before every rank has begun them. Messages are empty."""
+    """The steps of a barrier: no rank finishes them before every rank has begun them. Messages are empty."""
     _check("barrier", algorithm, num_ranks, 0)
     if algorithm == "central":
         others = range(1, num_ranks)
         rounds = [[Move(rank, 0, 0, 0, 0) for rank in others], [Move(0, rank, 0, 0, 0) for rank in others]]
-    else:  # after round k every rank has news of the 2^(k+1) - 1 ranks before it (Hensgen, Finkel, Manber 1988)
+    else:  # after round k, every rank has news of the 2^(k+1) - 1 ranks before it (Hensgen, Finkel, Manber 1988)
         rounds = [
             [Move(rank, (rank + distance) % num_ranks, 0, 0, 0) for rank in range(num_ranks)]
             for distance in group.distances(num_ranks)
@@ -234,7 +237,7 @@ def build(
 ) -> Steps:
     """The steps of any operation over a vector of ``length`` elements, which is cut into nearly equal parts. In an
     all-to-all each rank sends ``length`` elements, unless ``counts`` is given, as for :func:`all_to_all`. For an
-    all-gather or a reduce-scatter, the only row of ``counts`` has the elements of each part."""
+    all-gather or a reduce-scatter, ``counts`` has a single row with the numbers of elements of the parts."""
     _check(operation, algorithm, num_ranks, length)
     parts = [end - begin for begin, end in cut((0, length), num_ranks)]
     makers: dict[str, Callable[[], Steps]] = {
@@ -252,7 +255,7 @@ def build(
 
 
 def is_there(operation: str, algorithm: str) -> bool:
-    """Whether an operation has an algorithm of this name, for some number of ranks."""
+    """Whether an operation has an algorithm of this name for at least one number of ranks."""
     parsed = read(algorithm)
     if parsed is None:
         return algorithm in ALGORITHMS.get(operation, ()) or (operation == "all_reduce" and algorithm in FOR_SELECTIONS)
@@ -265,7 +268,7 @@ def _sum_of(num_ranks: int, span: Span) -> RequiredSum:
 
 
 def _each_own(spans: Sequence[Span]) -> tuple[RequiredSum, ...]:
-    """The parts of all ranks, each at its place."""
+    """The parts of all ranks, each at its position."""
     return tuple(RequiredSum(span, ((rank, span[0]),)) for rank, span in enumerate(spans))
 
 

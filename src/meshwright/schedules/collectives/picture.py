@@ -6,11 +6,11 @@ from itertools import accumulate
 from meshwright.schedules.collectives.steps import Steps
 
 WIDTH = 120
-"""Characters of a line. A wider picture is not wrapped: its last line says how many ranks are left out."""
+"""Characters of a line. A wider picture is not wrapped. Its last line says how many ranks are left out."""
 
 
 def rounds(steps: Steps) -> str:
-    """A row for each round and a column for each rank; a cell shows the messages that the rank sends in the round.
+    """A row for each round and a column for each rank. A cell shows the messages that the rank sends in the round.
 
     ``b>2+``: the rank sends piece b to rank 2, which adds it to its own piece; ``b>2``: rank 2 replaces its piece. A
     piece is as long as possible without being cut by a message. Pieces are named a, b, ... in the order of the vector.

@@ -1,4 +1,4 @@
-"""Collectives as lists of steps, in pure data: the elements that ranks send each other, and add up, in each round."""
+"""Collectives as lists of steps, as pure data: the elements that ranks send and add up in each round."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -11,10 +11,11 @@ Span = tuple[int, int]
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """``length`` elements from ``begin`` in ``source``'s memory go to ``into`` in ``target``'s memory.
+    """A move of ``length`` elements, from position ``begin`` in ``source``'s memory to position ``into`` in
+    ``target``'s memory.
 
-    ``adds``: the target adds them to its elements there; otherwise they replace those elements. A move from a rank to
-    itself is a copy.
+    ``adds``: the target adds them to its own elements there; otherwise they replace these elements. A move from a rank
+    to itself is a copy.
     """
 
     source: int
@@ -26,7 +27,7 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 Rounds = list[list[Move]]
-"""The moves of each round, which happen at the same time. A rank sends the elements that it had before the round, then
+"""The moves of each round, which happen simultaneously. A rank sends the elements that it had before the round. Then it
 takes its received elements in the order of the list. A round of copies within ranks sends nothing."""
 
 
@@ -59,9 +60,10 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """The counted cost of steps. ``moved``: elements of all messages; ``peak``: the most elements that enter, or leave,
-    one rank in one round; ``busiest``: the same maximum, taken in every round and summed over the rounds; ``fan_in``:
-    the most messages that one rank receives in one round; ``added``: the most additions that one rank makes."""
+    """The counted costs of steps. ``moved``: elements in all messages. ``peak``: the largest number of elements that
+    enter or leave one rank in one round. ``busiest``: this maximum in each round, summed over the rounds. ``fan_in``:
+    the largest number of messages that one rank receives in one round. ``added``: the largest number of additions on
+    one rank."""
 
     rounds: int
     messages: int
@@ -97,7 +99,8 @@ def count(steps: Steps) -> Count:
 
 
 Program = tuple[tuple[Move, ...], ...]
-"""One rank's moves, round by round: its sends, then its receives and copies. Rounds without the rank are left out."""
+"""One rank's moves, round by round: its sends, then its receives and copies. Rounds in which the rank takes no part are
+left out."""
 
 
 def programs(steps: Steps) -> tuple[Program, ...]:
@@ -118,14 +121,15 @@ def programs(steps: Steps) -> tuple[Program, ...]:
 
 
 def cut(span: Span, parts: int) -> tuple[Span, ...]:
-    """``parts`` neighbouring pieces whose lengths differ by at most one; some are empty if elements are too few."""
+    """``parts`` neighbouring pieces whose lengths differ by at most one. Some are empty if there are too few
+    elements."""
     begin, length = span[0], span[1] - span[0]
     return tuple(pairwise(begin + length * index // parts for index in range(parts + 1)))
 
 
 def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = False) -> list[Move]:
-    """The moves of ``spans`` to the same place on the target, with neighbouring spans joined and empty spans left
-    out."""
+    """The moves that copy ``spans`` to the same positions on the target. Neighbouring spans are joined, and empty spans
+    are left out."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if begin == end:
@@ -138,7 +142,7 @@ def message(source: int, target: int, spans: Iterable[Span], *, adds: bool = Fal
 
 
 def beside(lists: Iterable[Rounds]) -> Rounds:
-    """One list of rounds in which the lists run at the same time: round i joins round i of every list."""
+    """A list of rounds in which all ``lists`` run at the same time: round i joins round i of every list."""
     return [[move for moves in side for move in moves] for side in zip_longest(*lists, fillvalue=())]
 
 

@@ -1,1 +1,2 @@
-"""Matrix products on grids of ranks: parts, words, bounds, rounds of collectives, and the choice of a grid."""
+"""Matrix products on grids of ranks: parts, words (elements), bounds, rounds of collectives, and the choice of a
+grid."""

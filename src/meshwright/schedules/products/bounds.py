@@ -1,11 +1,11 @@
-"""Lower bounds on the words that ranks exchange for a matrix product."""
+"""Lower bounds on the words (elements) that ranks exchange for a matrix product."""
 
 import math
 
 
 def lower_bound(m: int, k: int, n: int, num_ranks: int) -> float:
-    """The words that some rank must receive if each operand is stored once, in equal shares, and the work is divided
-    equally (Al Daas et al. 2022, arXiv 2205.13407, theorem 3). Grids whose parts are equal attain it."""
+    """The words that at least one rank must receive if each operand is stored once, in equal shares, and the work is
+    divided equally (Al Daas et al. 2022, arXiv 2205.13407, theorem 3). Grids with equal parts reach this bound."""
     a, b, c = sorted((m, k, n), reverse=True)
     if num_ranks <= a / b:
         touched = (a * b + a * c) / num_ranks + b * c
@@ -17,8 +17,9 @@ def lower_bound(m: int, k: int, n: int, num_ranks: int) -> float:
 
 
 def cosma_bound(m: int, k: int, n: int, num_ranks: int, memory_words: float) -> float:
-    """The words that some rank must read or write with a memory of S words (COSMA, theorem 2): the lesser of
-    2 mnk / (P sqrt(S)) + S and 3 (mnk / P)^(2/3); the first counts only if S is at most (mnk / P)^(2/3)."""
+    """The words that at least one rank must read or write with a memory of S words (COSMA, theorem 2). This is the
+    smaller of 2 mnk / (P sqrt(S)) + S and 3 (mnk / P)^(2/3); the first term counts only if S is at most (mnk /
+    P)^(2/3)."""
     volume = m * k * n / num_ranks
     square = math.pow(volume, 2 / 3)
     cubic = 3 * square

@@ -1,4 +1,5 @@
-"""The grid of a product with the fewest words, by branch and bound over all grids; the named grids."""
+"""Finds the grid of a product with the fewest words (elements), by branch and bound over all grids; defines the named
+grids."""
 
 from collections.abc import Iterator
 from itertools import product as pairs
@@ -8,12 +9,12 @@ from meshwright.schedules.products.grid import Dim, Grid, ProductPlan, mean_word
 from meshwright.schedules.products.memory import fewest_panels, least_words
 
 IDLE = 0.03
-"""The largest share of ranks that may stay idle where that saves words (COSMA's choice)."""
+"""The largest fraction of ranks that may stay idle if this saves words (COSMA's value)."""
 OVERS: tuple[Dim, ...] = ("k", "n", "m")
 
 
 def grids(m: int, k: int, n: int, num_ranks: int) -> Iterator[Grid]:
-    """All grids of at most ``num_ranks`` ranks that give no axis more ranks than its dim has units."""
+    """All grids of at most ``num_ranks`` ranks in which no axis has more ranks than its dim has units."""
     for rows in range(1, min(m, num_ranks) + 1):
         for inner in range(1, min(k, num_ranks // rows) + 1):
             for columns in range(1, min(n, num_ranks // (rows * inner)) + 1):
@@ -24,18 +25,19 @@ def choose_grid(
     m: int, k: int, n: int, num_ranks: int, memory_words: float | None = None, *,
     gradients: bool = False, idle: float = IDLE,
 ) -> ProductPlan:  # fmt: skip
-    """The plan whose busiest rank receives the fewest words, and holds at most ``memory_words``, with as few panels as
-    that allows. Of equal plans, that with the most ranks, then the first.
+    """The plan whose busiest rank receives the fewest words and holds at most ``memory_words`` words, with as few
+    panels as possible. If several plans are equal, the plan with the most ranks, or else the first.
 
-    ``gradients``: for the forward product and both backward products together, which run on one grid, so that what one
-    leaves is what the next needs. ``idle``: the share of ranks that may stay idle, of those that some grid can use.
+    ``gradients``: count the forward product and both backward products together. They run on the same grid, so that the
+    results of one product are the operands that the next needs. ``idle``: the fraction of ranks that may stay idle,
+    relative to the largest usable grid.
 
-    The words of the busiest rank are at least their mean, which has a closed form: grids are tried in the order of
-    their means, until the mean of the next is above the fewest words so far.
+    The words of the busiest rank are at least the mean over all ranks, which has a closed form. So grids are tried in
+    the order of their means, until the next mean exceeds the fewest words so far.
 
     Raises:
-        LayoutError: an operand is empty, there is no rank, or no plan fits in the memory; the error names the least
-            memory in which one fits.
+        LayoutError: an operand is empty, there is no rank, or no plan fits in the memory; the error names the smallest
+            memory in which a plan fits.
     """
     check(m, k, n, num_ranks)
     usable = usable_grids(m, k, n, num_ranks, idle)
@@ -61,14 +63,14 @@ def choose_grid(
 
 
 def usable_grids(m: int, k: int, n: int, num_ranks: int, idle: float) -> list[Grid]:
-    """The grids that leave at most the share ``idle`` of the ranks idle, of those that some grid can use."""
+    """The grids that leave at most the fraction ``idle`` of the ranks idle, relative to the largest usable grid."""
     found = list(grids(m, k, n, num_ranks))
     most = max(grid.num_ranks for grid in found)
     return [grid for grid in found if grid.num_ranks >= (1 - idle) * most]
 
 
 def within(plan: ProductPlan, memory_words: float | None, *, gradients: bool) -> ProductPlan | None:
-    """The plan with the fewest panels that keep it within the memory; None if no number of panels does."""
+    """The plan with the fewest panels that stays within the memory; None if no number of panels suffices."""
     if memory_words is None:
         return plan
     panels = fewest_panels(plan, memory_words, gradients=gradients)
@@ -78,7 +80,7 @@ def within(plan: ProductPlan, memory_words: float | None, *, gradients: bool) ->
 def too_small(
     usable: list[Grid], m: int, k: int, n: int, memory_words: float | None, *, gradients: bool, item_bytes: int = 0
 ) -> LayoutError:
-    """The error for a memory in which no plan fits, in bytes if the size of an element is given."""
+    """The error for a memory in which no plan fits. It names bytes if the size of an element is given."""
     plans = [ProductPlan(m, k, n, grid, over) for grid, over in pairs(usable, OVERS)]
     least = min(least_words(plan, gradients=gradients) for plan in plans)
     each, unit = (item_bytes, "bytes") if item_bytes else (1, "words")
@@ -90,7 +92,7 @@ def too_small(
 
 
 def check(m: int, k: int, n: int, num_ranks: int) -> None:
-    """Refuse empty operands, and no ranks."""
+    """Raise a LayoutError if an operand is empty or there are no ranks."""
     if min(m, k, n) < 1:
         raise LayoutError(
             f"a product of {m}x{k} and {k}x{n}", where="operands", remedy="every dim needs 1 or more units"
@@ -106,9 +108,9 @@ NAMED = ("1d-row", "1d-column", "1d-inner", "summa", "2.5d", "3d")
 
 
 def named_grid(name: str, num_ranks: int) -> Grid:
-    """The grid that a name means for so many ranks. SUMMA: the two nearly equal sides whose product is the number of
-    ranks. 2.5D: the same with as many layers c as leave the sides at least c. 3D: the most equal three sides, with
-    the most layers of them.
+    """The grid that a name describes for this number of ranks. SUMMA: two nearly equal sides whose product is the
+    number of ranks. 2.5D: c layers of such a grid, with the largest c that leaves sides of at least c. 3D: three sides
+    that are as equal as possible; if several grids are equally good, the grid with the most layers.
 
     Raises:
         LayoutError: there is no such name.

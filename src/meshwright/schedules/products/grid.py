@@ -1,17 +1,19 @@
-"""A matrix product on a grid of ranks: who holds which part of A, B and C, and how much each rank receives and holds.
+"""A matrix product on a grid of ranks: the parts of A, B and C that each rank holds, and the number of words (elements)
+that it receives and holds.
 
 C = A B, with A of m x k and B of k x n, is computed on a grid (p_m, p_k, p_n): the rank at (i, l, j) multiplies block
-(i, l) of A by block (l, j) of B. Each operand is stored once: the ranks that need a block divide it.
+(i, l) of A by block (l, j) of B. Each operand is stored once: the ranks that need the same block divide it among
+themselves.
 
                  block of      is divided over     collective
     A  m x k     (i, l)        the p_n ranks       all-gather over n
     B  k x n     (l, j)        the p_m ranks       all-gather over m
     C  m x n     (i, j)        the p_k ranks       reduce-scatter over k
 
-Parts differ by one row or column. SUMMA is the grid (q, 1, q), 2.5D is (q, c, q), 3D is (q, q, q); the grids of one
-axis divide rows (p_m), the inner dim (p_k) or columns (p_n). Panels over one dim are exchanged one after the other. The
-operand without that dim is *stationary*: it is exchanged whole (van de Geijn, Watts 1997; Solomonik, Demmel 2011;
-Kwasniewski et al. 2019, COSMA).
+Parts differ by at most one row or column. SUMMA is the grid (q, 1, q), 2.5D is (q, c, q), 3D is (q, q, q). Grids with a
+single axis divide rows (p_m), the inner dim (p_k) or columns (p_n). Panels over one dim are exchanged one after the
+other. The operand without that dim is *stationary*: it is exchanged whole (van de Geijn, Watts 1997; Solomonik, Demmel
+2011; Kwasniewski et al. 2019, COSMA).
 """
 
 import math
@@ -30,14 +32,14 @@ Operand = Literal["a", "b", "c"]
 DIMS: Mapping[Operand, tuple[Dim, Dim]] = {"a": ("m", "k"), "b": ("k", "n"), "c": ("m", "n")}
 """The dims of each operand: rows, then columns."""
 AXIS: Mapping[Operand, Dim] = {"a": "n", "b": "m", "c": "k"}
-"""The axis of the grid whose ranks divide a block of the operand: that of the dim that the operand lacks."""
+"""The axis of the grid whose ranks divide a block of the operand. It is the axis of the dim that the operand lacks."""
 STATIONARY: Mapping[Dim, Operand] = {dim: operand for operand, dim in AXIS.items()}
 """Maps the dim of the panels to the operand without this dim."""
 _CUT: Mapping[Dim, Mapping[Operand, Dim]] = {
     "k": {"a": "m", "b": "n", "c": "m"}, "n": {"a": "m", "b": "k", "c": "m"}, "m": {"a": "k", "b": "n", "c": "n"},
 }  # fmt: skip
-"""Maps the dim of the panels to the dim in which the blocks of each operand are divided: never that of the panels, so
-that every rank holds a part of every panel."""
+"""Maps the dim of the panels to the dim in which the blocks of each operand are divided. It differs from the dim of the
+panels, so that every rank holds a part of every panel."""
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -145,7 +147,7 @@ class ProductPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return _CUT[self.over][operand]
 
     def other_dim(self, operand: Operand) -> Dim:
-        """The other dim of the operand: that of the panels, unless the operand is stationary."""
+        """The other dim of the operand. It is the dim of the panels, unless the operand is stationary."""
         first, second = DIMS[operand]
         return second if self.cut_dim(operand) == first else first
 
@@ -163,7 +165,7 @@ class ProductPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def block(plan: ProductPlan, dim: Dim, index: int) -> Span:
-    """The units of a dim that the ranks with this index on its axis compute with."""
+    """The units of a dim that belong to the ranks with this index on its axis."""
     return cut((0, plan.sizes[dim]), plan.grid.sizes[dim])[index]
 
 
@@ -181,9 +183,9 @@ def part(plan: ProductPlan, operand: Operand, rank: int) -> tuple[Span, Span]:
 
 def words_received(plan: ProductPlan, rank: int, *, gradients: bool = False) -> int:
     """The words that a rank receives in the forward product, in closed form: the parts of its blocks of A and B that
-    other ranks store, and its part of C from each other rank along k. Panels do not change them.
+    other ranks store, and its part of C from each other rank along k. The number of panels does not change them.
 
-    ``gradients``: also in the backward products. They gather A and B again, and the gradient of C; they reduce-scatter
+    ``gradients``: include the backward products. They gather A and B again, and the gradient of C; they reduce-scatter
     the gradients of A and B.
     """
     if rank >= plan.grid.num_ranks:
@@ -201,15 +203,15 @@ def words_received(plan: ProductPlan, rank: int, *, gradients: bool = False) -> 
 
 
 def most_words(plan: ProductPlan, *, gradients: bool = False) -> int:
-    """The words that the busiest rank receives; ``gradients`` as in ``words_received``."""
+    """The words that the busiest rank receives. ``gradients`` is defined as in ``words_received``."""
     return max(words_received(plan, rank, gradients=gradients) for rank in range(plan.grid.num_ranks))
 
 
 def mean_words(m: int, k: int, n: int, grid: Grid, *, gradients: bool = False) -> float:
     """The mean of the words that the ranks of a grid receive in the forward product: mk / (p_m p_k) + kn / (p_k p_n) +
-    mn / (p_m p_n) - (mk + kn + mn) / P. If all parts are equal, it is the words of every rank.
+    mn / (p_m p_n) - (mk + kn + mn) / P. If all parts are equal, every rank receives this number of words.
 
-    ``gradients``: also in the backward products, so that A and B count three times and C twice.
+    ``gradients``: include the backward products, so that A and B count three times and C counts twice.
     """
     inputs, output = (3, 2) if gradients else (1, 1)
     total = inputs * (m * k * (grid.n - 1) + k * n * (grid.m - 1)) + output * m * n * (grid.k - 1)
@@ -222,8 +224,9 @@ def _area(spans: tuple[Span, Span]) -> int:
 
 
 def following(plan: ProductPlan, n: int, panels: int = 1) -> ProductPlan:
-    """The plan of the product of C with a matrix of n columns whose A is C as ``plan`` leaves it: nothing is sent
-    between the two. The axes of k and n swap their roles, as alternate layers do in AxoNN."""
+    """A plan for the product of C with a matrix of n columns. It uses C as its operand A in the parts that ``plan``
+    leaves, so that nothing is sent between the two products. The axes of k and n swap their roles, as alternate layers
+    do in AxoNN."""
     grid = plan.grid
     order = grid.order.translate(str.maketrans("kn", "nk"))
     over: Dim = "m" if plan.over == "m" else "k"

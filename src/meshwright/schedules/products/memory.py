@@ -1,4 +1,5 @@
-"""The memory of a product on a grid: the words that a rank holds, and the panels that keep them within a limit."""
+"""The memory of a product on a grid: the words (elements) that a rank holds, and the number of panels that keeps them
+within a limit."""
 
 import msgspec
 
@@ -6,8 +7,8 @@ from meshwright.schedules.products.grid import DIMS, Operand, ProductPlan
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """The words that the busiest rank holds: ``fixed``, and for each unit of the largest panel ``each``. With more than
-    one panel, the next is exchanged during a product, so that two are held."""
+    """The words that the busiest rank holds: ``fixed`` words, and ``each`` words for each unit of the largest panel.
+    With several panels, the next panel is exchanged during a product, so two panels are held."""
 
     fixed: int
     each: int
@@ -18,10 +19,10 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 def needs(plan: ProductPlan, *, gradients: bool = False) -> Needs:
-    """Upper limit on the words of all operands on a rank, by its largest blocks: the stored parts, and buffers for the
-    blocks and panels that are not its own. Buffers in the transport are not counted.
+    """Upper limit on the words of all operands on a rank, from its largest blocks: the stored parts, and buffers for
+    blocks and panels that other ranks store. Buffers in the transport are not counted.
 
-    ``gradients``: in the backward products, which hold A, B, the three gradients, and buffers for all of them. They
+    ``gradients``: count the backward products, which hold A, B, the three gradients, and buffers for all of them. They
     never hold less than the forward product.
     """
     stored = {operand: _largest_part(plan, operand) for operand in DIMS}
@@ -42,13 +43,14 @@ def needs(plan: ProductPlan, *, gradients: bool = False) -> Needs:
 
 
 def peak_words(plan: ProductPlan, *, gradients: bool = False) -> int:
-    """Upper limit on the words that a rank holds at once; with ``gradients``, also in the backward products."""
+    """Upper limit on the words that a rank holds at the same time. With ``gradients``, the backward products are
+    included."""
     width = -(-plan.largest(plan.over) // plan.panels)
     return needs(plan, gradients=gradients).words(width, plan.panels)
 
 
 def fewest_panels(plan: ProductPlan, memory_words: float, *, gradients: bool = False) -> int:
-    """The fewest panels with which a rank holds at most ``memory_words``; 0 if no number of panels fits."""
+    """The smallest number of panels with which a rank holds at most ``memory_words``; 0 if no number suffices."""
     required, length = needs(plan, gradients=gradients), plan.largest(plan.over)
     if required.words(length, 1) <= memory_words:
         return 1
@@ -57,7 +59,7 @@ def fewest_panels(plan: ProductPlan, memory_words: float, *, gradients: bool = F
 
 
 def least_words(plan: ProductPlan, *, gradients: bool = False) -> int:
-    """The least memory in which some number of panels fits."""
+    """The smallest memory that suffices with some number of panels."""
     required, length = needs(plan, gradients=gradients), plan.largest(plan.over)
     return min(required.words(length, 1), required.words(1, 2))
 

@@ -1,4 +1,4 @@
-"""The rounds of a product on a grid: the emission that ranks run, that words are counted in, and that is priced.
+"""The rounds of a product on a grid. Ranks run these rounds, and words (elements) and time are computed from them.
 
 Forward over k (C stationary), with 3 panels:       backward (C's gradient stationary):
 
@@ -7,8 +7,8 @@ Forward over k (C stationary), with 3 panels:       backward (C's gradient stati
     round 2   gather A2 B2   C += A2 B2               round 2   gather A1 B1   ...
     round 3                  reduce C                 round 3   gather A2 B2   ...
 
-The gathers of a round happen during the products of the round before, and its reduces during those of the round after.
-A collective of one rank is nothing.
+The gathers of a round overlap with the products of the previous round, and its reductions with the products of the next
+round. A collective of a single rank is left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from meshwright.schedules.products.grid import AXIS, DIMS, Dim, Operand, Product
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One round: operands that are gathered before, operands (or gradients of operands) that are computed, and those
-    of them that are reduce-scattered then. ``panel``: the number of the panel; -1: collectives of the whole stationary
-    operand."""
+    """One round: the operands that are gathered before it, the operands (or their gradients) that it computes, and
+    those that are reduce-scattered after it. ``panel``: the index of the panel; -1 for collectives of the whole
+    stationary operand."""
 
     panel: int
     gathers: tuple[Operand, ...] = ()
@@ -37,9 +37,8 @@ def forward(plan: ProductPlan) -> tuple[Round, ...]:
 
 
 def backward(plan: ProductPlan, wanted: Sequence[Operand] = ("a", "b")) -> tuple[Round, ...]:
-    """The rounds of the gradients dA = dC B' and dB = A' dC, or of one of them. ``c`` stands for dC where it is
-    gathered; ``a`` and ``b`` stand for the gradients where they are computed and reduced. Both gradients share the
-    gathered dC."""
+    """The rounds of the gradients dA = dC B' and dB = A' dC, or of one of the two. In gathers, ``c`` stands for dC. In
+    products and reductions, ``a`` and ``b`` stand for dA and dB. Both gradients share the gathered dC."""
     needed = {"a": ("b", "c"), "b": ("a", "c")}
     inputs = tuple(operand for operand in DIMS if any(operand in needed[each] for each in wanted))
     return _rounds(plan, inputs, tuple(wanted))
@@ -63,7 +62,8 @@ def panel_span(plan: ProductPlan, operand: Operand, panel: int, at: Mapping[Dim,
 
 
 def shares(plan: ProductPlan, operand: Operand, at: Mapping[Dim, int]) -> tuple[Span, ...]:
-    """How the ranks that share a block divide it, along the dim in which it is cut; counted from the block's begin."""
+    """The parts into which a block of the operand is divided among the ranks that share it, along the cut dim.
+    Positions count from the beginning of the block."""
     begin, end = block(plan, plan.cut_dim(operand), at[plan.cut_dim(operand)])
     return cut((0, end - begin), plan.sharing(operand))
 
