@@ -23,14 +23,14 @@ demo: $(STAMP) ## train a small GPT on this machine's cores and let it write
 
 test: lint ## everything that CI checks: lint, then the tests of every pair of choices
 	@echo "==> pytest"
-	@$(PYTEST) -m "not product"
+	@$(PYTEST) -m "not product and not clusters"
 
 durations: $(STAMP) ## the tests of `make test`; write what their files take into docs/decisions/0039
-	@$(PYTEST) -m "not product" --write-times docs/decisions/0039-what-the-suite-takes.md
+	@$(PYTEST) -m "not product and not clusters" --write-times docs/decisions/0039-what-the-suite-takes.md
 
 check: lint ## the loop of a developer: lint, the tests without ranks, and a few with two ranks
 	@echo "==> pytest, a part"
-	@$(PYTEST) -m "not product" -q tests/pure $(addprefix tests/,$(QUICK))
+	@$(PYTEST) -m "not product and not clusters" -q tests/pure $(addprefix tests/,$(QUICK))
 
 lint: $(STAMP) ## ruff, mypy and import-linter
 	@echo "==> ruff check"
@@ -119,7 +119,7 @@ clusters: $(STAMP) ## start a Slurm and a Ray of two nodes on this machine, and 
 	@$(BIN)/pytest -m clusters tests/clusters tests/end_to_end/test_hosts.py
 
 matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
-	@rc=0; $(PYTEST) -m "product or hypothesis" --hypothesis-profile=matrix --timeout=3600 || rc=1; \
+	@rc=0; $(PYTEST) -m "(product or hypothesis) and not clusters" --hypothesis-profile=matrix --timeout=3600 || rc=1; \
 	for part in matrix $(PARITY); do $(BIN)/python -m benchmarks.$$part || rc=1; done; exit $$rc
 
 clean: ## remove caches and build products (.venv and runs/ stay)
