@@ -270,7 +270,7 @@ def messages() -> None:
         senders = set()
         for _ in others:
             came = torch.empty(5)
-            sender = dist.recv(came, None, group)
+            sender = dist.recv(came, None, group, 9)
             assert came.tolist() == [float(sender)] * 5
             senders.add(sender)
         assert senders == set(others)
@@ -282,7 +282,7 @@ def messages() -> None:
         future = group.recv([received], 1, 5).get_future()
         assert future.wait()[0].tolist() == [8.0] * 3
     else:
-        dist.send(torch.full((5,), float(me)), 0, group)
+        dist.send(torch.full((5,), float(me)), 0, group, 9)
         if me == 1:
             dist.send(torch.full((3,), 7.0), 0, group)
             dist.send(torch.full((3,), 8.0), 0, group, 5)
@@ -434,6 +434,38 @@ def timeouts() -> None:
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks: Ranks) -> None:
     ranks(2, timeouts)
+
+
+def aborted() -> None:
+    group = ours()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        time.sleep(0.05)
+        group.abort()
+        with pytest.raises(GroupError, match="the group was aborted"):
+            work.wait()
+    dist.barrier()
+
+
+def test_a_group_can_be_aborted(ranks: Ranks) -> None:
+    ranks(2, aborted)
+
+
+def made_again() -> list[float]:
+    """A group of the same name, in the same store, after the first was destroyed."""
+    found, store = [], dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    for _ in range(2):
+        group: Any = MeshwrightGroup(store, dist.get_rank(), (0, 1), 30.0, "again")
+        value = torch.ones(2)
+        group.allreduce([value]).wait()
+        group.barrier().wait()
+        found.append(value[0].item())
+        group.shutdown()
+    return found
+
+
+def test_a_group_can_be_made_again(ranks: Ranks) -> None:
+    assert ranks(2, made_again) == [[2.0, 2.0]] * 2
 
 
 def dies_in_backward() -> None:

@@ -62,9 +62,9 @@ class MeshwrightGroup(NamedGroup):
         self._links.leave()
 
     def abort(self) -> None:
-        """Leave the group."""
-        self._links.leave()
-        self.shutdown()
+        """Leave the group at once: what has been started fails."""
+        self._in_order.abort()
+        self._messages.close()
 
     def __del__(self) -> None:
         links = getattr(self, "_links", None)

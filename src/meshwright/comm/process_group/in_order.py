@@ -64,32 +64,38 @@ class InOrder:
     def run_until(self, work: "Collective") -> None:
         """Return when ``work`` is complete; run it, and the collectives before it, unless another thread does."""
         while not work.done:
-            with self._turn:
-                if work.done:
-                    return
-                first = self._works.popleft()
-                first.run(self.links)
-            first.announce()
+            self._run_first(unless=work)
 
     def close(self) -> None:
         """Run what has been started, then refuse all further collectives."""
-        if self._closed:
-            return
         if os.getpid() == self._process:
-            while self._works:
-                self.run_until(self._works[-1])
+            while self._run_first():
+                pass
         self._closed = True
         self._tokens.put(False)
 
+    def abort(self) -> None:
+        """Let all that has been started fail, and refuse all further collectives."""
+        self._closed = True
+        self._tokens.put(False)
+        self.links.abort()
+        while self._run_first():
+            pass
+
+    def _run_first(self, unless: "Collective | None" = None) -> bool:
+        """Run the collective that was started first; not if ``unless`` is complete. False: there was none to run."""
+        with self._turn:
+            if (unless is not None and unless.done) or not self._works:
+                return False
+            first = self._works.popleft()
+            first.run(self.links)
+        first.announce()
+        return True
+
     def _run_worker(self) -> None:
         while self._tokens.get():
-            while True:
-                with self._turn:
-                    if not self._works:
-                        break
-                    first = self._works.popleft()
-                    first.run(self.links)
-                first.announce()
+            while self._run_first():
+                pass
 
 
 class Collective(GroupWork):

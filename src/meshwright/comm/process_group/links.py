@@ -1,5 +1,6 @@
 """How a rank of a group reaches the others: shared memory in a box, gloo between boxes."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch.distributed as dist
 
 from meshwright.comm.collective_kind import SLOTS
 from meshwright.comm.collectives import Collectives
+from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.base import Lane
 from meshwright.comm.transport.connection import shared_lanes
 from meshwright.comm.transport.point_to_point import TorchLane
@@ -40,7 +42,9 @@ class Links:
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
-        self.store, self.rank, self.ranks, self.timeout_s = store, rank, ranks, timeout_s
+        number = store.add(f"made/{rank}", 1)  # a group of the same name may have been destroyed
+        self.store = store = dist.PrefixStore(str(number), store)
+        self.rank, self.ranks, self.timeout_s, self._process = rank, ranks, timeout_s, os.getpid()
         places = self._told("box", box())
         self.boxes = tuple(
             tuple(r for r, place in enumerate(places) if place == each) for each in dict.fromkeys(places)
@@ -83,10 +87,20 @@ class Links:
             lane.timeout_s = timeout_s
 
     def leave(self) -> None:
-        """Tell the other ranks that this rank uses the group no more."""
+        """Tell the other ranks that this rank uses the group no more; a fork of this rank's process says nothing."""
+        if os.getpid() == self._process:
+            for lane in self.shared.values():
+                lane.leave()
+                lane.look = None  # else a circle of references would keep the memory for a while
+
+    def abort(self) -> None:
+        """Leave the group, and let a thread that waits in a collective fail."""
+        self.leave()
         for lane in self.shared.values():
-            lane.leave()
-            lane.look = None  # else a circle of references would keep the memory for a while
+            lane.look = self._fail
+
+    def _fail(self) -> None:
+        raise GroupError("the group was aborted", where=f"rank {self.ranks[self.rank]}", remedy="make a new group")
 
     def _lane(self, peer: int) -> Lane:
         lane: SharedMemory | None = self.shared.get(peer)

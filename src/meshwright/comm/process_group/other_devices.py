@@ -56,7 +56,5 @@ class OtherDevices:
 
     def _named(self, group: dist.ProcessGroup) -> dict[str, str]:
         """The names of backends by kind of device, as the program has given them."""
-        if group not in dist.distributed_c10d._world.pg_backend_config:  # the group is being made
-            return {}
         pairs = [part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part]
         return {device: name for device, name in pairs if device != "cpu" and name != NAME}

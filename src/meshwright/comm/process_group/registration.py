@@ -11,7 +11,7 @@ NAME = "meshwright"
 def register() -> None:
     """Register the backend, unless it is registered. The entry point ``torch.backends`` of the package calls this, so a
     program needs no import but torch; nothing else is loaded before a group is made."""
-    if NAME.upper() not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
 
 
