@@ -55,8 +55,8 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 2.0
 """How long the other ranks may still answer after one has failed: what they say is often of help."""
-STACK_S = 0.5
-"""How long silent ranks have to write down where they are."""
+STACK_S, STACK_TRIES = 0.25, 20
+"""Seconds between two looks at where silent ranks say that they are, and the most looks."""
 
 T = TypeVar("T")
 
@@ -225,8 +225,14 @@ class Ranks:
             pid = self._processes[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(STACK_S)
-        return {rank: self._stack_file(rank).read_text() for rank in silent}
+        stacks: dict[int, str] = {}
+        for _ in range(STACK_TRIES):  # a rank of a busy machine answers late
+            before = stacks
+            time.sleep(STACK_S)
+            stacks = {rank: self._stack_file(rank).read_text() for rank in silent}
+            if all(stacks.values()) and stacks == before:
+                break
+        return stacks
 
     def _stack_file(self, rank: int) -> Path:
         assert self._stacks is not None

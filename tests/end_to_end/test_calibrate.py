@@ -397,7 +397,7 @@ def test_commands_say_where_constants_are_from(words: str, constants: str, capsy
 class Properties:
     """What CUDA reports of a device."""
 
-    name, total_memory = "NVIDIA H100 80GB HBM3", 84_900_000_000
+    name, total_memory, multi_processor_count = "NVIDIA H100 80GB HBM3", 84_900_000_000, 132
 
 
 def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,10 +205,14 @@ def test_only_a_vertex_whose_worker_was_killed_runs_again(folder: Path) -> None:
 
 
 def meshwright(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "meshwright.cli", "jobs", *words], cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores the signal
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "meshwright.cli", "jobs", *words], cwd=folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def until_running(directory: Path, vertex: str) -> None:

@@ -294,7 +294,7 @@ def fill_cache(model: Any, value: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_lazy_cache_is_refused_until_it_is_filled() -> None:
     model = Model(fill_cache)
-    with pytest.raises(CaptureError, match="or, if it is a cache, call the model once before parallelize, so that it"):
+    with pytest.raises(CaptureError, match="if it is a cache, call the model once before parallelize, to fill it"):
         trained(model)
     expected = model(BATCH).mean().detach()
     torch.testing.assert_close(trained(model).step(BATCH), expected)
