@@ -10,12 +10,16 @@ import torch
 
 import meshwright as mw
 from meshwright.catalog import load_cluster
+from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
+from meshwright.planner.candidates import Space
 from meshwright.planner.foretell import Foretold, foretell
 from meshwright.planner.inter_op.pipelines import ALIKE
 from meshwright.planner.kept_blocks import keep_what_fits, recomputed_units
+from meshwright.planner.layout_search import Search
+from meshwright.planner.time_limit import TimeLimit
 from tests.end_to_end.test_partition import plan_of, run_alone
 
 LAYERS = 6
@@ -105,7 +109,18 @@ def test_the_search_compares_layouts_by_what_their_stages_can_keep() -> None:
     _, kept = keep_what_fits(plan, before, model(), limit, lambda plan: simulated(plan, FOUR))
     assert kept.fits(limit)
     assert kept.played.step_s < before.played.step_s
-    found = mw.plan(model(), FOUR, devices=4, memory_bytes=limit)
+    space = Space(
+        schedules=("1f1b",), zero=(0, 1), unlike=False,
+        holds=lambda shape: shape.tp == shape.cp == 1 and not shape.sequence_parallel,
+    )  # fmt: skip
+    search = Search(
+        model(), 4, FOUR, PlanLowering, ADAMW, False, limit, "both", False, TimeLimit(), limit, space=space
+    )  # fmt: skip
+    try:
+        search.run()
+        found = search.best()
+    finally:
+        search.prices.close()
     assert found.prediction is not None
     assert found.prediction.step_s <= (1 + ALIKE) * kept.played.step_s
 
