@@ -224,7 +224,7 @@ class Ranks:
         for rank in silent:
             pid = self._processes[rank].pid
             assert pid is not None
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
         stacks: dict[int, str] = {}
         for _ in range(STACK_TRIES):  # a rank of a busy machine answers late
             before = stacks
@@ -250,7 +250,7 @@ def _serve(pipe: Connection, rank: int, port: int, stack_file: Path) -> None:
     # One connection for all calls: for each, torch asks the resolver for a name, and may wait for it for seconds.
     store = dist.TCPStore(HOST, port, is_master=False)
     with stack_file.open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.register(signal.SIGUSR2, file=stacks)  # training itself listens to SIGUSR1
         pipe.send_bytes(pickle.dumps(Outcome()))
         while (message := pipe.recv_bytes()) != STOP:
             pipe.send_bytes(_answer(message, rank, store))
