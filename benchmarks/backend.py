@@ -12,7 +12,6 @@ stress     4 ranks run 10,000 random collectives on 5 groups from a thread each,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -172,14 +171,8 @@ PARTS: Mapping[str, Callable[[int], list[Finding]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write every target."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only; writes no file")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="alternating rounds, at least 5")
-    options = parser.parse_args(arguments)
-    if options.rounds < 5:
-        parser.error("a median needs at least 5 rounds")
-    found = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds)]
-    if not options.only:
+    found, rounds, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    if whole:
         sizes = asdict(gpt_s().config) | {"batch": BATCH}
         settings = {name: Settings(dtype="float32", ranks=2, threads=1, sizes=sizes) for name in TRAINERS}
         settings |= {
@@ -187,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for operation in CALLS
             for size in SIZES
         }
-        text = (__doc__ or "").partition("is missed.")[2].strip() + "\n\n" + report.how(options.rounds, STEPS)
+        text = (__doc__ or "").partition("is missed.")[2].strip() + "\n\n" + report.how(rounds, STEPS)
         timed = (
             "A training step, or a call of torch.distributed, from when all ranks have met until the slowest is done."
         )

@@ -48,7 +48,7 @@ SIZES = (4, 2**10, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 RANKS = (2, 4)
 ROUNDS = 31
 ROUND_BYTES, MAX_CALLS = 2**25, 200
-"""A round makes as many calls as move so many bytes, at most ``MAX_CALLS``."""
+"""The number of bytes that the calls of a round move together, unless that takes more than ``MAX_CALLS`` calls."""
 OURS, GLOO, MPI, LIMIT = "meshwright", "gloo", "Open MPI", "copy and add"
 
 

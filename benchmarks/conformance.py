@@ -52,7 +52,7 @@ def run(side: str, world: int, tests: Sequence[str] = ()) -> Outcomes:
 
 
 def _outcomes(text: str) -> Iterator[dict[str, Any]]:
-    """The lines of outcomes, in front of which a profiler may have written something."""
+    """The outcomes that a run has printed. A profiler may print other text before them, on the same line."""
     for line in text.splitlines():
         _, found, outcome = line.partition("RESULT {")
         if found:

@@ -14,7 +14,6 @@ disk       Files of samples on a throttled disk (a token bucket that all threads
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -87,11 +86,11 @@ def cache_findings(rounds: int) -> list[Finding]:
         equal += best == misses
     found = expected_accesses(16, 90, 1_281_167, 0.8)
     return [
-        _share(
+        report.share(
             "misses are never below those of Belady's cache and never above those of LRU, 1 to 8 ranks", right, CASES,
             f"{right:,} of {CASES:,} random cases; equal to Belady's in {equal:,}",
         ),
-        _share(
+        report.share(
             "samples that a rank uses more than 1.8 times as often as the mean: 31,634.7 of 1,281,167 (16 ranks, 90 "
             "epochs)", int(abs(found - 31_634.7) < 0.05), 1, f"{found:,.1f}",
         ),
@@ -259,7 +258,7 @@ def _misses(case: Case, mine: Sequence[Played]) -> Check:
     )
     reads = [one.reads for one in mine]
     inside = sum(best <= count <= oldest for count in reads)
-    return _share(
+    return report.share(
         f"{case.name}: reads of the disk are never below Belady's and never above LRU's", inside, len(reads),
         f"{min(reads):,} to {max(reads):,} reads, Belady {best:,}, LRU {oldest:,}, of {EPOCHS * SAMPLES:,} fetches",
     )  # fmt: skip
@@ -282,7 +281,7 @@ def _ample(files: Store, folder: Path, rounds: int) -> Check:
         loader.close()
         shares.append(found.waited_s / AMPLE_STEP_S)
         right += shares[-1] <= NO_WAIT
-    return _share(
+    return report.share(
         f"{case.name}: steps wait for less than {NO_WAIT:.0%} of their time when the disk gives 1.3 times what they "
         "need", right, rounds, f"waiting takes {min(shares):.2%} to {max(shares):.2%} of a step",
     )  # fmt: skip
@@ -319,25 +318,13 @@ def _fields(found: Any) -> dict[str, Any]:
     return {name: getattr(found, name) for name in found.__struct_fields__}
 
 
-def _share(target: str, passed: int, total: int, measured: str) -> Check:
-    return Check(
-        target=target, verdict="pass" if passed == total else "fail", measured=measured, passed=passed, total=total
-    )
-
-
 PARTS: dict[str, Callable[[int], list[Finding]]] = {"cache": cache_findings, "disk": disk_findings}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="alternating rounds, at least 5")
-    options = parser.parse_args(arguments)
-    if options.rounds < 5:
-        parser.error("a median needs at least 5 rounds")
-    found = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds)]
-    if not options.only:
+    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    if whole:
         timed = "A run of several epochs, from asking for the first batch to the end of the last step, by its steps."
         sizes: dict[str, Any] = {
             "samples": SAMPLES, "sample_bytes": SAMPLE_BYTES, "batch": BATCH, "epochs": EPOCHS,

@@ -29,7 +29,7 @@ import meshwright as mw
 from benchmarks import report
 from meshwright.errors import MeshwrightError
 from meshwright.ir.dry_run import DryRun
-from meshwright.ir.result import Check, Finding, Settings, Verdict
+from meshwright.ir.result import Finding, Settings
 from meshwright.models import GPT, GPTConfig, language_model_loss
 from tests.distributed import oracle, pipelines
 
@@ -114,9 +114,9 @@ def judged(part: str, rows: Sequence[Row]) -> list[Finding]:
     ranks = sum(len(each.ranks) for each in reports)
     furthest = max((each.deviation for found in reports for each in found.ranks), key=abs, default=0.0)
     return [
-        _share(f"{part}: every case dry-runs clean", clean, len(rows), f"{clean} of {len(rows)} cases", wrong),
-        _share(f"{part}: the host never waits for the device", waits, len(rows), f"{waits} of {len(rows)} cases", {}),
-        _share(
+        report.share(f"{part}: every case dry-runs clean", clean, len(rows), f"{clean} of {len(rows)} cases", wrong),
+        report.share(f"{part}: the host never waits for the device", waits, len(rows), f"{waits} of {len(rows)} cases"),
+        report.share(
             f"{part}: the predicted peak memory of every rank is within {WITHIN:.0%}", ranks - len(off), ranks,
             f"{ranks - len(off)} of {ranks} ranks; furthest {furthest:+.1%}", off,
         ),
@@ -127,11 +127,6 @@ def _told(row: Row) -> str:
     if isinstance(row.found, str):
         return row.found
     return "; ".join(f"{each.kind}: {each.what}" for each in row.found.findings[:3]) or "its ranks were not compared"
-
-
-def _share(target: str, passed: int, total: int, measured: str, notes: dict[str, str]) -> Check:
-    verdict: Verdict = "pass" if passed == total else "fail"
-    return Check(target=target, verdict=verdict, measured=measured, passed=passed, total=total, notes=dict(notes))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,6 @@ boxes      Products on 4 ranks in two emulated boxes (network namespaces joined 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -63,7 +62,7 @@ def _counted() -> Check:
             equal += there == [words_received(plan, rank) for rank in ranks]
             both = [words_received(plan, rank, gradients=True) for rank in ranks]
             equal += [one + other for one, other in zip(there, back, strict=True)] == both
-    return _share(
+    return report.share(
         f"words counted in the steps of every grid of 1 to {MOST_RANKS} ranks with ragged sizes equal the closed form, "
         "forward and backward", equal, total, f"{equal} of {total}",
     )  # fmt: skip
@@ -83,7 +82,7 @@ def _chosen() -> Check:
             equal += expected is None
         else:
             equal += expected == (most_words(plan, gradients=gradients), -plan.grid.num_ranks)
-    return _share(
+    return report.share(
         f"the chosen grid equals brute force over all grids, with and without a limit of memory, 1 to {MOST_RANKS} "
         "ranks", equal, CASES, f"{equal:,} of {CASES:,} random cases",
     )  # fmt: skip
@@ -95,7 +94,7 @@ def _published() -> Check:
         words == expected == round(lower_bound(*sizes, num_ranks))
         for words, (sizes, num_ranks, expected) in zip(found, PUBLISHED, strict=True)
     )
-    return _share(
+    return report.share(
         "published volumes (arXiv 2205.13407) equal the chosen grid's words and the lower bound", equal, len(PUBLISHED),
         ", ".join(f"{words:,}" for words in found),
     )  # fmt: skip
@@ -121,7 +120,7 @@ def box_findings(rounds: int) -> list[Finding]:
         shape: ratio(rows[_fastest(rows, AT_BEST)].seconds, rows[CHOSEN].seconds) for shape, rows in shapes.items()
     }
     reached = sum(one.low >= FASTER for one in faster.values())
-    found.append(_share(
+    found.append(report.share(
         f"{SETTINGS}: the chosen plan is at least {FASTER:g} x as fast as the better of 1D column and 1D row, on two "
         "of the three shapes", min(reached, 2), 2, ", ".join(f"{shape} {one}" for shape, one in faster.items()),
     ))  # fmt: skip
@@ -148,11 +147,11 @@ def _of_a_shape(shape: str, rows: dict[str, ProductRow]) -> list[Finding]:
             notes={name: {key: value for key, value in described(row).items() if not key.endswith("_s")}
                    for name, row in rows.items()},
         ),
-        _share(
+        report.share(
             f"{where}: the chosen plan takes its predicted time within {OFF:g} x", int(off <= OFF), 1,
             f"measured over predicted {chosen.median_s / chosen.predicted_s:.2f}",
         ),
-        _share(
+        report.share(
             f"{where}: its ranks hold at most S = {MEMORY[shape]:,} words, counted",
             int(chosen.peak_words <= MEMORY[shape]), 1, f"{chosen.peak_words:,}",
         ),
@@ -168,25 +167,13 @@ def _fastest(rows: dict[str, ProductRow], names: Sequence[str]) -> str:
     return min((name for name in names if name in rows), key=lambda name: rows[name].median_s)
 
 
-def _share(target: str, passed: int, total: int, measured: str) -> Check:
-    return Check(
-        target=target, verdict="pass" if passed == total else "fail", measured=measured, passed=passed, total=total
-    )
-
-
 PARTS: dict[str, Callable[[int], list[Finding]]] = {"words": word_findings, "boxes": box_findings}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="alternating rounds, at least 5")
-    options = parser.parse_args(arguments)
-    if options.rounds < 5:
-        parser.error("a median needs at least 5 rounds")
-    found = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds)]
-    if not options.only:
+    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    if whole:
         timed = (
             "A matrix product, from when all ranks have met until the slowest has its part of the result; all grids "
             "take turns."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from meshwright.bench.lint import lint
 from meshwright.bench.machine import this_machine, today, versions
 from meshwright.bench.provenance import commit_of
 from meshwright.ir import files
-from meshwright.ir.result import Comparison, Finding, Result, Scaling, ScalingPoint, Series, Settings, Verdict
+from meshwright.ir.result import Check, Comparison, Finding, Result, Scaling, ScalingPoint, Series, Settings, Verdict
 from meshwright.ir.statistics import Estimate, ratio, ratio_of_medians
 from meshwright.runtime.launch import num_cores
 from tests.distributed.pool import Ranks
@@ -127,6 +128,39 @@ def speedup(
         points=tuple(points),
         limit=at_least,
     )
+
+
+def share(target: str, passed: int, total: int, measured: str, notes: Mapping[str, Any] | None = None) -> Check:
+    """A check that passes if all of its cases do."""
+    verdict: Verdict = "pass" if passed == total else "fail"
+    return Check(target=target, verdict=verdict, measured=measured, passed=passed, total=total, notes=dict(notes or {}))
+
+
+class Measured(NamedTuple):
+    """The findings of a benchmark; ``whole``: of all of its parts, so that the result is written."""
+
+    findings: list[Finding]
+    rounds: int
+    whole: bool
+
+
+def measured(
+    command: str, doc: str | None, parts: Mapping[str, Callable[[int], list[Finding]]], rounds: int,
+    arguments: Sequence[str] | None,
+) -> Measured:  # fmt: skip
+    """Measure the parts of a benchmark that its arguments name, in ``rounds`` rounds unless they say otherwise.
+
+    Args:
+        doc: the docstring of the benchmark's module.
+    """
+    parser = argparse.ArgumentParser(prog=command, description=(doc or "").split("\n")[0])
+    parser.add_argument("--only", choices=parts, action="append", help="measure this part only; writes no file")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of each measurement, at least 5")
+    options = parser.parse_args(arguments)
+    if options.rounds < 5:
+        parser.error("a median needs at least 5 rounds")
+    findings = [finding for part in options.only or parts for finding in parts[part](options.rounds)]
+    return Measured(findings, options.rounds, not options.only)
 
 
 def how(rounds: int, steps: int) -> str:

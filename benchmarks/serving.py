@@ -18,7 +18,6 @@ ray        The emulated workflow of two operators on a local Ray cluster with a 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -67,16 +66,16 @@ def reference_findings(rounds: int) -> list[Finding]:
     best, feasible, needed = every_plan_of_vqa(workflow)
     tiers, uniform = one_tier_plans(workflow), uniform_plans(workflow)
     found: list[Finding] = [
-        _share(
+        report.share(
             f"published workflow: at most {LEAST} $/h at accuracy 56.59 or more, with proof",
             int(plan.usd_per_hour <= LEAST + 5e-6 and plan.accuracy >= 56.59 and plan.gap < 1e-9), 1,
             f"{plan.usd_per_hour:.5f} $/h at accuracy {plan.accuracy:g}, gap {plan.gap:.1g}; published {PUBLISHED}",
         ),
-        _share(
+        report.share(
             "published workflow: no plan among all is cheaper", int(abs(best - plan.usd_per_hour) < 1e-9), 1,
             f"{best:.5f} $/h; {feasible:,} feasible plans, {needed:,} of them without a worker too many",
         ),
-        _share(
+        report.share(
             "published workflow: beam search equals it within its stated gap",
             int(beam.usd_per_hour * (1 - beam.gap) <= plan.usd_per_hour + 1e-9), 1,
             f"{beam.usd_per_hour:.5f} $/h, gap {beam.gap:.1g}",
@@ -85,7 +84,7 @@ def reference_findings(rounds: int) -> list[Finding]:
     for name, plans in (("on a single tier", tiers), ("with uniform models", uniform)):
         other = min(plans.values(), key=lambda one: one.usd_per_hour)
         below = 1 - plan.usd_per_hour / other.usd_per_hour
-        found.append(_share(
+        found.append(report.share(
             f"published workflow: at least {BELOW:.0%} below the best plan {name}", int(below >= BELOW), 1,
             f"{below:.1%} below {other.usd_per_hour:.5f} $/h",
         ))  # fmt: skip
@@ -110,12 +109,12 @@ def random_findings(rounds: int) -> list[Finding]:
             counts[0] += within or (kept is None and expected is None)
             counts[1] += _equal(kept, expected)
     return [
-        _share(
+        report.share(
             "one integer program of models and workers equals brute force on random workflows", exact["equal"], CASES,
             f"{exact['equal']:,} of {CASES:,}, {exact['none']:,} of which have no plan",
         ),
         *(
-            _share(
+            report.share(
                 f"beam search with {beam} kept choices is within its stated gap of brute force", counts[0], CASES,
                 f"{counts[0]:,} of {CASES:,}, {counts[1]:,} of which are equal",
             )
@@ -206,7 +205,7 @@ def ray_findings(rounds: int) -> list[Finding]:
     predicted = simulate(workflow, plan, items=ITEMS)
     ratio = measured.percentile_s(99) / predicted.percentile_s(99)
     finished = sum(latency > 0 for latency in measured.latencies_s)
-    return [_share(
+    return [report.share(
         "Ray: all items pass through workers on the nodes of their tiers", finished, ITEMS,
         f"{finished:,} of {ITEMS:,}; p99 {ratio:.2f} x the predicted one",
     )]  # fmt: skip
@@ -248,12 +247,6 @@ def _figure(
     )  # fmt: skip
 
 
-def _share(target: str, passed: int, total: int, measured: str) -> Check:
-    return Check(
-        target=target, verdict="pass" if passed == total else "fail", measured=measured, passed=passed, total=total
-    )
-
-
 PARTS: dict[str, Callable[[int], list[Finding]]] = {
     "reference": reference_findings, "random": random_findings, "emulated": emulated_findings,
     "models": model_findings, "ray": ray_findings,
@@ -262,14 +255,8 @@ PARTS: dict[str, Callable[[int], list[Finding]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; write the result if all parts were measured."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs of each plan, at least 5")
-    options = parser.parse_args(arguments)
-    if options.rounds < 5:
-        parser.error("a median needs at least 5 rounds")
-    found = [finding for part in options.only or PARTS for finding in PARTS[part](options.rounds)]
-    if not options.only:
+    found, _, whole = report.measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    if whole:
         timed = "An item, from the start of its first source to its last result; and the time between results."
         settings = {MODELS: Settings(dtype="float32", ranks=2, threads=1, sizes={"items": ITEMS})}
         text = (__doc__ or "").partition("is missed.")[2].strip()
