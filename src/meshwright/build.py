@@ -344,7 +344,7 @@ def _split_rows(tensors: Tensors, held_out: float) -> tuple[Tensors, Tensors]:
 
 
 def _spread(rows: int, held_out: float) -> tuple[Tensor, Tensor]:
-    """The rows for training and those that are held out, which are spread evenly."""
+    """The numbers of the rows for training, and of the rows that are held out. Held-out rows are spread evenly."""
     index = torch.arange(rows)
     out = ((index + 1) * held_out).floor() > (index * held_out).floor()
     return index[~out], index[out]

@@ -32,7 +32,7 @@ MOST_REPLAYED = 200_000
 SLOW = 0.05
 """The share of a step from which predicted waits are told in the log."""
 LAST = 7
-"""The waits of so many last steps stand in the predicted trace."""
+"""The number of steps at the end of a run whose waits are in the predicted trace."""
 
 
 def load(
@@ -123,8 +123,9 @@ class FeedForetold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def foretell_feed(loader: PrefetchLoader, step_s: float, num_steps: int) -> FeedForetold | None:
-    """Measure how fast the file system is, and simulate the waits of the next steps, each of which takes ``step_s``
-    without them. Every rank must call it; None on other ranks than 0, or if there are no steps."""
+    """Measure the rate of the file system, and simulate for how long the next steps wait for data. A step takes
+    ``step_s`` seconds if it does not wait. Every rank must call this function. Returns None on all ranks but rank 0,
+    and if there are no steps."""
     rates = from_every_rank((loader.probe(), loader.prepare.each_s))
     num_steps = min(num_steps, MOST_REPLAYED // loader.batch_size)
     if (dist.is_initialized() and dist.get_rank() != 0) or num_steps < 1:

@@ -140,8 +140,8 @@ def dry_run_of(
 
 
 def kinds_of_ranks(plan: Plan) -> tuple[int, ...]:
-    """The ranks of a plan to run: all, if they are few; else of each stage the first, and those that are the second and
-    the last along one axis."""
+    """The ranks of a plan that are run. If a plan has few ranks, all are run. Otherwise, each stage has its first rank
+    run, and the ranks that are second or last along one axis and first along all others."""
     world = range(plan.mesh.world_size)
     if len(world) <= FEW_RANKS or plan.uneven:
         return tuple(world)

@@ -116,7 +116,7 @@ def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, 
 
 
 def print_learned(found: "LearnedCluster") -> None:
-    """Print the numbers of a profile: those that were learned from runs, and those that stay unchanged."""
+    """Print the numbers of a profile: first the numbers that were learned from runs, then the unchanged numbers."""
     terminal, learned = display.console(), found.learned
     table = display.table(("number", "before", "learned", "uncertain by", ""), left=("number", ""))
     for number in learned.numbers:

@@ -56,7 +56,7 @@ AHEAD = 7
 ARRAYS = 64
 """Upper limit on the numpy arrays that a ``Kind`` caches."""
 UNKNOWN = -1
-"""The length of a collective of which no rank knows the sum of all parts."""
+"""The length of a collective if no rank knows the lengths of all parts."""
 LABELS = 4096
 """Upper limit on the descriptions that a ``Kind`` caches, one for each label."""
 LaneStep = tuple[int, Any, int, int, int]

@@ -128,8 +128,8 @@ class Collectives:
     def exchange_parts(
         self, value: Tensor, into: Tensor, sent: Sequence[int], received: Sequence[int], label: str = ""
     ) -> Work:
-        """An all-to-all of which each rank knows only its own part: ``sent[j]`` elements of a flat ``value`` go to
-        rank j, and ``received[j]`` elements of ``into`` come from rank j."""
+        """An all-to-all in which each rank knows only the lengths of its own messages. ``sent[j]`` elements of the
+        flat tensor ``value`` go to rank j, and ``received[j]`` elements of ``into`` come from rank j."""
         none = [0] * self.num_ranks
         rows = [list(none) for _ in range(self.num_ranks)]
         for other, count in enumerate(received):

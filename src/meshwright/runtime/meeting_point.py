@@ -26,7 +26,7 @@ def come(store: dist.Store, rank: int, address: str) -> None:
 
 
 def await_all(store: dist.Store, num_ranks: int, limit: timedelta, where: str) -> None:
-    """Wait until all ranks have come. Raise a LaunchError that names the missing ranks."""
+    """Wait until all ranks have connected to the store. Raise a LaunchError that names the missing ranks."""
     keys = [f"here/{rank}" for rank in range(num_ranks)]
     try:
         store.wait(keys, limit)

@@ -257,11 +257,11 @@ class MeshwrightGroup(NamedGroup):
         return self._start(what, steps, outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called this method."""
         return self._start("barrier", lambda links: links.collectives.barrier(label=self._label), [], [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; rank 0 names those that have not come within ``timeout``.
+        """Wait until all ranks have called this method. Rank 0 names the ranks that have not within ``timeout``.
 
         Raises:
             GroupError: a rank has not come.
@@ -347,7 +347,7 @@ def _rooted(given: Any, opts: Any) -> Any:
 
 
 def _lists(given: Any) -> list[list[Tensor]]:
-    """Lists of tensors, of which one may be given alone."""
+    """A list of lists of tensors. A single list of tensors counts as a list with this one entry."""
     return [list(given)] if isinstance(given[0], Tensor) else [list(each) for each in given]
 
 

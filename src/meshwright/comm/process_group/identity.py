@@ -7,7 +7,7 @@ import torch.distributed as dist
 from meshwright.comm.process_group.registration import NAME
 
 _ProcessGroup: Any = dist.ProcessGroup
-"""The base class without its types: PyTorch's stubs give a call several signatures, of which only one arrives here."""
+"""The base class without its types. PyTorch's stubs give each method several signatures, but PyTorch calls only one."""
 
 
 class NamedGroup(_ProcessGroup):
