@@ -24,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from meshwright.data import keeper
+from meshwright.data import ahead, keeper
 from meshwright.data.ahead import PrefetchLoader
 from meshwright.data.encoded import Samples
 from meshwright.data.loaders import TensorLoader
@@ -260,14 +260,53 @@ def test_ranks_with_the_same_samples_read_them_once() -> None:
         loader.close()
 
 
-def test_a_stranger_gets_no_samples() -> None:
-    from meshwright.data.peers import Address, Peer, SampleServer
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_rank_that_is_asked_before_it_has_met_or_resumed_makes_the_plan_of_the_others(resumed: bool) -> None:
+    store, options = Counted(24), {"epochs": 2, "threads": 2, "shuffle": True}
+    first, second = (PrefetchLoader(store, 4, 160, shard=(rank, 2), **options) for rank in range(2))
+    whole = StoreLoader(Counted(24), 4, shard=(0, 2), epochs=4)
+    head = lists(whole, 13)  # two epochs and a batch
+    assert len(head) == 13
+    introductions = [first.introduce(), second.introduce()]
+    state = whole.state_dict()
+    first.meet(introductions)
+    first.load_state_dict(state)
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.extend(lists(first)))
+    thread.start()
+    time.sleep(0.1)
+    assert second.placement is None
+    if resumed:
+        second.load_state_dict(state)
+    second.meet(introductions)
+    thread.join()
+    assert found == lists(whole)
+    assert first.placement is not None
+    assert second.placement is not None
+    assert np.array_equal(first.placement.owner, second.placement.owner)
+    for loader in (first, second):
+        loader.close()
 
-    server = SampleServer("127.0.0.1", lambda sample: (bytearray(b"secret"), 0), 2)
+
+def test_a_rank_that_never_meets_costs_reads_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MEET_S", 0.01)
+    store = Counted(24)
+    first, second = (PrefetchLoader(store, 4, 400, shard=(rank, 2), epochs=2, threads=2) for rank in range(2))
+    first.meet([first.introduce(), second.introduce()])
+    assert lists(first) == lists(StoreLoader(Counted(24), 4, shard=(0, 2), epochs=2))
+    assert second.placement is None
+    for loader in (first, second):
+        loader.close()
+
+
+def test_a_stranger_gets_no_samples() -> None:
+    from meshwright.data.peers import Address, Begin, Peer, SampleServer
+
+    server = SampleServer("127.0.0.1", lambda sample, begin: (bytearray(b"secret"), 0), 2)
     address = server.address
     honest, stranger = Peer(1, address), Peer(1, Address(address.host, address.port, "wrong"))
-    assert honest.get(5) == (bytearray(b"secret"), 0)
-    assert stranger.get(5) is None
+    assert honest.get(5, Begin(0, 4)) == (bytearray(b"secret"), 0)
+    assert stranger.get(5, Begin(0, 4)) is None
     assert stranger.gone
     honest.close()
     server.close()

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from meshwright.data.keeper import Keeper, free_bytes
-from meshwright.data.peers import Address, Peer, SampleServer
+from meshwright.data.peers import Address, Begin, Peer, SampleServer
 from meshwright.data.prefetch import Ahead, Prefetcher, num_bytes, pinned
 from meshwright.data.rates import Rate
 from meshwright.data.stored import StoreLoader
@@ -39,6 +39,9 @@ STAGING_SHARE = 8
 """Staging gets this part of the memory, and room for two batches at least."""
 PROBED = 32
 """Samples that are read to measure the file system."""
+MEET_S = 30.0
+"""Seconds for which a request of another rank waits until this rank has met the others. The other rank then reads the
+sample itself."""
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +128,8 @@ class PrefetchLoader(StoreLoader):
         self._server: SampleServer | None = None
         self._keeper: Keeper | None = None
         self.placement: SamplePlacement | None = None
+        self._begin: Begin | None = None
+        self._met, self._closed = threading.Event(), False
         self._lock = threading.Lock()
         self._by_class = [0] * len(CLASSES)
         self._stream: Prefetcher | None = None
@@ -146,9 +151,15 @@ class PrefetchLoader(StoreLoader):
         self.shards = [other.shard for other in everybody]
         self.rooms = [Room(other.memory_bytes, other.disk_bytes) for other in everybody]
         self._peers = {rank: Peer(rank, other.address) for rank, other in enumerate(everybody) if rank != self.number}
+        self._met.set()
 
-    def _for_peer(self, sample: int) -> tuple[Raw, int]:
-        keeper = self._ready()
+    def _for_peer(self, sample: int, begin: Begin) -> tuple[Raw, int] | None:
+        """A sample for another rank, whose plan begins at ``begin``. The other rank may be ahead: then this one has not
+        met yet, and a plan would know nobody; or it has not begun or not resumed, and its own position means
+        nothing."""
+        if not self._met.wait(MEET_S) or self._closed:
+            return None
+        keeper = self._ready(begin)
         if not 0 <= sample < len(self.store):
             raise IndexError(f"sample {sample} of {len(self.store)}")
         return keeper.get(sample) if keeper.owns(sample) else (keeper.read(sample), FILES)
@@ -193,14 +204,13 @@ class PrefetchLoader(StoreLoader):
                 position += size
             epoch, position = epoch + 1, 0
 
-    def plan(self) -> SamplePlacement:
-        """Decide who keeps what, by the uses in the epochs ahead. Equal on all ranks that have met."""
-        last = self._epoch + (self._epochs or HORIZON)
-        orders = [self._order.epoch(epoch) for epoch in range(self._epoch, last)]
+    def plan(self, begin: Begin | None = None) -> SamplePlacement:
+        """Decide who keeps what, by the uses in the epochs from ``begin`` on (default: the present epoch). Equal on all
+        ranks that have met."""
+        epoch, batch_size = begin or Begin(self._epoch, self.batch_size)
+        orders = [self._order.epoch(each) for each in range(epoch, epoch + (self._epochs or HORIZON))]
         pieces = (
-            divided(
-                order, self.batch_size, self.shard[1], drop_last=self._drop_last, interleaved=self._order.interleaved
-            )
+            divided(order, batch_size, self.shard[1], drop_last=self._drop_last, interleaved=self._order.interleaved)
             for order in orders
         )
         uses = count_uses(pieces, len(self.store), self.shard[1])[self.shards]
@@ -208,10 +218,12 @@ class PrefetchLoader(StoreLoader):
         first[orders[0][::-1]] = np.arange(len(orders[0]))[::-1]
         return place(uses, self.store.sizes, self.rooms, first)
 
-    def _ready(self) -> Keeper:
+    def _ready(self, begin: Begin | None = None) -> Keeper:
+        """The keeper. The first use makes the plan, from ``begin`` on (default: the present epoch)."""
         with self._lock:
             if self._keeper is None:
-                self.placement = self.plan()
+                self._begin = begin or Begin(self._epoch, self.batch_size)
+                self.placement = self.plan(self._begin)
                 self._keeper = Keeper(self.store, self.placement, self.number, self.room, self._directory, self.files)
             return self._keeper
 
@@ -256,10 +268,11 @@ class PrefetchLoader(StoreLoader):
         """A sample's bytes, and the class that they came from."""
         keeper = self._ready()
         assert self.placement is not None
+        assert self._begin is not None
         owner = int(self.placement.owner[sample])
         if owner == self.number:
             return keeper.get(sample)
-        if owner != NOBODY and (found := self._peers[owner].get(sample)) is not None:
+        if owner != NOBODY and (found := self._peers[owner].get(sample, self._begin)) is not None:
             return found[0], FILES if found[1] == FILES else PEER
         return keeper.read(sample), FILES
 
@@ -335,6 +348,8 @@ class PrefetchLoader(StoreLoader):
     def close(self) -> None:
         """Stop fetching and answering, and drop what is kept."""
         self.stop()
+        self._closed = True
+        self._met.set()  # requests that wait for it end
         if self._server is not None:
             self._server.close()
         for peer in self._peers.values():

@@ -1,7 +1,8 @@
 """Samples from other ranks: each rank answers requests for the samples that it owns, over TCP.
 
-    request: a length, then MessagePack of ``Hello`` (once, first) or of a sample's number
-    answer:  a length, the class that its owner got it from, and the sample's bytes; or -1 - length, 0, and an error
+    request: a length, then MessagePack of ``Hello`` (once, first) or of a ``Request``
+    answer:  a length, the class that its owner got it from, and the sample's bytes; or -1 - length, 0, and an error;
+             or 0 and ``NOT_HERE``: the rank that asks reads the sample itself
 
 A process group cannot carry this: a request comes when a sample is needed, and its owner is in the middle of a step.
 """
@@ -14,6 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +29,8 @@ WAIT_S = 60.0
 _HEAD = struct.Struct("<q")
 _ANSWER = struct.Struct("<qB")
 _MOST_REQUEST = 4096
+NOT_HERE = 255
+"""In place of a class: the rank cannot give samples yet."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -43,16 +47,31 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     secret: str
 
 
+class Begin(NamedTuple):
+    """What a placement depends on and a saved position or ``resize`` may change: its first epoch, and the batch size.
+    Equal on all ranks; each request tells it, so that a rank that has not begun makes the placement of the others."""
+
+    epoch: int
+    batch_size: int
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for a sample by its number."""
+
+    sample: int
+    begin: Begin
+
+
 class SampleServer:
     """Answers requests of other ranks, in a thread for each connection.
 
     Args:
         host: the address of this machine for the other ranks.
-        get: returns a sample's bytes and their class, or raises a DataError.
+        get: returns a sample's bytes and their class; or None: the other rank shall read it; or raises a DataError.
         most: upper limit on the samples that are read and sent at once.
     """
 
-    def __init__(self, host: str, get: Callable[[int], tuple[Raw, int]], most: int) -> None:
+    def __init__(self, host: str, get: Callable[[int, Begin], tuple[Raw, int] | None], most: int) -> None:
         self._get, self._turns = get, threading.BoundedSemaphore(most)
         self._socket = socket.create_server((host, 0), backlog=64)
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
@@ -100,9 +119,9 @@ class SampleServer:
             if not hmac.compare_digest(hello.secret, self.address.secret):
                 return
             while True:
-                sample = msgspec.msgpack.decode(_receive_request(connection), type=int)
+                request = msgspec.msgpack.decode(_receive_request(connection), type=Request)
                 with self._turns:
-                    self._send(connection, sample)
+                    self._send(connection, request)
         except (OSError, EOFError, msgspec.MsgspecError):
             return  # the other rank has left, or is not one of ours
         finally:
@@ -110,9 +129,9 @@ class SampleServer:
             with self._lock:
                 self._connections.discard(connection)
 
-    def _send(self, connection: socket.socket, sample: int) -> None:
+    def _send(self, connection: socket.socket, request: Request) -> None:
         try:
-            raw, kind = self._get(sample)
+            raw, kind = self._get(request.sample, request.begin) or (bytearray(), NOT_HERE)
             sign = len(raw)
         except (DataError, IndexError) as error:
             raw, kind = bytearray(msgspec.msgpack.encode(_texts(error))), 0
@@ -133,8 +152,8 @@ class Peer:
         self._lock = threading.Lock()
         self.gone = False
 
-    def get(self, sample: int) -> tuple[Raw, int] | None:
-        """A sample's bytes, and the class that the rank got them from; None if the rank is gone.
+    def get(self, sample: int, begin: Begin) -> tuple[Raw, int] | None:
+        """A sample's bytes, and the class that the rank got them from; None if the rank is gone, or gives none yet.
 
         Raises:
             DataError: the rank could not read the sample.
@@ -144,7 +163,7 @@ class Peer:
         try:
             connection = self._connection()
             try:
-                _send(connection, msgspec.msgpack.encode(sample))
+                _send(connection, msgspec.msgpack.encode(Request(sample, begin)))
                 sign, kind = _ANSWER.unpack(_receive(connection, _ANSWER.size))
                 raw = _receive(connection, sign if sign >= 0 else -1 - sign)
             except BaseException:
@@ -166,7 +185,7 @@ class Peer:
         if sign < 0:
             problem, where, remedy = msgspec.msgpack.decode(raw, type=tuple[str, str, str])
             raise DataError(problem, where=where, remedy=remedy)
-        return raw, kind
+        return (raw, kind) if kind != NOT_HERE else None
 
     def close(self) -> None:
         """Close the connections: now those that nobody uses, the others after their answer."""
