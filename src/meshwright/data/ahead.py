@@ -114,7 +114,7 @@ class PrefetchLoader(StoreLoader):
         )
         self._directory = Path(cache_directory) if cache_directory is not None else None
         self.threads, self._pin = threads, pin
-        self.slot_bytes = self._largest_sample()
+        self.slot_bytes = self._first_bytes()
         batch_bytes = -(-batch_size // shard[1]) * self.slot_bytes
         if memory_bytes < 3 * batch_bytes:
             problem = f"memory_bytes is {memory_bytes:,}, but three batches on a rank take {3 * batch_bytes:,}"
@@ -283,7 +283,7 @@ class PrefetchLoader(StoreLoader):
         kinds = [value[1] for value in values if not isinstance(value, Exception)]
         return pinned(batch) if self._pin else batch, bad, kinds
 
-    def _largest_sample(self) -> int:
+    def _first_bytes(self) -> int:
         """The bytes of the first good sample, decoded."""
         error: DataError | None = None
         for sample in range(len(self.store)):
