@@ -212,6 +212,28 @@ def test_datasets_that_fail_or_return_other_things_are_named() -> None:
         Samples(Odd()).read(1)
 
 
+def test_a_dataset_whose_first_sample_is_bad_is_used_without_it() -> None:
+    class Holes(Dataset[Any]):
+        def __init__(self, good: range) -> None:
+            self.good = good
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            if index not in self.good:
+                raise OSError("hole")
+            return torch.tensor(index)
+
+    with PrefetchLoader(Samples(Holes(range(2, 8))), 8, MANY, epochs=1, skip_bad=True, shuffle=False) as loader:
+        assert [batch.tolist() for batch in loader] == [[2, 2, 2, 3, 4, 5, 6, 7]]
+        assert loader.num_bad == 2
+        assert "8 samples of Holes" in loader.state_dict()["fingerprint"]
+    for ask in (Samples.describe, lambda store: store.sizes):
+        with pytest.raises(DataError, match="Holes: sample 0: cannot be read: OSError: hole"):
+            ask(Samples(Holes(range(0))))
+
+
 def test_batches_of_a_dataset_are_those_of_a_data_loader() -> None:
     data = TensorDataset(torch.arange(24).reshape(12, 2), torch.arange(12.0))
     theirs: Any = torch.utils.data.DataLoader(data, 4)

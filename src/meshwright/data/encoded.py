@@ -37,8 +37,25 @@ class Samples(Store):
 
     @cached_property
     def sizes(self) -> Indices:
-        """The bytes of the first sample, for all."""
-        return np.full(len(self), len(self.read(0)) if len(self) else 1)
+        """The bytes of the first sample that can be read, for all."""
+        return np.full(len(self), self._first[0] if len(self) else 1)
+
+    @cached_property
+    def _first(self) -> tuple[int, str]:
+        """The bytes of the first sample that can be read, and their hash.
+
+        Raises:
+            DataError: there is none; the first sample's error.
+        """
+        errors: list[DataError] = []
+        for index in range(len(self)):
+            try:
+                raw = self.read(index)
+            except DataError as error:
+                errors = errors or [error]
+            else:
+                return len(raw), hash_of(np.frombuffer(raw, np.uint8))
+        raise errors[0] if errors else DataError("there are no samples", where=self.where, remedy="give at least one")
 
     def read(self, index: int) -> Raw:
         """Get a sample from the dataset, and encode it."""
@@ -62,10 +79,8 @@ class Samples(Store):
         return f"{self.where}: sample {index}"
 
     def describe(self) -> str:
-        """The dataset's class and length, with a hash of the first sample."""
-        return (
-            f"{len(self)} samples of {self.where}, hash of the first {hash_of(np.frombuffer(self.read(0), np.uint8))}"
-        )
+        """The dataset's class and length, with a hash of the first sample that can be read."""
+        return f"{len(self)} samples of {self.where}, hash of the first {self._first[1]}"
 
 
 def encode(value: Any, name: str) -> bytearray:
