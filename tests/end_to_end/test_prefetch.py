@@ -262,8 +262,8 @@ def test_ranks_with_the_same_samples_read_them_once() -> None:
 
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_rank_that_is_asked_before_it_has_met_or_resumed_makes_the_plan_of_the_others(resumed: bool) -> None:
-    store, options = Counted(24), {"epochs": 2, "threads": 2, "shuffle": True}
-    first, second = (PrefetchLoader(store, 4, 160, shard=(rank, 2), **options) for rank in range(2))
+    store = Counted(24)
+    first, second = (PrefetchLoader(store, 4, 160, shard=(rank, 2), epochs=2, threads=2) for rank in range(2))
     whole = StoreLoader(Counted(24), 4, shard=(0, 2), epochs=4)
     head = lists(whole, 13)  # two epochs and a batch
     assert len(head) == 13
