@@ -154,7 +154,7 @@ def test_samples_of_shards_are_read_alone(tmp_path: Path) -> None:
     assert part.sizes.tolist() == store.sizes[[4, 0]].tolist()
 
 
-def test_truncated_shards_are_named_or_used_as_far_as_they_go(tmp_path: Path) -> None:
+def test_truncated_shards_are_named_or_used_as_far_as_they_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = some_shard(tmp_path / "a.tar", 0, 4)
     whole = path.read_bytes()
     path.write_bytes(whole[:3000])
@@ -163,6 +163,10 @@ def test_truncated_shards_are_named_or_used_as_far_as_they_go(tmp_path: Path) ->
     assert "skip_bad" in error.value.remedy
     store = Shards(path, skip_bad=True)
     assert store.truncated == [str(path)]
+    assert f"{path} is truncated, or no tar file" in caplog.text
+    assert f"its first {len(store)} samples are used" in caplog.text
+    with PrefetchLoader(Part(store, np.arange(len(store))), 1, MANY, skip_bad=True) as loader:
+        assert (loader.num_bad, loader.bad) == (1, [f"{path} (truncated)"])
     assert [int(sample["npy"][0, 0]) for sample in every(store)] == list(range(len(store)))
     path.write_bytes(whole)
     store = Shards(path)

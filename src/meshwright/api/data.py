@@ -64,7 +64,8 @@ def load(
         cache_directory: a folder on the local disk for samples that do not fit in memory.
         seed, shuffle, shard, drop_last, epochs: as in ``Loader``.
         sampler: a sampler of torch.utils.data in place of ``seed`` and ``shuffle``.
-        skip_bad: go on without samples that cannot be read; ``loader.num_bad`` counts them, ``loader.bad`` names some.
+        skip_bad: go on without samples that cannot be read; ``loader.num_bad`` counts them and
+            truncated shards, ``loader.bad`` names some.
         decode: makes a tensor of the bytes of an image.
         sequence_length: tokens in a window.
         threads: threads that fetch.
@@ -208,7 +209,7 @@ def data_use(loader: PrefetchLoader, waits: Sequence[float], predicted: FeedFore
         kept_bytes=dict(
             zip(("memory", "disk"), np.sum([each.kept for each, *_ in counts], axis=0).tolist(), strict=True)
         ),
-        num_bad=sum(bad for *_, bad, _ in counts),
+        num_bad=sum(bad for *_, bad, _ in counts) - (len(counts) - 1) * len(loader.store.truncated),  # all name these
         bad=tuple(dict.fromkeys(name for *_, names in counts for name in names))[:5],
     )  # fmt: skip
 

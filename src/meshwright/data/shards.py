@@ -2,6 +2,7 @@
 
 import glob
 import io
+import logging
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ import torch
 from meshwright.data.stores import IMAGE_SUFFIXES, Decode, Raw, Store, decode_image, decoded, hash_of, read_span
 from meshwright.errors import DataError
 from meshwright.schedules.samples import Indices
+
+log = logging.getLogger("meshwright")
 
 
 class Member(NamedTuple):
@@ -33,7 +36,7 @@ class Shards(Store):
     Args:
         paths: tar files, or globs.
         decoders: decoders by suffix, beside the usual ones.
-        skip_bad: leave out what follows the damage of a truncated shard.
+        skip_bad: leave out what follows the damage of a truncated shard; the log and ``truncated`` name it.
 
     Raises:
         DataError: no file matches, or a shard is unreadable, truncated, compressed or has a file of an unknown kind.
@@ -50,12 +53,13 @@ class Shards(Store):
         self._paths = [path for pattern in given for path in _matches(os.fspath(pattern))]
         self.where = self._paths[0] if len(self._paths) == 1 else f"{len(self._paths)} shards"
         self._decoders = {**_USUAL, **(decoders or {})}
-        self.truncated: list[str] = []
+        truncated: list[str] = []
+        self.truncated = truncated
         self._keys: list[str] = []
         self._members: list[tuple[Member, ...]] = []
         places: list[tuple[int, int, int]] = []
         for number, path in enumerate(self._paths):
-            for key, begin, members in self._index(path, skip_bad):
+            for key, begin, members in self._index(path, truncated if skip_bad else None):
                 self._keys.append(key)
                 self._members.append(members)
                 places.append((number, begin, members[-1].begin + members[-1].size))
@@ -63,8 +67,9 @@ class Shards(Store):
             raise DataError("there are no samples", where=self.where, remedy="give tar files that hold files")
         self._places = np.array(places)
 
-    def _index(self, path: str, skip_bad: bool) -> list[tuple[str, int, tuple[Member, ...]]]:
-        """The samples of a shard: name, begin and members of each."""
+    def _index(self, path: str, truncated: list[str] | None) -> list[tuple[str, int, tuple[Member, ...]]]:
+        """The samples of a shard: name, begin and members of each. A damaged shard is added to ``truncated``, or
+        refused if that is None."""
         samples: list[tuple[str, int, tuple[Member, ...]]] = []
         begin, members, last = 0, list[Member](), ""
         try:
@@ -88,11 +93,13 @@ class Shards(Store):
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=path, remedy="correct the path") from None
         except tarfile.TarError as error:
-            if not skip_bad:
+            if truncated is None:
                 remedy = "write it again as a tar file without compression, or set skip_bad to use what is whole"
                 raise DataError(f"is truncated, or no tar file: {error}", where=path, remedy=remedy) from None
-            self.truncated.append(path)
+            truncated.append(path)
             members = []  # the last sample may lack a file
+            log.warning("%s is truncated, or no tar file (%s): its first %d samples are used, no others", path,
+                        error, len(samples))  # fmt: skip
         if members:
             samples.append((last, begin, tuple(members)))
         return samples

@@ -28,7 +28,7 @@ class StoreLoader(Loader):
         batch_size, seed, shuffle, shard, drop_last, epochs: as in ``Loader``.
         sampler: a sampler of torch.utils.data, whose order holds in place of that of ``seed`` and ``shuffle``.
         skip_bad: go on without samples that cannot be read: another sample of the rank's part of the batch takes the
-            place of each. ``num_bad`` counts them, ``bad`` names the first.
+            place of each. ``num_bad`` counts them and the store's truncated files, ``bad`` names the first.
 
     Raises:
         DataError: as ``Loader``; or the sampler's order cannot be known ahead. While iterating: a sample cannot be
@@ -49,8 +49,8 @@ class StoreLoader(Loader):
         skip_bad: bool = False,
     ) -> None:
         self.store, self._where = store, store.where
-        self.skip_bad, self.num_bad = skip_bad, 0
-        self.bad: list[str] = []
+        self.skip_bad, self.num_bad = skip_bad, len(store.truncated)
+        self.bad = [f"{path} (truncated)" for path in store.truncated[:MOST_NAMED]]
         order: Order | None = SamplerOrder(sampler, len(store), shard) if sampler is not None else None
         super().__init__(len(store), batch_size, seed, shuffle, shard, drop_last, epochs, order)
 

@@ -23,9 +23,11 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".ti
 
 
 class Store(ABC):
-    """Samples by number. ``where`` names the data in error messages."""
+    """Samples by number. ``where`` names the data in error messages, ``truncated`` the files whose rest was left out
+    when they were listed."""
 
     where: str
+    truncated: Sequence[str] = ()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -65,7 +67,8 @@ class Part(Store):
     """Some samples of another store."""
 
     def __init__(self, store: Store, index: Indices) -> None:
-        self._store, self._index, self.where = store, index, store.where
+        self._store, self._index = store, index
+        self.where, self.truncated = store.where, store.truncated
 
     def __len__(self) -> int:
         """The number of samples."""

@@ -29,7 +29,8 @@ class SlowStore(Store):
     """A store whose reads go through a token bucket."""
 
     def __init__(self, store: Store, bucket: TokenBucket) -> None:
-        self._store, self._bucket, self.where = store, bucket, store.where
+        self._store, self._bucket = store, bucket
+        self.where, self.truncated = store.where, store.truncated
 
     def __len__(self) -> int:
         """The number of samples."""

@@ -16,7 +16,7 @@ class DataUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     what the file system gives all ranks together, ``needed_bytes_per_s`` what steps without waits need of it.
     ``staging_bytes`` is the limit of staging on each rank, ``staged_bytes`` the largest number of bytes that a rank has
     staged; ``kept_bytes`` those that all ranks keep, by class. ``num_bad`` is the number of fetches of samples that
-    could not be read and were skipped, ``bad`` names some of them."""
+    could not be read and were skipped, and of truncated shards whose rest was skipped; ``bad`` names some of them."""
 
     data: str
     num_ranks: int
