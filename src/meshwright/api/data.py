@@ -56,6 +56,9 @@ def load(
     that are used most in memory, in ``cache_directory`` and in the memory of other ranks. If ranks train together,
     every rank must call it, with ``shard=trainer.data_shard``.
 
+    Samples are kept as the dataset returns them, so ``__getitem__`` must return equal values each time, and be safe in
+    threads; put random changes, such as augmentation, into the step. ``decode=`` runs for each use of a sample.
+
     Args:
         data: a dataset of torch.utils.data with samples by number; a folder of images (a folder for each class);
             ``.tar`` files or a glob of them; a file of tokens, with ``sequence_length``; or a ``Store``.

@@ -21,6 +21,9 @@ class Samples(Store):
 
     A sample is a tensor, an array, a number, a text or bytes, or a dict, list or tuple of such.
 
+    ``__getitem__`` must return equal values each time: what it returned once is kept and given again in later epochs.
+    It must be safe in threads: several call it at once. Put random changes, such as augmentation, into the step.
+
     Raises:
         DataError: the dataset is empty or has no length, or a sample holds another kind of value.
     """
