@@ -424,6 +424,29 @@ def test_a_cache_directory_that_cannot_be_written_is_refused(tmp_path: Path, mon
         PrefetchLoader(Counted(8), 2, MANY, cache_directory=tmp_path)
 
 
+def test_what_the_cache_on_disk_has_lost_counts_as_read_from_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with PrefetchLoader(Counted(8), 2, 48, cache_directory=tmp_path, cache_bytes=64, threads=1, epochs=2) as loader:
+        lists(loader)
+        loader.stop()
+        before = loader.counts()
+        assert before.kept == (0, 64)
+        assert before.by_class[OWN_DISK] == before.by_class[FILES] == before.reads == 8
+
+        def broken(*_: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(keeper, "fill", broken)
+        monkeypatch.setattr(keeper, "write_whole", broken)
+        assert lists(loader) == lists(StoreLoader(Counted(8), 2, epochs=4))[8:]
+        after = loader.counts()
+    assert after.by_class[OWN_DISK] == before.by_class[OWN_DISK]
+    assert after.by_class[FILES] == 24 <= after.reads
+    assert after.kept[1] == 0
+    assert "the cache on disk cannot be read (Input/output error)" in caplog.text
+
+
 def test_a_full_disk_is_refused_at_once_and_noticed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

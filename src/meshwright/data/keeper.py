@@ -75,7 +75,7 @@ class Keeper:
                 if span is None and coming is None:
                     self._coming[sample] = threading.Event()
             if span is not None:
-                return self._from_disk(sample, *span), OWN_DISK
+                return self._from_disk(sample, *span)
             if coming is None:
                 break
             coming.wait()
@@ -137,18 +137,21 @@ class Keeper:
             self._spans[sample] = begin, len(raw)
             self.disk_bytes += len(raw)
 
-    def _from_disk(self, sample: int, begin: int, size: int) -> Raw:
+    def _from_disk(self, sample: int, begin: int, size: int) -> tuple[Raw, int]:
+        """A sample from the cache on disk; from the file system if the cache cannot be read, with its class."""
         buffer = bytearray(size)
         file = self._file
         try:
             if file is not None and fill(file.fileno(), buffer, begin) == size:
-                return buffer
+                return buffer, OWN_DISK
         except OSError as error:
             log.warning("the cache on disk cannot be read (%s): %s is read from the file system", error.strerror,
                         self._store.name(sample))  # fmt: skip
         with self._lock:
-            self._spans.pop(sample, None)
-        return self.read(sample)
+            if self._spans.get(sample) == (begin, size):
+                del self._spans[sample]
+                self.disk_bytes -= size
+        return self.read(sample), FILES
 
 
 def write_whole(descriptor: int, raw: Raw, begin: int) -> None:
