@@ -1,6 +1,7 @@
 """The simulation of fetches beside closed forms."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedules.samples import FILES, OWN_MEMORY, PEER
-from meshwright.simulate.feed import FeedRates, Fetches, simulate_feed, start_times
+from meshwright.simulate.feed import FeedRates, Fetches, simulate_feed
 
 few_examples = settings(max_examples=80, deadline=None)
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=12)
@@ -17,6 +18,17 @@ sizes = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 def files(sizes: list[int], batch: int = 1) -> Fetches:
     batches = [batch] * (len(sizes) // batch) + ([len(sizes) % batch] if len(sizes) % batch else [])
     return Fetches(sizes=sizes, classes=[FILES] * len(sizes), batches=batches)
+
+
+def start_times(reads_s: Sequence[float], computes_s: Sequence[float], threads: int) -> list[float]:
+    """When each sample is used, if threads share the reads evenly and staging has no limit (Dryden et al. 2021, section
+    3.2): ``t_f = max(avail(f), t_{f-1} + compute_{f-1})`` with ``avail(f) = (read_1 + ... + read_f) / threads``."""
+    times: list[float] = []
+    ready = 0.0
+    for place, read_s in enumerate(reads_s):
+        ready += read_s / threads
+        times.append(max(ready, times[-1] + computes_s[place - 1]) if times else ready)
+    return times
 
 
 @given(sizes=sizes, step_s=st.floats(0.01, 3), threads=st.integers(1, 4))

@@ -209,11 +209,6 @@ def started_alone(work: Sequence[Callable[[], None]]) -> list[threading.Thread]:
     return threads
 
 
-def collate(samples: list[Any]) -> Any:
-    """Stack samples of equal structure: tensors and arrays gain a dim, numbers become a tensor, texts a list."""
-    return torch.utils.data.default_collate(samples)
-
-
 def num_bytes(value: Any) -> int:
     """The bytes of the tensors, arrays and texts in a sample."""
     if isinstance(value, Tensor | np.ndarray):

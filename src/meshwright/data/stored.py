@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from meshwright.data.loaders import Loader
 from meshwright.data.order import Order, SamplerOrder
-from meshwright.data.prefetch import collate
 from meshwright.data.stores import Store
 from meshwright.errors import DataError
 
@@ -73,7 +73,7 @@ class StoreLoader(Loader):
         """The batch of samples, some of which may be errors; and those errors that are skipped."""
         whole = self._without_bad(samples, values)
         try:
-            return collate(whole), [value for value in values if isinstance(value, DataError)]
+            return default_collate(whole), [value for value in values if isinstance(value, DataError)]
         except (RuntimeError, TypeError, KeyError) as error:
             names = f"{self.store.name(samples[0])} to {self.store.name(samples[-1])}"
             problem = f"samples of a batch do not stack: {str(error).strip().splitlines()[0]}"

@@ -9,17 +9,16 @@ from meshwright.schedules.samples import Indices
 
 
 class TokenBucket:
-    """Bytes come at a rate, for all threads and forked processes that share this object. ``burst_bytes`` may come at
-    once after a pause."""
+    """Bytes come at a rate, for all threads and forked processes that share this object."""
 
-    def __init__(self, bytes_per_s: float, burst_bytes: float = 0.0) -> None:
-        self._rate, self._burst_s = bytes_per_s, burst_bytes / bytes_per_s
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
         self._paid: Any = multiprocessing.get_context("fork").Value("d", 0.0)
 
     def take(self, num_bytes: int) -> None:
         """Sleep until this many more bytes may have come."""
         with self._paid.get_lock():
-            begin = max(self._paid.value, time.monotonic() - self._burst_s)
+            begin = max(self._paid.value, time.monotonic())
             self._paid.value = done = begin + num_bytes / self._rate
         if (left_s := done - time.monotonic()) > 0:
             time.sleep(left_s)

@@ -44,10 +44,6 @@ class SamplePlacement:
     owner: NDArray[np.int16]
     level: NDArray[np.int8]
 
-    def kept(self, rank: int, level: int) -> Indices:
-        """The samples that a rank keeps at a level."""
-        return np.flatnonzero((self.owner == rank) & (self.level == level))
-
 
 def expected_accesses(num_ranks: int, epochs: int, num_samples: int, delta: float) -> float:
     """The expected number of samples that a rank uses more than ``(1 + delta)`` times as often as the mean.

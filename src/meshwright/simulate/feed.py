@@ -52,17 +52,6 @@ class FeedTimes(msgspec.Struct, frozen=True, kw_only=True):
         return [max(waits) for waits in zip(*self.waits, strict=True)]
 
 
-def start_times(reads_s: Sequence[float], computes_s: Sequence[float], threads: int) -> list[float]:
-    """When each sample is used, if threads share the reads evenly and staging has no limit (Dryden et al. 2021, section
-    3.2): ``t_f = max(avail(f), t_{f-1} + compute_{f-1})`` with ``avail(f) = (read_1 + ... + read_f) / threads``."""
-    times: list[float] = []
-    ready = 0.0
-    for place, read_s in enumerate(reads_s):
-        ready += read_s / threads
-        times.append(max(ready, times[-1] + computes_s[place - 1]) if times else ready)
-    return times
-
-
 def simulate_feed(
     ranks: Sequence[Fetches], step_s: float, rates: FeedRates, *, threads: int, staging_bytes: float = math.inf
 ) -> FeedTimes:
