@@ -1,6 +1,5 @@
 """Loaders of text and tensors in memory: one global order of samples for all ranks, which read only their shard."""
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.order import Order, SeededOrder
+from meshwright.data.stores import hash_of
 from meshwright.errors import DataError
 from meshwright.schedules.samples import Indices, parts
 
@@ -372,5 +372,4 @@ def _tokenize(text: bytes, tokenizer: Callable[[str], Sequence[int]] | None, whe
 
 
 def _hash(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.blake2b(content.data, digest_size=8).hexdigest()
+    return hash_of(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
