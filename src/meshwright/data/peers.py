@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshwright.comm.sockets import receive_exactly
 from meshwright.data.stores import Raw
 from meshwright.errors import DataError
 
@@ -164,8 +165,8 @@ class Peer:
             connection = self._connection()
             try:
                 _send(connection, msgspec.msgpack.encode(Request(sample, begin)))
-                sign, kind = _ANSWER.unpack(_receive(connection, _ANSWER.size))
-                raw = _receive(connection, sign if sign >= 0 else -1 - sign)
+                sign, kind = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
+                raw = receive_exactly(connection, sign if sign >= 0 else -1 - sign)
             except BaseException:
                 connection.close()
                 raise
@@ -219,19 +220,7 @@ def _send(connection: socket.socket, content: bytes) -> None:
 
 
 def _receive_request(connection: socket.socket) -> bytearray:
-    size = _HEAD.unpack(_receive(connection, _HEAD.size))[0]
+    size = _HEAD.unpack(receive_exactly(connection, _HEAD.size))[0]
     if not 0 <= size <= _MOST_REQUEST:
         raise EOFError
-    return _receive(connection, size)
-
-
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    """Exactly ``size`` bytes. Raise an EOFError if the connection ends before."""
-    buffer = bytearray(size)
-    view, filled = memoryview(buffer), 0
-    while filled < size:
-        count = connection.recv_into(view[filled:])
-        if count == 0:
-            raise EOFError("the connection has ended")
-        filled += count
-    return buffer
+    return receive_exactly(connection, size)

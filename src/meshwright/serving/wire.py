@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
+from meshwright.comm.sockets import receive_exactly
 from meshwright.errors import LostRankError
 
 _SIZES = struct.Struct(">IQ")
@@ -33,14 +34,12 @@ _DECODER = msgspec.msgpack.Decoder(Header)
 
 def receive(connection: socket.socket) -> tuple[Header, bytearray] | None:
     """The next message; None: the sender has ended. Raises a LostRankError if it is no message."""
-    sizes = _exactly(connection, _SIZES.size)
-    if sizes is None:
-        return None
-    header_bytes, payload_bytes = _SIZES.unpack(sizes)
-    if header_bytes > MOST_HEADER_BYTES or payload_bytes > MOST_PAYLOAD_BYTES:
-        raise _damaged(f"it claims {header_bytes + payload_bytes:,} bytes")
-    header, payload = _exactly(connection, header_bytes), _exactly(connection, payload_bytes)
-    if header is None or payload is None:
+    try:
+        header_bytes, payload_bytes = _SIZES.unpack(receive_exactly(connection, _SIZES.size))
+        if header_bytes > MOST_HEADER_BYTES or payload_bytes > MOST_PAYLOAD_BYTES:
+            raise _damaged(f"it claims {header_bytes + payload_bytes:,} bytes")
+        header, payload = receive_exactly(connection, header_bytes), receive_exactly(connection, payload_bytes)
+    except EOFError:
         return None
     try:
         return _DECODER.decode(bytes(header)), payload
@@ -52,18 +51,6 @@ def _damaged(problem: str) -> LostRankError:
     return LostRankError(
         f"a message is damaged: {problem}", where="serving", remedy="let nothing else connect to the stations"
     )
-
-
-def _exactly(connection: socket.socket, count: int) -> bytearray | None:
-    """The next ``count`` bytes; None: the connection ended before."""
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
-        read = connection.recv_into(view[done:])
-        if not read:
-            return None
-        done += read
-    return data
 
 
 class Outbox:
