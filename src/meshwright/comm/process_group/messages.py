@@ -12,7 +12,6 @@ Nothing is taken from a lane while no receive is posted, so a sender that is ahe
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.process_group.links import Links
-from meshwright.comm.process_group.tensors import flat
-from meshwright.comm.process_group.work import GroupError, GroupWork, LostInGroupError
+from meshwright.comm.process_group.message import Message, Peer
+from meshwright.comm.process_group.work import GroupError, LostInGroupError
 from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -34,56 +33,6 @@ CHECK_S, MEET_S = 0.5, 0.01
 _TAG_BITS = 32
 
 
-class Message(GroupWork):
-    """A message that is sent or received. ``peer`` is None while a receive may come from any rank."""
-
-    def __init__(
-        self, what: str, tensor: Tensor, peer: int | None, tag: int, deadline: float, mail: "Messages"
-    ) -> None:
-        super().__init__(what, [tensor])
-        self.tensor, self.peer, self.tag, self.deadline = tensor, peer, tag, deadline
-        self.memory = flat(tensor).view(torch.uint8)
-        self.offset, self.begun = 0, False
-        self._mail = mail
-
-    def source_rank(self) -> int:
-        """The rank from which the message has come."""
-        if self.peer is None:
-            raise GroupError("no message has come yet", where=self.what, remedy="wait for it first")
-        return self.peer
-
-    _source_rank = source_rank
-
-    def is_marked(self) -> bool:
-        """Whether the message is complete; another thread may have completed it."""
-        return self.done
-
-    def is_completed(self) -> bool:
-        """Whether the message is complete, or has failed."""
-        if not self.done:
-            self._mail.move()
-        return self.done
-
-    def _run(self) -> None:
-        self._mail.wait_for(self)
-
-    def _hand_over(self) -> None:
-        self._mail.hand_over()
-
-
-class _Peer:
-    """The lane to another rank, and what is under way there. ``taken`` is the message whose parts are being taken."""
-
-    def __init__(self) -> None:
-        self.lane: SharedMemory | None = None
-        self.connecting = self.has_waiter = False
-        self.error: BaseException | None = None
-        self.outgoing: deque[Message] = deque()
-        self.taken: Message | None = None
-        self.left = 0
-        self.kept: list[tuple[int, Tensor]] = []  # messages that no receive wanted, with their tags
-
-
 class Messages:
     """A group's messages. ``check`` raises an error if the group may not be used. ``profiled_as`` is how names of
     events begin in profiles."""
@@ -92,7 +41,7 @@ class Messages:
         self._links, self._check, self._name, self.timeout_s = links, check, name, links.timeout_s
         self._profiled_as = profiled_as
         self._changed = threading.Condition(threading.RLock())
-        self._peers = {rank: _Peer() for rank in range(links.size) if rank != links.rank}
+        self._peers = {rank: Peer() for rank in range(links.size) if rank != links.rank}
         self._posted: list[Message] = []
         self._ended: list[Message] = []
         self._thread: threading.Thread | None = None
@@ -143,7 +92,7 @@ class Messages:
             self.hand_over()
         return message
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
         if peer is None:
             raise GroupError(
@@ -191,7 +140,7 @@ class Messages:
             message.announce()
         return moved
 
-    def _put(self, peer: _Peer, lane: SharedMemory) -> bool:
+    def _put(self, peer: Peer, lane: SharedMemory) -> bool:
         moved = False
         while peer.outgoing:
             message = peer.outgoing[0]
@@ -204,7 +153,7 @@ class Messages:
             self._end(message)
         return moved
 
-    def _take(self, rank: int, peer: _Peer, lane: SharedMemory) -> bool:
+    def _take(self, rank: int, peer: Peer, lane: SharedMemory) -> bool:
         moved = False
         while lane.has_come():
             num_bytes, word = lane.head()
@@ -222,7 +171,7 @@ class Messages:
                 self._end_taken(rank, peer, message)
         return moved
 
-    def _begin_to_take(self, rank: int, peer: _Peer, word: int) -> bool:
+    def _begin_to_take(self, rank: int, peer: Peer, word: int) -> bool:
         """Find where the next message of a peer goes; False if it must stay in the lane, as no receive is posted."""
         tag, parts = word >> _TAG_BITS, word & (2**_TAG_BITS - 1)
         mine = [message for message in self._posted if message.peer in (rank, None)]
@@ -238,7 +187,7 @@ class Messages:
         peer.taken, peer.left = found, parts
         return True
 
-    def _end_taken(self, rank: int, peer: _Peer, message: Message) -> None:
+    def _end_taken(self, rank: int, peer: Peer, message: Message) -> None:
         if message.what == "kept":
             peer.kept.append((message.tag, message.memory[: message.offset]))
             for posted in list(self._posted):
