@@ -66,6 +66,8 @@ class Messages:
         if self._links.gloo is not None:
             gloo = self._links.gloo
             return gloo.recv_anysource([tensor], tag) if rank is None else gloo.recv([tensor], rank, tag)
+        if rank is not None:
+            self._peer(rank)
         message = self._message("recv", tensor, rank, tag)
         with self._changed:
             for sender in self._peers if rank is None else (rank,):
@@ -74,7 +76,6 @@ class Messages:
             else:
                 self._posted.append(message)
                 if rank is not None:
-                    self._peer(rank)
                     self._connect(rank)
         return self._begun(message)
 
@@ -194,9 +195,10 @@ class Messages:
                 if posted.peer in (rank, None) and self._take_kept(posted, rank):
                     self._posted.remove(posted)
             return
-        self._end(message, self._problem(message, rank, message.offset))
-        if message.error is None and message.memory.data_ptr() != message.tensor.data_ptr():
+        problem = self._problem(message, rank, message.offset)
+        if problem is None and message.memory.data_ptr() != message.tensor.data_ptr():
             message.tensor.data.copy_(message.memory.view(message.tensor.dtype).view(message.tensor.shape))
+        self._end(message, problem)
 
     def _take_kept(self, message: Message, sender: int) -> bool:
         """Complete a receive from the messages that were kept."""
