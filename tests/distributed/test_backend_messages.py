@@ -1,5 +1,6 @@
 """Messages of the backend "meshwright" between two ends in one process: what threads see, and what failures leave."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.process_group.messages import Messages
-from meshwright.comm.process_group.work import GroupError
+from meshwright.comm.process_group.work import GroupError, LostInGroupError
+from meshwright.comm.transport.base import MESSAGE_BYTES
+
+IN_TIME = r"not complete in time|has sent nothing for 0\.6 s"
 
 
 def ends(timeout_s: float = 30.0) -> list[Messages]:
@@ -44,3 +48,32 @@ def test_a_refused_receive_leaves_nothing_behind() -> None:
     with pytest.raises(GroupError, match="rank 5 of 2 is this rank or no rank"):
         messages.receive(torch.empty(1), 5, 0)
     assert not messages._posted
+
+
+@pytest.mark.parametrize("limit_s", [0, 20])  # the thread that waits notices the timeout, or the background thread
+def test_a_message_cut_off_halfway_is_not_continued_with_the_next(limit_s: float) -> None:
+    sender, receiver = ends(0.6)
+    receiver._connect(0)
+    cut = sender.send(torch.ones(6, MESSAGE_BYTES, dtype=torch.uint8), 1, 1)  # a lane holds four such rows
+    with pytest.raises(LostInGroupError, match=IN_TIME):
+        cut.wait(timedelta(seconds=limit_s))
+    begun = receiver.receive(torch.empty(6, MESSAGE_BYTES, dtype=torch.uint8), 0, 1)
+    with pytest.raises(LostInGroupError):
+        sender.send(torch.zeros(2, MESSAGE_BYTES, dtype=torch.uint8), 1, 2).wait()
+    with pytest.raises(LostInGroupError, match=IN_TIME):
+        begun.wait(timedelta(seconds=limit_s))
+    with pytest.raises(LostInGroupError):
+        receiver.receive(torch.empty(1), 0, 2).wait()
+
+
+def test_a_receive_that_is_late_leaves_the_next_as_they_are() -> None:
+    sender, receiver = ends(0.6)
+    receiver._connect(0)
+    sender._connect(1)
+    with pytest.raises(LostInGroupError, match="not complete in time"):
+        receiver.receive(torch.empty(1), 0, 1).wait(timedelta(seconds=20))
+    into = torch.zeros(1)
+    begun = receiver.receive(into, 0, 2)
+    sender.send(torch.ones(1), 1, 2).wait()
+    begun.wait()
+    assert into.item() == 1

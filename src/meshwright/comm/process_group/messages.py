@@ -130,16 +130,21 @@ class Messages:
         with self._changed, torch.inference_mode():
             moved = False
             for rank, peer in self._peers.items():
-                if peer.lane is not None:
-                    moved |= self._put(peer, peer.lane) | self._take(rank, peer, peer.lane)
-                elif peer.error is not None:
+                if peer.error is not None:
                     self._fail(rank, peer.error)
+                elif peer.lane is not None:
+                    moved |= self._put(peer, peer.lane) | self._take(rank, peer, peer.lane)
+        self._announce()
+        return moved
+
+    def _announce(self) -> None:
+        """Announce the messages that have ended. The caller holds no lock."""
+        with self._changed:
             ended, self._ended = self._ended, []
             if ended:
                 self._changed.notify_all()
         for message in ended:
             message.announce()
-        return moved
 
     def _put(self, peer: Peer, lane: SharedMemory) -> bool:
         moved = False
@@ -228,8 +233,11 @@ class Messages:
         self._ended.append(message)
 
     def _fail(self, rank: int, error: BaseException) -> None:
-        """End all messages to and from a rank with an error."""
+        """End all messages to and from a rank with an error. If parts of a message stay behind, all later messages of
+        this rank fail, too: their parts would be taken for the rest of that message."""
         peer = self._peers[rank]
+        if peer.error is None and (peer.taken is not None or any(message.begun for message in peer.outgoing)):
+            peer.error = error
         gone = [*peer.outgoing, *(message for message in self._posted if message.peer == rank)]
         if peer.taken is not None and peer.taken.what != "kept":
             gone.append(peer.taken)
@@ -281,6 +289,7 @@ class Messages:
         except Exception as error:  # noqa: BLE001 - every wait for a message of this peer raises it
             with self._changed:
                 self._fail(message.peer, error)
+            self._announce()
         finally:
             with self._changed:
                 self._peers[message.peer].has_waiter = False
@@ -301,13 +310,17 @@ class Messages:
                 lane = peer.lane
                 if lane is not None and lane.has_ended() and not lane.has_come():
                     self._fail(rank, lane.blame(lane.peer).error(f"a message in {self._name} is due"))
-            for message in [*self._posted, *(m for peer in self._peers.values() for m in peer.outgoing)]:
-                if now > message.deadline:
-                    if message in self._posted:
-                        self._posted.remove(message)
-                    elif message.peer is not None:
-                        self._peers[message.peer].outgoing.remove(message)
-                    self._end(message, LostInGroupError("it is not complete in time", where=message.what))
+                for message in [*peer.outgoing, *([peer.taken] if peer.taken is not None else [])]:
+                    if now > message.deadline and not message.done:
+                        if message.begun or message is peer.taken:
+                            self._fail(rank, _late(message))
+                        else:
+                            peer.outgoing.remove(message)
+                            self._end(message, _late(message))
+            for message in [message for message in self._posted if now > message.deadline]:
+                self._posted.remove(message)
+                self._end(message, _late(message))
+        self._announce()
 
     # --- the background thread ---------------------------------------------------------------------------------------
 
@@ -340,6 +353,10 @@ class Messages:
                 if peer.lane is not None:
                     peer.lane.leave()
             self._changed.notify_all()
+
+
+def _late(message: Message) -> LostInGroupError:
+    return LostInGroupError("it is not complete in time", where=message.what)
 
 
 def _word(tag: int, num_bytes: int) -> int:
