@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.process_group.tensors import flat
-from meshwright.comm.process_group.work import GroupError, GroupWork
+from meshwright.comm.process_group.work import GroupError, GroupWork, LostInGroupError
+from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.comm.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from meshwright.comm.process_group.messages import Messages
+TAG_BITS = 32
+"""The bits of a tag that travel with each part."""
 
 
 class Message(GroupWork):
@@ -62,3 +65,27 @@ class Peer:
         self.taken: Message | None = None
         self.left = 0
         self.kept: list[tuple[int, Tensor]] = []  # messages that no receive wanted, with their tags
+
+
+def closed(why: str, name: str) -> GroupError:
+    """The error of messages of the group ``name`` that are left when it takes no more."""
+    return GroupError(f"{why} before all its messages were complete", where=name, remedy="wait for messages first")
+
+
+def refuse(why: str, name: str) -> None:
+    """Raise the error ``closed``.
+
+    Raises:
+        GroupError: always.
+    """
+    raise closed(why, name)
+
+
+def late(message: Message) -> LostInGroupError:
+    """The error of a message that is not complete in time."""
+    return LostInGroupError("it is not complete in time", where=message.what)
+
+
+def word_of(tag: int, num_bytes: int) -> int:
+    """The tag and the number of parts of a message, as the tag of its parts."""
+    return (tag & (2**TAG_BITS - 1)) << TAG_BITS | max(1, -(-num_bytes // MESSAGE_BYTES))

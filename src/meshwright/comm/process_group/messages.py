@@ -13,14 +13,15 @@ Nothing is taken from a lane while no receive is posted, so a sender that is ahe
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.process_group.links import Links
-from meshwright.comm.process_group.message import Message, Peer
-from meshwright.comm.process_group.work import GroupError, LostInGroupError
+from meshwright.comm.process_group.message import TAG_BITS, Message, Peer, closed, late, refuse, word_of
+from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -30,7 +31,6 @@ SHORTEST_S, LONGEST_S = 0.0002, 0.002
 """Seconds that the background thread sleeps between two moves: longer each time while nothing moves."""
 CHECK_S, MEET_S = 0.5, 0.01
 """Seconds between two checks that the peers still live, and that no rank has come with a message for any receiver."""
-_TAG_BITS = 32
 
 
 class Messages:
@@ -45,7 +45,7 @@ class Messages:
         self._posted: list[Message] = []
         self._ended: list[Message] = []
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = ""  # why the group takes no more messages
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,10 @@ class Messages:
                 links.store, "messages", links.ranks[links.rank], links.ranks[rank], self.timeout_s, SLOTS
             )
             assert lane is not None, "ranks of one box share memory already"
-            peer.lane = lane
+            with self._changed:
+                peer.lane = lane
+                if self._closed:
+                    self._leave(lane)
         except Exception as error:  # noqa: BLE001 - whoever waits for a message raises it
             peer.error = error
         with self._changed:
@@ -129,6 +132,8 @@ class Messages:
         """Put and take all parts that find room or have come. Returns whether anything moved."""
         with self._changed, torch.inference_mode():
             moved = False
+            if self._closed:
+                self._fail_all(closed(self._closed, self._name))
             for rank, peer in self._peers.items():
                 if peer.error is not None:
                     self._fail(rank, peer.error)
@@ -150,7 +155,7 @@ class Messages:
         moved = False
         while peer.outgoing:
             message = peer.outgoing[0]
-            size, word = message.memory.numel(), _word(message.tag, message.memory.numel())
+            size, word = message.memory.numel(), word_of(message.tag, message.memory.numel())
             while message.offset < size or not message.begun:
                 if not lane.put_at_once(message.memory[message.offset : message.offset + MESSAGE_BYTES], word):
                     return moved
@@ -179,11 +184,11 @@ class Messages:
 
     def _begin_to_take(self, rank: int, peer: Peer, word: int) -> bool:
         """Find where the next message of a peer goes; False if it must stay in the lane, as no receive is posted."""
-        tag, parts = word >> _TAG_BITS, word & (2**_TAG_BITS - 1)
+        tag, parts = word >> TAG_BITS, word & (2**TAG_BITS - 1)
         mine = [message for message in self._posted if message.peer in (rank, None)]
         if not mine:
             return False
-        found = next((message for message in mine if message.tag & (2**_TAG_BITS - 1) == tag), None)
+        found = next((message for message in mine if message.tag & (2**TAG_BITS - 1) == tag), None)
         if found is None:
             memory = torch.empty(parts * MESSAGE_BYTES, dtype=torch.uint8)
             found = Message("kept", memory, rank, tag, float("inf"), self)
@@ -209,7 +214,7 @@ class Messages:
         """Complete a receive from the messages that were kept."""
         kept = self._peers[sender].kept if sender in self._peers else []
         for index, (tag, memory) in enumerate(kept):
-            if tag == message.tag & (2**_TAG_BITS - 1):
+            if tag == message.tag & (2**TAG_BITS - 1):
                 del kept[index]
                 message.peer = sender
                 problem = self._problem(message, sender, memory.numel())
@@ -245,6 +250,14 @@ class Messages:
         peer.taken = None
         self._posted = [message for message in self._posted if message.peer != rank]
         for message in gone:
+            self._end(message, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End all messages with an error."""
+        for rank in self._peers:
+            self._fail(rank, error)
+        from_any, self._posted = self._posted, []
+        for message in from_any:
             self._end(message, error)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
@@ -313,13 +326,13 @@ class Messages:
                 for message in [*peer.outgoing, *([peer.taken] if peer.taken is not None else [])]:
                     if now > message.deadline and not message.done:
                         if message.begun or message is peer.taken:
-                            self._fail(rank, _late(message))
+                            self._fail(rank, late(message))
                         else:
                             peer.outgoing.remove(message)
-                            self._end(message, _late(message))
+                            self._end(message, late(message))
             for message in [message for message in self._posted if now > message.deadline]:
                 self._posted.remove(message)
-                self._end(message, _late(message))
+                self._end(message, late(message))
         self._announce()
 
     # --- the background thread ---------------------------------------------------------------------------------------
@@ -334,31 +347,36 @@ class Messages:
 
     def _work(self) -> None:
         pause, check_at = LONGEST_S, 0.0
-        while not self._closed:
+        while True:
             with self._changed:
+                if self._closed:
+                    return
                 if not self._posted and not any(peer.outgoing or peer.taken for peer in self._peers.values()):
                     self._changed.wait()
                     continue
             time.sleep(pause)
-            pause = SHORTEST_S if self.move() else min(2 * pause, LONGEST_S)
-            if time.monotonic() >= check_at:
-                self._look()
-                check_at = time.monotonic() + self._look_after()
+            try:
+                pause = SHORTEST_S if self.move() else min(2 * pause, LONGEST_S)
+                if time.monotonic() >= check_at:
+                    self._look()
+                    check_at = time.monotonic() + self._look_after()
+            except Exception as error:  # noqa: BLE001 - whoever waits for a message raises it
+                with self._changed:
+                    self._fail_all(error)
+                self._announce()
 
-    def close(self) -> None:
-        """Stop the background thread, and tell the peers that this rank takes and sends no more messages."""
+    def close(self, why: str = "the group was destroyed") -> None:
+        """Take what has come, let all other messages fail, stop the background thread, and tell the peers that this
+        rank takes and sends no more messages."""
+        self.move()
         with self._changed:
-            self._closed = True
+            self._closed = why
             for peer in self._peers.values():
                 if peer.lane is not None:
-                    peer.lane.leave()
+                    self._leave(peer.lane)
             self._changed.notify_all()
+        self.move()
 
-
-def _late(message: Message) -> LostInGroupError:
-    return LostInGroupError("it is not complete in time", where=message.what)
-
-
-def _word(tag: int, num_bytes: int) -> int:
-    """The tag and the number of parts of a message, as the tag of its parts."""
-    return (tag & (2**_TAG_BITS - 1)) << _TAG_BITS | max(1, -(-num_bytes // MESSAGE_BYTES))
+    def _leave(self, lane: SharedMemory) -> None:
+        lane.leave()
+        lane.look = partial(refuse, self._closed, self._name)  # a thread may sleep on the lane
