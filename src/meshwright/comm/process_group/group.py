@@ -98,15 +98,15 @@ class MeshwrightGroup(NamedGroup):
         lists = _lists(outputs)
         if (work := self._elsewhere("allgather", values, lists, values, opts or AllgatherOptions())) is not None:
             return work
-        return self._all_gather_lists("all_gather", lists, values, opts)
+        return self._all_gather_lists(lists, values, opts)
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Copy each rank's tensors into every rank's lists: ``outputs[r][i]`` is the i-th tensor of rank r."""
         by_tensor = [list(each) for each in zip(*outputs, strict=True)]
-        return self._all_gather_lists("all_gather", by_tensor, list(inputs), opts)
+        return self._all_gather_lists(by_tensor, list(inputs), opts)
 
-    def _all_gather_lists(self, what: str, lists: list[list[Tensor]], values: list[Tensor], opts: Any) -> dist.Work:
-        every = [output for outputs in lists for output in outputs]
+    def _all_gather_lists(self, lists: list[list[Tensor]], values: list[Tensor], opts: Any) -> dist.Work:
+        what, every = "all_gather", [output for outputs in lists for output in outputs]
         check(values, what, written=every)
         check_sizes(len(lists), len(values), what, "the list of outputs")
         for outputs, value in zip(lists, values, strict=True):

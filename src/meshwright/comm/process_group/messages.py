@@ -7,7 +7,10 @@ that runs while messages are under way for which no thread waits.
     send     tensor ──▶ queue of the peer ──▶ lane                          complete when all parts are in the lane
     receive  lane ──▶ the first receive that was posted for this peer and tag, or, if another tag is awaited, a copy
 
-Nothing is taken from a lane while no receive is posted, so a sender that is ahead waits, and memory stays bounded.
+Nothing is taken from a lane while no receive is posted for its peer, so a sender that is ahead waits. While one is
+posted for another tag, every message that no receive wants is copied and kept, however many come.
+
+In a group that spans boxes, gloo carries all messages.
 """
 
 import threading
