@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch import Tensor
 from benchmarks import conformance
 from meshwright.comm.process_group import links
 from meshwright.comm.process_group.group import MeshwrightGroup
+from meshwright.comm.process_group.in_order import Collective, InOrder
+from meshwright.comm.process_group.other_devices import OtherDevices
 from meshwright.comm.process_group.registration import NAME, register
 from meshwright.comm.process_group.tensors import shares_elements
 from meshwright.comm.process_group.work import GroupError, LostInGroupError
@@ -235,6 +238,22 @@ def test_works_complete_with_and_without_a_wait(ranks: Ranks) -> None:
     ranks(2, works)
 
 
+def test_a_collective_that_is_interrupted_wakes_those_who_wait_for_it() -> None:
+    connections: Any = SimpleNamespace(set_timeout=lambda seconds: None)
+    in_order = InOrder(connections, "group test")
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    work = Collective("test", interrupt, None, in_order, 1.0)
+    in_order.start(work, handed_over=False)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work._event_of().is_set()
+    with pytest.raises(GroupError, match="it was interrupted"):
+        work.wait()
+
+
 def test_random_collectives_from_threads_are_right(ranks: Ranks) -> None:
     register()
     assert ranks(3, stress_here) == [80, 80, 80]
@@ -441,14 +460,49 @@ def aborted() -> None:
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
         time.sleep(0.05)
+        message = group.recv([torch.ones(1)], 1, 0)
         group.abort()
-        with pytest.raises(GroupError, match="the group was aborted"):
-            work.wait()
+        for left in (work, message):
+            with pytest.raises(GroupError, match="the group was aborted"):
+                left.wait()
     dist.barrier()
 
 
 def test_a_group_can_be_aborted(ranks: Ranks) -> None:
     ranks(2, aborted)
+
+
+def aborted_between_boxes() -> float:
+    me = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "box", lambda: f"box {me}")
+        group = ours()
+    begun = time.monotonic()
+    if me == 0:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        time.sleep(0.05)
+        group.abort()
+        with pytest.raises(RuntimeError):
+            work.wait()
+    dist.barrier()
+    return time.monotonic() - begun
+
+
+def test_a_group_of_two_boxes_can_be_aborted(ranks: Ranks) -> None:
+    assert max(ranks(2, aborted_between_boxes)) < 30
+
+
+def test_backends_of_other_devices_end_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, said = OtherDevices(dist.HashStore(), 0, 1, 1.0), []
+    backend = SimpleNamespace(shutdown=lambda: said.append("shutdown"), abort=lambda: said.append("abort"))
+    others.shutdown()  # makes none
+    monkeypatch.setattr(others, "_named", lambda group: {"cuda": "nccl"})
+    monkeypatch.setattr(others, "_make", lambda device, name: backend)
+    group: Any = None
+    assert others.backend(group, "cuda") is backend
+    others.shutdown()
+    others.abort()
+    assert said == ["shutdown", "abort"]
 
 
 def made_again() -> list[float]:

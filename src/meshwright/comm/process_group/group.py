@@ -4,6 +4,7 @@ dist.all_reduce ──▶ MeshwrightGroup.allreduce ──▶ InOrder ──▶ 
 dist.send, recv ──▶ MeshwrightGroup.send      ──▶ Messages ──▶ lanes of shared memory
 """
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,7 +36,7 @@ class MeshwrightGroup(NamedGroup):
 
     def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], timeout_s: float, name: str) -> None:
         super().__init__(store, rank, len(ranks), name)
-        self._timeout_s, self._num_monitored = timeout_s, 0
+        self._timeout_s, self._num_monitored, self._process = timeout_s, 0, os.getpid()
         self._links = Links(store, rank, ranks, timeout_s)
         self._in_order = InOrder(self._links, f"group {name}")
         self._messages = Messages(self._links, self._in_order.check, f"group {name}", self.profiled_as)
@@ -58,13 +59,17 @@ class MeshwrightGroup(NamedGroup):
     def shutdown(self) -> None:
         """Run the collectives that have been started, and leave the group. Nothing stays behind in the system."""
         self._in_order.close()
+        if os.getpid() != self._process:
+            return
         self._messages.close()
+        self._others.shutdown()
         self._links.leave()
 
     def abort(self) -> None:
         """Leave the group at once: what has been started fails."""
         self._in_order.abort()
-        self._messages.close()
+        self._messages.close("the group was aborted")
+        self._others.abort()
 
     def __del__(self) -> None:
         links = getattr(self, "_links", None)
@@ -93,15 +98,15 @@ class MeshwrightGroup(NamedGroup):
         lists = _lists(outputs)
         if (work := self._elsewhere("allgather", values, lists, values, opts or AllgatherOptions())) is not None:
             return work
-        return self._all_gather_lists("all_gather", lists, values, opts)
+        return self._all_gather_lists(lists, values, opts)
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Copy each rank's tensors into every rank's lists: ``outputs[r][i]`` is the i-th tensor of rank r."""
         by_tensor = [list(each) for each in zip(*outputs, strict=True)]
-        return self._all_gather_lists("all_gather", by_tensor, list(inputs), opts)
+        return self._all_gather_lists(by_tensor, list(inputs), opts)
 
-    def _all_gather_lists(self, what: str, lists: list[list[Tensor]], values: list[Tensor], opts: Any) -> dist.Work:
-        every = [output for outputs in lists for output in outputs]
+    def _all_gather_lists(self, lists: list[list[Tensor]], values: list[Tensor], opts: Any) -> dist.Work:
+        what, every = "all_gather", [output for outputs in lists for output in outputs]
         check(values, what, written=every)
         check_sizes(len(lists), len(values), what, "the list of outputs")
         for outputs, value in zip(lists, values, strict=True):

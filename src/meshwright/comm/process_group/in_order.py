@@ -84,12 +84,16 @@ class InOrder:
 
     def _run_first(self, unless: "Collective | None" = None) -> bool:
         """Run the collective that was started first; not if ``unless`` is complete. False: there was none to run."""
-        with self._turn:
-            if (unless is not None and unless.done) or not self._works:
-                return False
-            first = self._works.popleft()
-            first.run(self.links)
-        first.announce()
+        first = None
+        try:
+            with self._turn:
+                if (unless is not None and unless.done) or not self._works:
+                    return False
+                first = self._works.popleft()
+                first.run(self.links)
+        finally:  # also if a signal interrupts the collective
+            if first is not None:
+                first.announce()
         return True
 
     def _run_worker(self) -> None:

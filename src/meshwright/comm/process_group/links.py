@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.comm.attendance import close
 from meshwright.comm.collective_kind import SLOTS
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.process_group.work import GroupError
@@ -98,6 +99,9 @@ class Links:
         self.leave()
         for lane in self.shared.values():
             lane.look = self._fail
+        if self.gloo is not None:
+            close(self.gloo)  # its own abort would let receives wait on
+            self.gloo.abort()
 
     def _fail(self) -> None:
         raise GroupError("the group was aborted", where=f"rank {self.ranks[self.rank]}", remedy="make a new group")

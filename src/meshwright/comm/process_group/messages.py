@@ -7,21 +7,24 @@ that runs while messages are under way for which no thread waits.
     send     tensor ──▶ queue of the peer ──▶ lane                          complete when all parts are in the lane
     receive  lane ──▶ the first receive that was posted for this peer and tag, or, if another tag is awaited, a copy
 
-Nothing is taken from a lane while no receive is posted, so a sender that is ahead waits, and memory stays bounded.
+Nothing is taken from a lane while no receive is posted for its peer, so a sender that is ahead waits. While one is
+posted for another tag, every message that no receive wants is copied and kept, however many come.
+
+In a group that spans boxes, gloo carries all messages.
 """
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.process_group.links import Links
-from meshwright.comm.process_group.tensors import flat
-from meshwright.comm.process_group.work import GroupError, GroupWork, LostInGroupError
+from meshwright.comm.process_group.message import TAG_BITS, Message, Peer, closed, late, refuse, word_of
+from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.base import MESSAGE_BYTES
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -31,57 +34,6 @@ SHORTEST_S, LONGEST_S = 0.0002, 0.002
 """Seconds that the background thread sleeps between two moves: longer each time while nothing moves."""
 CHECK_S, MEET_S = 0.5, 0.01
 """Seconds between two checks that the peers still live, and that no rank has come with a message for any receiver."""
-_TAG_BITS = 32
-
-
-class Message(GroupWork):
-    """A message that is sent or received. ``peer`` is None while a receive may come from any rank."""
-
-    def __init__(
-        self, what: str, tensor: Tensor, peer: int | None, tag: int, deadline: float, mail: "Messages"
-    ) -> None:
-        super().__init__(what, [tensor])
-        self.tensor, self.peer, self.tag, self.deadline = tensor, peer, tag, deadline
-        self.memory = flat(tensor).view(torch.uint8)
-        self.offset, self.begun = 0, False
-        self._mail = mail
-
-    def source_rank(self) -> int:
-        """The rank from which the message has come."""
-        if self.peer is None:
-            raise GroupError("no message has come yet", where=self.what, remedy="wait for it first")
-        return self.peer
-
-    _source_rank = source_rank
-
-    def is_marked(self) -> bool:
-        """Whether the message is complete; another thread may have completed it."""
-        return self.done
-
-    def is_completed(self) -> bool:
-        """Whether the message is complete, or has failed."""
-        if not self.done:
-            self._mail.move()
-        return self.done
-
-    def _run(self) -> None:
-        self._mail.wait_for(self)
-
-    def _hand_over(self) -> None:
-        self._mail.hand_over()
-
-
-class _Peer:
-    """The lane to another rank, and what is under way there. ``taken`` is the message whose parts are being taken."""
-
-    def __init__(self) -> None:
-        self.lane: SharedMemory | None = None
-        self.connecting = self.has_waiter = False
-        self.error: BaseException | None = None
-        self.outgoing: deque[Message] = deque()
-        self.taken: Message | None = None
-        self.left = 0
-        self.kept: list[tuple[int, Tensor]] = []  # messages that no receive wanted, with their tags
 
 
 class Messages:
@@ -92,11 +44,11 @@ class Messages:
         self._links, self._check, self._name, self.timeout_s = links, check, name, links.timeout_s
         self._profiled_as = profiled_as
         self._changed = threading.Condition(threading.RLock())
-        self._peers = {rank: _Peer() for rank in range(links.size) if rank != links.rank}
+        self._peers = {rank: Peer() for rank in range(links.size) if rank != links.rank}
         self._posted: list[Message] = []
         self._ended: list[Message] = []
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = ""  # why the group takes no more messages
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -117,6 +69,8 @@ class Messages:
         if self._links.gloo is not None:
             gloo = self._links.gloo
             return gloo.recv_anysource([tensor], tag) if rank is None else gloo.recv([tensor], rank, tag)
+        if rank is not None:
+            self._peer(rank)
         message = self._message("recv", tensor, rank, tag)
         with self._changed:
             for sender in self._peers if rank is None else (rank,):
@@ -125,7 +79,6 @@ class Messages:
             else:
                 self._posted.append(message)
                 if rank is not None:
-                    self._peer(rank)
                     self._connect(rank)
         return self._begun(message)
 
@@ -143,7 +96,7 @@ class Messages:
             self.hand_over()
         return message
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
         if peer is None:
             raise GroupError(
@@ -165,7 +118,10 @@ class Messages:
                 links.store, "messages", links.ranks[links.rank], links.ranks[rank], self.timeout_s, SLOTS
             )
             assert lane is not None, "ranks of one box share memory already"
-            peer.lane = lane
+            with self._changed:
+                peer.lane = lane
+                if self._closed:
+                    self._leave(lane)
         except Exception as error:  # noqa: BLE001 - whoever waits for a message raises it
             peer.error = error
         with self._changed:
@@ -179,23 +135,30 @@ class Messages:
         """Put and take all parts that find room or have come. Returns whether anything moved."""
         with self._changed, torch.inference_mode():
             moved = False
+            if self._closed:
+                self._fail_all(closed(self._closed, self._name))
             for rank, peer in self._peers.items():
-                if peer.lane is not None:
-                    moved |= self._put(peer, peer.lane) | self._take(rank, peer, peer.lane)
-                elif peer.error is not None:
+                if peer.error is not None:
                     self._fail(rank, peer.error)
+                elif peer.lane is not None:
+                    moved |= self._put(peer, peer.lane) | self._take(rank, peer, peer.lane)
+        self._announce()
+        return moved
+
+    def _announce(self) -> None:
+        """Announce the messages that have ended. The caller holds no lock."""
+        with self._changed:
             ended, self._ended = self._ended, []
             if ended:
                 self._changed.notify_all()
         for message in ended:
             message.announce()
-        return moved
 
-    def _put(self, peer: _Peer, lane: SharedMemory) -> bool:
+    def _put(self, peer: Peer, lane: SharedMemory) -> bool:
         moved = False
         while peer.outgoing:
             message = peer.outgoing[0]
-            size, word = message.memory.numel(), _word(message.tag, message.memory.numel())
+            size, word = message.memory.numel(), word_of(message.tag, message.memory.numel())
             while message.offset < size or not message.begun:
                 if not lane.put_at_once(message.memory[message.offset : message.offset + MESSAGE_BYTES], word):
                     return moved
@@ -204,7 +167,7 @@ class Messages:
             self._end(message)
         return moved
 
-    def _take(self, rank: int, peer: _Peer, lane: SharedMemory) -> bool:
+    def _take(self, rank: int, peer: Peer, lane: SharedMemory) -> bool:
         moved = False
         while lane.has_come():
             num_bytes, word = lane.head()
@@ -222,13 +185,13 @@ class Messages:
                 self._end_taken(rank, peer, message)
         return moved
 
-    def _begin_to_take(self, rank: int, peer: _Peer, word: int) -> bool:
+    def _begin_to_take(self, rank: int, peer: Peer, word: int) -> bool:
         """Find where the next message of a peer goes; False if it must stay in the lane, as no receive is posted."""
-        tag, parts = word >> _TAG_BITS, word & (2**_TAG_BITS - 1)
+        tag, parts = word >> TAG_BITS, word & (2**TAG_BITS - 1)
         mine = [message for message in self._posted if message.peer in (rank, None)]
         if not mine:
             return False
-        found = next((message for message in mine if message.tag & (2**_TAG_BITS - 1) == tag), None)
+        found = next((message for message in mine if message.tag & (2**TAG_BITS - 1) == tag), None)
         if found is None:
             memory = torch.empty(parts * MESSAGE_BYTES, dtype=torch.uint8)
             found = Message("kept", memory, rank, tag, float("inf"), self)
@@ -238,22 +201,23 @@ class Messages:
         peer.taken, peer.left = found, parts
         return True
 
-    def _end_taken(self, rank: int, peer: _Peer, message: Message) -> None:
+    def _end_taken(self, rank: int, peer: Peer, message: Message) -> None:
         if message.what == "kept":
             peer.kept.append((message.tag, message.memory[: message.offset]))
             for posted in list(self._posted):
                 if posted.peer in (rank, None) and self._take_kept(posted, rank):
                     self._posted.remove(posted)
             return
-        self._end(message, self._problem(message, rank, message.offset))
-        if message.error is None and message.memory.data_ptr() != message.tensor.data_ptr():
+        problem = self._problem(message, rank, message.offset)
+        if problem is None and message.memory.data_ptr() != message.tensor.data_ptr():
             message.tensor.data.copy_(message.memory.view(message.tensor.dtype).view(message.tensor.shape))
+        self._end(message, problem)
 
     def _take_kept(self, message: Message, sender: int) -> bool:
         """Complete a receive from the messages that were kept."""
         kept = self._peers[sender].kept if sender in self._peers else []
         for index, (tag, memory) in enumerate(kept):
-            if tag == message.tag & (2**_TAG_BITS - 1):
+            if tag == message.tag & (2**TAG_BITS - 1):
                 del kept[index]
                 message.peer = sender
                 problem = self._problem(message, sender, memory.numel())
@@ -277,8 +241,11 @@ class Messages:
         self._ended.append(message)
 
     def _fail(self, rank: int, error: BaseException) -> None:
-        """End all messages to and from a rank with an error."""
+        """End all messages to and from a rank with an error. If parts of a message stay behind, all later messages of
+        this rank fail, too: their parts would be taken for the rest of that message."""
         peer = self._peers[rank]
+        if peer.error is None and (peer.taken is not None or any(message.begun for message in peer.outgoing)):
+            peer.error = error
         gone = [*peer.outgoing, *(message for message in self._posted if message.peer == rank)]
         if peer.taken is not None and peer.taken.what != "kept":
             gone.append(peer.taken)
@@ -286,6 +253,14 @@ class Messages:
         peer.taken = None
         self._posted = [message for message in self._posted if message.peer != rank]
         for message in gone:
+            self._end(message, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End all messages with an error."""
+        for rank in self._peers:
+            self._fail(rank, error)
+        from_any, self._posted = self._posted, []
+        for message in from_any:
             self._end(message, error)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
@@ -330,6 +305,7 @@ class Messages:
         except Exception as error:  # noqa: BLE001 - every wait for a message of this peer raises it
             with self._changed:
                 self._fail(message.peer, error)
+            self._announce()
         finally:
             with self._changed:
                 self._peers[message.peer].has_waiter = False
@@ -350,13 +326,17 @@ class Messages:
                 lane = peer.lane
                 if lane is not None and lane.has_ended() and not lane.has_come():
                     self._fail(rank, lane.blame(lane.peer).error(f"a message in {self._name} is due"))
-            for message in [*self._posted, *(m for peer in self._peers.values() for m in peer.outgoing)]:
-                if now > message.deadline:
-                    if message in self._posted:
-                        self._posted.remove(message)
-                    elif message.peer is not None:
-                        self._peers[message.peer].outgoing.remove(message)
-                    self._end(message, LostInGroupError("it is not complete in time", where=message.what))
+                for message in [*peer.outgoing, *([peer.taken] if peer.taken is not None else [])]:
+                    if now > message.deadline and not message.done:
+                        if message.begun or message is peer.taken:
+                            self._fail(rank, late(message))
+                        else:
+                            peer.outgoing.remove(message)
+                            self._end(message, late(message))
+            for message in [message for message in self._posted if now > message.deadline]:
+                self._posted.remove(message)
+                self._end(message, late(message))
+        self._announce()
 
     # --- the background thread ---------------------------------------------------------------------------------------
 
@@ -370,27 +350,36 @@ class Messages:
 
     def _work(self) -> None:
         pause, check_at = LONGEST_S, 0.0
-        while not self._closed:
+        while True:
             with self._changed:
+                if self._closed:
+                    return
                 if not self._posted and not any(peer.outgoing or peer.taken for peer in self._peers.values()):
                     self._changed.wait()
                     continue
             time.sleep(pause)
-            pause = SHORTEST_S if self.move() else min(2 * pause, LONGEST_S)
-            if time.monotonic() >= check_at:
-                self._look()
-                check_at = time.monotonic() + self._look_after()
+            try:
+                pause = SHORTEST_S if self.move() else min(2 * pause, LONGEST_S)
+                if time.monotonic() >= check_at:
+                    self._look()
+                    check_at = time.monotonic() + self._look_after()
+            except Exception as error:  # noqa: BLE001 - whoever waits for a message raises it
+                with self._changed:
+                    self._fail_all(error)
+                self._announce()
 
-    def close(self) -> None:
-        """Stop the background thread, and tell the peers that this rank takes and sends no more messages."""
+    def close(self, why: str = "the group was destroyed") -> None:
+        """Take what has come, let all other messages fail, stop the background thread, and tell the peers that this
+        rank takes and sends no more messages."""
+        self.move()
         with self._changed:
-            self._closed = True
+            self._closed = why
             for peer in self._peers.values():
                 if peer.lane is not None:
-                    peer.lane.leave()
+                    self._leave(peer.lane)
             self._changed.notify_all()
+        self.move()
 
-
-def _word(tag: int, num_bytes: int) -> int:
-    """The tag and the number of parts of a message, as the tag of its parts."""
-    return (tag & (2**_TAG_BITS - 1)) << _TAG_BITS | max(1, -(-num_bytes // MESSAGE_BYTES))
+    def _leave(self, lane: SharedMemory) -> None:
+        lane.leave()
+        lane.look = partial(refuse, self._closed, self._name)  # a thread may sleep on the lane

@@ -40,6 +40,20 @@ class OtherDevices:
                 found = self._backends[device] = self._make(device, self._named(group).get(device, ""))
         return found
 
+    def shutdown(self) -> None:
+        """Shut down the backends that have been made."""
+        for backend in self._made():
+            backend.shutdown()
+
+    def abort(self) -> None:
+        """Let what has been started in the backends fail, as far as each of them can."""
+        for backend in self._made():
+            backend.abort()
+
+    def _made(self) -> list[Any]:
+        with self._lock:
+            return list(self._backends.values())
+
     def _make(self, device: str, name: str) -> Any:
         store, timeout = dist.PrefixStore(device, self._store), timedelta(seconds=self._timeout_s)
         if name == "gloo":
