@@ -141,8 +141,9 @@ def _jobset(job: Job) -> schema.JobSet:
 
 
 def _command(job: Job) -> list[str]:
-    """The command in a pod: the run file is named as it is here, from ``nodes.mount`` on."""
-    return job.command(python="python", file=str(job.file))
+    """The command in a pod: the run file is named as it is here, from ``nodes.mount`` on. The launcher of a single pod
+    meets no other, and reads no ``PET_*``."""
+    return job.command(python="python", file=str(job.file), ranks=job.ranks_per_node if job.nodes.count == 1 else 0)
 
 
 def _resources(job: Job) -> schema.Resources:

@@ -64,7 +64,9 @@ def script(job: Job) -> str:
     ]  # fmt: skip
     failures, checkpoints = (shell([str(job.directory / name)]) for name in ("slurm-failures", "checkpoints"))
     # A rank that is warned before others must not take them along: they save together.
-    ranks = shell(["srun", "--kill-on-bad-exit=0", "--wait=0", *job.command()])
+    # The only task of a step starts the ranks itself.
+    command = job.command(ranks=1 if nodes.count * job.ranks_per_node == 1 else 0)
+    ranks = shell(["srun", "--kill-on-bad-exit=0", "--wait=0", *command])
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
