@@ -12,14 +12,13 @@ import msgspec
 from meshwright.engines import kubernetes_schema as schema
 from meshwright.engines.job import Job, called
 from meshwright.errors import LaunchError, PreemptedError
+from meshwright.runtime.restarts import TRIES
 
 JOB, CONTAINER, VOLUME = "ranks", "node", "shared"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """The place of a pod's number, which is that of its node."""
 AFTER_S = 15
 """Seconds after the time for a save, in which a pod ends by itself."""
-RESTARTS = 3
-"""Restarts of a JobSet after failures; those after a warning do not count."""
 
 
 def described(job: Job) -> str:
@@ -127,7 +126,7 @@ def _jobset(job: Job) -> schema.JobSet:
             ],
             network=schema.Network(enable_d_n_s_hostnames=True),
             failure_policy=schema.FailurePolicy(
-                max_restarts=RESTARTS,
+                max_restarts=TRIES,  # those after a warning do not count
                 rules=[
                     schema.FailureRule(
                         name="later",

@@ -16,12 +16,11 @@ import msgspec
 from meshwright.engines.job import Job, called, shell
 from meshwright.errors import PreemptedError
 from meshwright.ir import files
+from meshwright.runtime.restarts import MOST, TRIES
 
 LATE_S = 60
 """Seconds by which Slurm's warning may be late (man sbatch, ``--signal``)."""
 POLL_S = 5.0
-TRIES, MOST = 3, 100
-"""Failures without a new checkpoint between, and restarts in all, after which a job is not queued again."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 _STATE = re.compile(r"\bJobState=(\S+)(?: Reason=(\S+))?")
 _EXIT = re.compile(r"\bExitCode=(\d+):(\d+)")
