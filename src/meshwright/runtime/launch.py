@@ -328,9 +328,7 @@ def _meet_by_mpi() -> None:
             remedy="pip install 'meshwright[mpi]', or set MASTER_ADDR and MASTER_PORT",
         ) from None
     address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        endpoint = (address, str(probe.getsockname()[1]))
+    endpoint = (address, f"{meeting_point.free_port()}")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(endpoint, root=0)
 
 
