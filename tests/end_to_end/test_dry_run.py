@@ -179,6 +179,23 @@ def test_a_rank_with_another_collective_is_found(monkeypatch: pytest.MonkeyPatch
     assert "does not come" in report.findings[0].what
 
 
+def test_a_message_of_another_size_is_told_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = device_channel.DeviceChannel.send
+
+    def send_more(self: device_channel.DeviceChannel, tensor: Tensor) -> Any:
+        return send(self, torch.cat([tensor.flatten(), tensor.flatten()]))
+
+    monkeypatch.setattr(device_channel.DeviceChannel, "send", send_more)
+    found = dry_mlp(mw.Layout(pp=2, microbatches=2)).of("unmatched")
+    assert found[0].what == "send in set-up: sends 2 x float32, but rank 1 receives 1 x float32 (recv in set-up)"
+
+
+def test_each_rank_runs_once_and_no_ranks_are_those_that_are_run_by_default() -> None:
+    layout = mw.Layout(dp=2)
+    assert [each.rank for each in dry_mlp(layout, ranks=[]).ranks] == [0, 1]
+    assert [each.rank for each in dry_mlp(layout, ranks=[1, 0, 1]).ranks] == [1, 0]
+
+
 class Integers(nn.Module):
     """A product of integers, for which CUDA has no kernel."""
 

@@ -125,6 +125,32 @@ def test_the_variables_of_kubeflow_say_where_launchers_meet() -> None:
         meeting_of(PET | {"PET_MASTER_PORT": "x"}, 9.0)
 
 
+# --- the number of ranks on one node ---------------------------------------------------------------------------------
+
+
+def test_a_single_node_is_told_its_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its launcher meets no other, and would start a rank for each core."""
+    told = ["--train.steps", "10", "--train.ranks"]
+    for kind in ("trainjob", "jobset"):
+        for count in (1, 2):
+            found = msgspec.to_builtins(kubernetes.manifest(job(tmp_path, count=count, image="me/it", kind=kind)))
+            spec = found["spec"]
+            if kind == "jobset":
+                (container,) = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+            else:
+                container = spec["trainer"]
+            assert container["command"][5:] == ([*told, "4"] if count == 1 else told[:2]), (kind, count)
+    assert "RUN.toml --train.steps 10 --train.ranks 1\n" in slurm.script(job(tmp_path, count=1, ranks_per_node=1))
+    for several in ({"count": 2, "ranks_per_node": 1}, {"count": 1}):
+        assert "--train.ranks" not in slurm.script(job(tmp_path, **several)), "srun tells each rank"
+    run = tmp_path / "RUN.toml"
+    run.write_text('[model]\nname = "mlp"\n[data]\nkind = "random"\n')
+    assert cli(["launch", str(run), "--nodes.ranks_per_node", "3", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("# 3 ranks on this machine\n")
+    assert said.endswith("--nodes.ranks_per_node 3 --train.ranks 3\n")
+
+
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,43 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
 from meshwright.ir.pipeline import V_SHAPED
+from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.schedules.pipeline import NAMES, training_schedule
-from meshwright.schedules.rendezvous import Awaited, Message, Started, Stream, Unmatched, streams_of, unmatched
+from meshwright.schedules.rendezvous import Awaited, Message, Started, Stream, Unmatched, unmatched
+from meshwright.schedules.timing import PARTNER
 
 PIPELINES = [name for name in NAMES if name not in ("none", "message-driven")]
+
+
+def streams_of(schedule: Schedule, *, directed: bool = True) -> dict[int, list[Started | Awaited]]:
+    """The streams of a schedule: a message for each send and receive, which computing waits for as the executor does.
+    ``directed``: each direction between two ranks has a communicator; otherwise both share one."""
+    rank_of = {action.stage: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+    streams: dict[int, list[Started | Awaited]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        stream: list[Started | Awaited] = []
+        coming: dict[Action, int] = {}
+        sent = []
+        for number, action in enumerate(actions):
+            if action.kind.transfers:
+                sends = action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+                peer = rank_of[action.stage + PARTNER[action.kind][0]]
+                ends = (rank, peer) if sends else (peer, rank)
+                name = f"{ends[0]} to {ends[1]}" if directed else f"{min(ends)} and {max(ends)}"
+                stream.append(Started(number, name, f"{action}", (Message(sends, peer),)))
+                if sends:
+                    sent.append(number)
+                else:
+                    coming[action] = number
+                continue
+            kinds = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
+            wanted = kinds.get(action.kind)
+            awaited = coming.get(Action(action.stage, wanted, action.microbatch)) if wanted is not None else None
+            if awaited is not None:
+                stream.append(Awaited(awaited))
+        stream += [Awaited(number) for number in sent]
+        streams[rank] = stream
+    return streams
 
 
 @pytest.mark.parametrize("name", PIPELINES)

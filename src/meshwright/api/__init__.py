@@ -26,25 +26,34 @@ from meshwright.api.times import times_file
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
-from meshwright.runtime.launch import launched, launched_rank, meeting, num_cores, num_devices
+from meshwright.runtime.failures import Status
+from meshwright.runtime.launch import add_environment, launched, launched_rank, meeting, num_cores, num_devices
 from meshwright.runtime.launch_replicas import run_replicas
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.loop import HeldOut, Progress
+from meshwright.runtime.meeting_point import addresses_of, free_port
+from meshwright.runtime.preemption import TOGETHER_S, WARNINGS, Preemption
 from meshwright.runtime.products import matmul
 from meshwright.runtime.ranks import run_ranks
 from meshwright.runtime.restarts import Restarts
 from meshwright.runtime.verify import Verification
 
 __all__ = [
+    "TOGETHER_S",
+    "WARNINGS",
     "Cluster",
     "ComparedSchedules",
     "HeldOut",
     "Meeting",
     "PlanSize",
+    "Preemption",
     "Progress",
     "Restarts",
+    "Status",
     "Trained",
     "Verification",
+    "add_environment",
+    "addresses_of",
     "auto_parallelize",
     "calibrate",
     "calibrated",
@@ -55,6 +64,7 @@ __all__ = [
     "compare_schedules_of_run",
     "dry_run",
     "dry_run_of",
+    "free_port",
     "grid_product",
     "is_busy",
     "joint",

@@ -66,7 +66,8 @@ def dry_run(
         plan: as in ``parallelize``. ``devices``: the number of ranks of the job (default: those of the layout or plan;
             for ``"auto"`` those of the cluster).
         cluster: the name or the file of a cluster of GPUs.
-        ranks: the ranks to run; default: all of a job of up to 16 ranks, else one of each kind (``kinds_of_ranks``).
+        ranks: the ranks to run; if there are none: all of a job of up to 16 ranks, else one of each kind
+            (``kinds_of_ranks``).
         optimizer: as in ``parallelize``; default: AdamW.
         progress: called with each rank that begins.
 
@@ -93,7 +94,7 @@ def dry_run(
         model, loss_fn, batch, captured, chosen, adapt_plan, factory, max_grad_norm, seed,
         frozenset(known.device.peak_flops_per_s),
     )  # fmt: skip
-    wanted = tuple(ranks) if ranks is not None else kinds_of_ranks(chosen)
+    wanted = tuple(dict.fromkeys(ranks or ())) or kinds_of_ranks(chosen)
     found = []
     for rank in wanted:
         chosen.mesh.coordinates(rank)  # raises a LayoutError if there is no such rank
@@ -130,7 +131,7 @@ def dry_run_of(
         run.layout.chosen(),
         run.layout.cluster,
         devices=world_size,
-        ranks=ranks or None,
+        ranks=ranks,
         optimizer=build.optimizer(run),
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
@@ -241,7 +242,8 @@ def _moved(plan: Plan, first: int, rank: int, other: int) -> int:
 def _never_ending(streams: dict[str, dict[int, Stream]]) -> Iterator[Finding]:
     for moment, of_ranks in streams.items():
         for each in unmatched(of_ranks):
-            yield Finding("unmatched", f"{each.what}: {each.why}", "", moment, (each.rank,))
+            joint = ", but " if each.mismatch else ": "
+            yield Finding("unmatched", f"{each.what}{joint}{each.why}", "", moment, (each.rank,))
 
 
 def _too_large(found: Sequence[Rehearsed], room_bytes: int) -> Iterator[Finding]:

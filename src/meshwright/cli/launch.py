@@ -60,7 +60,8 @@ def _local(job: Job, dry_run: bool, detach: bool) -> int:
     if dry_run:
         from meshwright import api
 
-        typer.echo(f"# {run.num_ranks(api.num_devices())} ranks on this machine\n{shell(job.command())}")
+        command = job.command(ranks=job.nodes.ranks_per_node)
+        typer.echo(f"# {run.num_ranks(api.num_devices())} ranks on this machine\n{shell(command)}")
     else:
         run_training(run)
     return 0

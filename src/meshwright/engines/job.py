@@ -52,9 +52,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             )
         return self.nodes.ranks_per_node
 
-    def command(self, python: str = sys.executable, file: str = "") -> list[str]:
-        """The command with which a launcher or a rank trains."""
-        return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments]
+    def command(self, python: str = sys.executable, file: str = "", ranks: int = 0) -> list[str]:
+        """The command with which a launcher or a rank trains. ``ranks``: the number that it starts, where nothing in
+        its environment says so."""
+        told = ["--train.ranks", f"{ranks}"] if ranks else []
+        return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments, *told]
 
 
 def shell(words: list[str]) -> str:

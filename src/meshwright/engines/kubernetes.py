@@ -12,14 +12,13 @@ import msgspec
 from meshwright.engines import kubernetes_schema as schema
 from meshwright.engines.job import Job, called
 from meshwright.errors import LaunchError, PreemptedError
+from meshwright.runtime.restarts import TRIES
 
 JOB, CONTAINER, VOLUME = "ranks", "node", "shared"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """The place of a pod's number, which is that of its node."""
 AFTER_S = 15
 """Seconds after the time for a save, in which a pod ends by itself."""
-RESTARTS = 3
-"""Restarts of a JobSet after failures; those after a warning do not count."""
 
 
 def described(job: Job) -> str:
@@ -127,7 +126,7 @@ def _jobset(job: Job) -> schema.JobSet:
             ],
             network=schema.Network(enable_d_n_s_hostnames=True),
             failure_policy=schema.FailurePolicy(
-                max_restarts=RESTARTS,
+                max_restarts=TRIES,  # those after a warning do not count
                 rules=[
                     schema.FailureRule(
                         name="later",
@@ -141,8 +140,9 @@ def _jobset(job: Job) -> schema.JobSet:
 
 
 def _command(job: Job) -> list[str]:
-    """The command in a pod: the run file is named as it is here, from ``nodes.mount`` on."""
-    return job.command(python="python", file=str(job.file))
+    """The command in a pod: the run file is named as it is here, from ``nodes.mount`` on. The launcher of a single pod
+    meets no other, and reads no ``PET_*``."""
+    return job.command(python="python", file=str(job.file), ranks=job.ranks_per_node if job.nodes.count == 1 else 0)
 
 
 def _resources(job: Job) -> schema.Resources:

@@ -2,22 +2,20 @@
 
 import logging
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from meshwright import api
-from meshwright.api import Restarts, Trained
+from meshwright.api import TOGETHER_S, WARNINGS, Preemption, Restarts, Status, Trained
 from meshwright.engines.job import Job
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, PreemptedError
 from meshwright.ir.run import Run
-from meshwright.runtime import launch
-from meshwright.runtime.preemption import TOGETHER_S, WARNINGS, Preemption
 
 PLACED_S = 600.0
 """Seconds in which the cluster must have room for all ranks."""
@@ -36,14 +34,11 @@ class RankActor:
         """The address of this rank's node, and a free port of it."""
         import ray
 
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return address, int(probe.getsockname()[1])
+        return ray.util.get_node_ip_address(), api.free_port()
 
     def train(self, run: Run, environment: dict[str, str]) -> Trained | MeshwrightError:
         """Train as the rank that ``environment`` describes in torchrun's variables. Return the error of a user."""
-        launch.add_environment(environment)
+        api.add_environment(environment)
         logging.getLogger("meshwright").setLevel(logging.INFO if environment["RANK"] == "0" else logging.WARNING)
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
         try:
@@ -83,12 +78,12 @@ def start(job: Job, say: Callable[[str], object]) -> Trained:
             remedy="start one with `ray start --head`, or give its address",
         ) from None
     try:
-        again, kept = Restarts(job.directory / "checkpoints", say), job.directory / "ranks"
+        again = Restarts(job.directory / "checkpoints", say, output="the output of the ranks is in Ray's logs")
         while True:
             try:
                 return _once(ray, job, say)
             except FailedRankError as error:
-                if not again(error, kept):
+                if not again(error, job.directory):
                     raise
     finally:
         ray.shutdown()
@@ -98,6 +93,7 @@ def _once(ray: Any, job: Job, say: Callable[[str], object]) -> Trained:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    Status.clear(job.directory)
     group = placement_group(_bundles(job), strategy=_strategy(job))
     actors: list[Any] = []
     try:
@@ -120,9 +116,9 @@ def _once(ray: Any, job: Job, say: Callable[[str], object]) -> Trained:
         address, port = ray.get(actors[0].endpoint.remote())
         meet = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": f"{job.nodes.cpus_per_rank}"}
         tasks = [actor.train.remote(job.run, meet | _variables(job, rank)) for rank, actor in enumerate(actors)]
-        with _passed_on(actors) as warnings:
+        with _warned() as warnings:
             try:
-                return _result(ray, tasks)
+                return _result(ray, actors, tasks, warnings, job.directory)
             except FailedRankError as error:
                 if not warnings:
                     raise
@@ -134,12 +130,17 @@ def _once(ray: Any, job: Job, say: Callable[[str], object]) -> Trained:
         remove_placement_group(group)
 
 
-def _result(ray: Any, tasks: list[Any]) -> Trained:
-    """Wait for all ranks; return rank 0's result. Raise the first error of a rank that is not a lost connection."""
-    waiting, failed = list(tasks), dict[int, Exception]()
+def _result(ray: Any, actors: list[Any], tasks: list[Any], warnings: list[str], directory: Path) -> Trained:
+    """Wait for all ranks, and pass the first of ``warnings`` on to them; return rank 0's result. Raise the first error
+    of a rank that is not a lost connection."""
+    waiting, failed, told = list(tasks), dict[int, Exception](), False
     deadline = float("inf")
     while waiting and time.monotonic() < deadline:
         done, waiting = ray.wait(waiting, timeout=POLL_S)
+        if warnings and not told:
+            told = True
+            for actor in actors:
+                actor.stop.remote(warnings[0])
         for task in done:
             try:
                 result = ray.get(task)
@@ -156,14 +157,17 @@ def _result(ray: Any, tasks: list[Any]) -> Trained:
             raise own
     dead = {rank: own for rank, own in failed.items() if isinstance(own, ray.exceptions.RayActorError)}
     rank, first = next(iter((dead or failed).items()))
-    said = f"{type(first).__name__}: {str(first).strip().splitlines()[0]}"
-    raise FailedRankError(f"rank {rank} has failed: {said}", remedy="its output is in Ray's logs") from first
+    said, doing = f"{type(first).__name__}: {str(first).strip().splitlines()[0]}", Status.read(directory, rank)
+    what = f"rank {rank} has failed{f' {doing}' if doing else ''}: {said}"
+    lost = FailedRankError(what, remedy="its output is in Ray's logs")
+    lost.doing = doing
+    raise lost from first
 
 
 @contextmanager
-def _passed_on(actors: list[Any]) -> Iterator[list[str]]:
-    """Pass the first SIGTERM or SIGUSR1 on to the ranks; a second one ends this program, and its actors with it. The
-    names of signals are added to the list that this yields."""
+def _warned() -> Iterator[list[str]]:
+    """Add the name of the first SIGTERM or SIGUSR1 to the list that this yields; a second one ends this program, and
+    its actors with it. The handler calls nothing of Ray, which the signal may have interrupted."""
     names: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield names
@@ -176,8 +180,6 @@ def _passed_on(actors: list[Any]) -> Iterator[list[str]]:
         if not warned_s:
             warned_s.append(time.monotonic())
             names.append(signal.Signals(number).name)
-            for actor in actors:
-                actor.stop.remote(names[0])
 
     before = {number: signal.signal(number, note) for number in WARNINGS}
     try:

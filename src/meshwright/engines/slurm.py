@@ -16,12 +16,11 @@ import msgspec
 from meshwright.engines.job import Job, called, shell
 from meshwright.errors import PreemptedError
 from meshwright.ir import files
+from meshwright.runtime.restarts import MOST, TRIES
 
 LATE_S = 60
 """Seconds by which Slurm's warning may be late (man sbatch, ``--signal``)."""
 POLL_S = 5.0
-TRIES, MOST = 3, 100
-"""Failures without a new checkpoint between, and restarts in all, after which a job is not queued again."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 _STATE = re.compile(r"\bJobState=(\S+)(?: Reason=(\S+))?")
 _EXIT = re.compile(r"\bExitCode=(\d+):(\d+)")
@@ -64,7 +63,9 @@ def script(job: Job) -> str:
     ]  # fmt: skip
     failures, checkpoints = (shell([str(job.directory / name)]) for name in ("slurm-failures", "checkpoints"))
     # A rank that is warned before others must not take them along: they save together.
-    ranks = shell(["srun", "--kill-on-bad-exit=0", "--wait=0", *job.command()])
+    # The only task of a step starts the ranks itself.
+    command = job.command(ranks=1 if nodes.count * job.ranks_per_node == 1 else 0)
+    ranks = shell(["srun", "--kill-on-bad-exit=0", "--wait=0", *command])
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),

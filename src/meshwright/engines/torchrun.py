@@ -2,7 +2,7 @@
 
 import socket
 
-from meshwright.api import Meeting
+from meshwright.api import Meeting, addresses_of
 from meshwright.engines.job import Job, shell
 from meshwright.errors import LaunchError
 
@@ -40,16 +40,8 @@ def is_here(address: str) -> bool:
     Raises:
         LaunchError: the name has no address.
     """
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise LaunchError(
-            f"the name {address!r} has no address here: {error.strerror or error}",
-            where="nodes.addresses",
-            remedy="give an IP address, or a name that every host knows (/etc/hosts, DNS)",
-        ) from None
-    for family, kind, _, _, place in found:
-        with socket.socket(family, kind) as probe:
+    for family, place in addresses_of(address, "nodes.addresses"):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind(place)
             except OSError:

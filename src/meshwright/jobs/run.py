@@ -1,6 +1,5 @@
 """Plans and runs a job graph: the nodes, the expected times, the carrier, and the record of both schedules."""
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_
 from meshwright.jobs.scheduler import Scheduler, Told
 from meshwright.jobs.simulate import lower_bound, makespan, simulate
 from meshwright.jobs.store import Store
+from meshwright.runtime.lock import LAUNCHER, locked
 
 CarrierName = Literal["ray", "here"]
 RECORD = "jobs.json"
@@ -72,7 +72,8 @@ def run_jobs(
     if machines:
         check(graph, folder, machines, where)
     directory = directory.absolute()
-    with _locked(directory), _carrier(on, machines, address, len(graph.vertices)) as carrier:
+    lock = locked(directory, LAUNCHER, kind=JobError, option="--directory")
+    with lock, _carrier(on, machines, address, len(graph.vertices)) as carrier:
         there = dict(carrier.nodes())
         check(graph, folder, there, where)
         files.save(graph, directory / "graph.json")
@@ -135,18 +136,6 @@ def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str, num_ve
         yield carrier
     finally:
         carrier.stop()
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            remedy = "wait for it, stop it, or choose another directory (--directory)"
-            raise JobError("another run is at work in this directory", where=str(directory), remedy=remedy) from None
-        yield
 
 
 def _events(directory: Path) -> tuple[Event, ...]:

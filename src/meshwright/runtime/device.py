@@ -178,6 +178,14 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if has_cuda() else 0
 
 
+def own_device(local_rank: int) -> torch.device:
+    """The device of the rank of this number on its machine. Ray and Slurm may show each rank only its own CUDA device,
+    which has the index 0 then."""
+    if not has_cuda():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank if num_cuda_devices() > 1 else 0)
+
+
 def use(device: torch.device) -> None:
     """Make a CUDA device the current device of this process, before anything is allocated or NCCL is started."""
     if device.type == "cuda":

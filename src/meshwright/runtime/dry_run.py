@@ -27,14 +27,13 @@ MOMENTS = (SET_UP, "step 1", "step 2")
 
 class Rehearsed(NamedTuple):
     """What one rank did: the findings, its stream of messages and collectives by moment, the most bytes on the device
-    in the last step, and the bytes that it held between the steps. ``ended`` is False if it could not go on."""
+    in the last step, and the bytes that it held between the steps."""
 
     rank: int
     findings: Sequence[Finding]
     streams: dict[str, list[Started | Awaited]]
     peak_bytes: int
     held_bytes: int
-    ended: bool
 
 
 class Job(NamedTuple):
@@ -60,7 +59,7 @@ def rehearse(job: Job, rank: int) -> Rehearsed:
         LaunchError: this process is a rank of a real job.
     """
     rehearsal = Rehearsal(rank, job.dtypes)
-    held, ended = 0, False
+    held = 0
     with _world(rank, job.plan.mesh.world_size), rehearsal.watching():
         try:
             trainer = _trainer(job, rehearsal)
@@ -69,7 +68,6 @@ def rehearse(job: Job, rank: int) -> Rehearsed:
                 rehearsal.begin(moment)
                 held = rehearsal.memory.held
                 trainer.step(batch)
-            ended = True
         except UnfollowableError as error:
             rehearsal.note("error", f"the dry run cannot go on: {error}")
         except MeshwrightError:
@@ -77,7 +75,7 @@ def rehearse(job: Job, rank: int) -> Rehearsed:
         except Exception as error:  # noqa: BLE001 - what fails here would fail on the device: the report says so
             text = str(error).splitlines()[0] if str(error) else ""
             rehearsal.note("error", f"{type(error).__name__}: {text}", failed_at(error))
-    return Rehearsed(rank, rehearsal.findings, rehearsal.stream, rehearsal.memory.peak, held, ended)
+    return Rehearsed(rank, rehearsal.findings, rehearsal.stream, rehearsal.memory.peak, held)
 
 
 def _trainer(job: Job, rehearsal: Rehearsal) -> Trainer:

@@ -60,6 +60,12 @@ class Status:
         path = file_of(directory, rank, "status")
         return path.read_text().strip() if path.exists() else ""
 
+    @staticmethod
+    def clear(directory: Path) -> None:
+        """Remove what the ranks of an earlier attempt wrote."""
+        for path in (directory / "ranks").glob("*.status"):
+            path.unlink(missing_ok=True)
+
 
 def record(error: BaseException, directory: Path, rank: int) -> Failure:
     """Write this rank's error to its files ``traceback`` and ``failure``, and return it as data."""

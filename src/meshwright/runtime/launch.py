@@ -18,7 +18,7 @@ from meshwright.comm.groups import meet
 from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
 from meshwright.runtime import launchers, meeting_point
-from meshwright.runtime.device import has_cuda, num_cuda_devices, use
+from meshwright.runtime.device import has_cuda, num_cuda_devices, own_device, use
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
 
@@ -69,10 +69,7 @@ def start(device: torch.device | str | None = None, within: Within | None = None
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
     _take_over()
-    local_rank = _number("LOCAL_RANK", "0")
-    if device is None:
-        device = torch.device("cuda", local_rank) if has_cuda() else torch.device("cpu")
-    device = _device(device)
+    device = _device(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
     use(device)
     if device.type == "cpu":
         keep_memory()
@@ -331,9 +328,7 @@ def _meet_by_mpi() -> None:
             remedy="pip install 'meshwright[mpi]', or set MASTER_ADDR and MASTER_PORT",
         ) from None
     address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        endpoint = (address, str(probe.getsockname()[1]))
+    endpoint = (address, f"{meeting_point.free_port()}")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(endpoint, root=0)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.errors import LaunchError
+from meshwright.errors import LaunchError, MeshwrightError
 
 log = logging.getLogger("meshwright")
 
@@ -29,11 +29,17 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def locked(directory: Path, name: str) -> Iterator[None]:
+def locked(
+    directory: Path, name: str, *, kind: type[MeshwrightError] = LaunchError, option: str = "--train.directory"
+) -> Iterator[None]:
     """Lock a directory. The lock ends with the process, however it ends. A file system without locks is warned of.
 
+    Args:
+        kind: the class of the error.
+        option: chooses another directory.
+
     Raises:
-        LaunchError: another process, here or on another host that shares the directory, holds the lock.
+        MeshwrightError: another process, here or on another host that shares the directory, holds the lock.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / name).open("a+b", buffering=0) as file:
@@ -43,10 +49,10 @@ def locked(directory: Path, name: str) -> Iterator[None]:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 log.warning("%s cannot be locked (%s): start no second run in it", directory, error.strerror)
             else:
-                raise LaunchError(
+                raise kind(
                     f"another run is at work in this directory{_holder(directory / name)}",
                     where=str(directory),
-                    remedy="wait for it, stop it, or choose another directory (--train.directory)",
+                    remedy=f"wait for it, stop it, or choose another directory ({option})",
                 ) from None
         file.truncate(0)
         holder = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))

@@ -8,6 +8,7 @@ import struct
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,31 +34,44 @@ def await_all(store: dist.Store, num_ranks: int, limit: timedelta, where: str) -
     except (dist.DistError, RuntimeError) as error:
         missing = [rank for rank, key in enumerate(keys) if not _has(store, key)]
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        absent = f": rank{'s'[: len(missing) > 1]} {names} did not come ({len(missing)} of {num_ranks})"
+        raise _not_all(f"{num_ranks} ranks", limit, absent, where) from error
+
+
+def _not_all(ranks: str, limit: timedelta, why: str, where: str) -> LaunchError:
+    return LaunchError(
+        f"not all {ranks} met within {limit.total_seconds():g} s{why}",
+        where=where,
+        remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
+    )
+
+
+def addresses_of(name: str, where: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """The addresses of a name or address, each with its family, as a socket binds to them at any port.
+
+    Raises:
+        LaunchError: the name has no address.
+    """
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
         raise LaunchError(
-            f"not all {num_ranks} ranks met within {limit.total_seconds():g} s: rank{'s'[: len(missing) > 1]} {names} "
-            f"did not come ({len(missing)} of {num_ranks})",
+            f"the name {name!r} has no address here: {error.strerror or error}",
             where=where,
-            remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
-        ) from error
+            remedy="give an IP address, or a name that every host knows (/etc/hosts, DNS)",
+        ) from None
+    return [(family, place) for family, _, _, _, place in found]
 
 
 def no_store(address: str, port: int, limit: timedelta, where: str, error: Exception) -> LaunchError:
     """The error that no store answers at an address: why, as far as this host can see."""
     try:
-        socket.getaddrinfo(address, None)
-    except OSError as unknown:
-        return LaunchError(
-            f"the name {address!r} has no address here: {unknown.strerror or unknown}",
-            where=where,
-            remedy="give an IP address, or a name that every host knows (/etc/hosts, DNS)",
-        )
+        addresses_of(address, where)
+    except LaunchError as unknown:
+        return unknown
     problem = _unreachable(address, port)
     if not problem:
-        return LaunchError(
-            f"not all ranks met within {limit.total_seconds():g} s ({str(error).splitlines()[0]})",
-            where=where,
-            remedy="look for a rank that failed to start; MASTER_ADDR and MASTER_PORT must be the same everywhere",
-        )
+        return _not_all("ranks", limit, f" ({str(error).splitlines()[0]})", where)
     if problem == "refused":
         return LaunchError(
             f"no store answers at port {port} of {address}; the host does",
@@ -94,6 +108,13 @@ def not_met(meeting: Meeting, error: Exception) -> LaunchError:
             remedy="start the same command on every host; check that they reach this address and port",
         )
     return no_store(meeting.address, meeting.port, timedelta(seconds=meeting.timeout_s), where, error)
+
+
+def free_port() -> int:
+    """A port of this machine that no program uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_taken(error: BaseException | None) -> bool:

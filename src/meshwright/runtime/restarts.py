@@ -33,6 +33,7 @@ class Restarts:
         say: called with a text for each failure and its consequence.
         clock: the time in seconds.
         wait: waits for so many seconds.
+        output: says where the output of failed ranks is; ``{kept}`` is the directory that a call names.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Restarts:
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] = time.sleep,
+        output: str = "the output of the failed ranks is in {kept}",
     ) -> None:
         self._checkpoints, self._say, self._clock, self._wait = checkpoints, say, clock, wait
+        self._output = output
         self._times: deque[float] = deque(maxlen=STORM)
         self._count = 0
         self._saved = manifest.latest_step(checkpoints)
@@ -66,9 +69,7 @@ class Restarts:
         num_since = self._failures.total()
         pause_s = 0.0 if num_since == 1 else min(LONGEST_S, BACK_OFF_S * 2.0 ** (num_since - 2))
         when = f", in {pause_s:g} s" if pause_s else ""
-        self._say(
-            f"{failure}\n  -> all ranks start again from {since}{when}; the output of the failed ranks is in {kept}"
-        )
+        self._say(f"{failure}\n  -> all ranks start again from {since}{when}; {self._output.format(kept=kept)}")
         self._wait(pause_s)
         return True
 
