@@ -119,6 +119,44 @@ def test_objects_files_directories_and_streams(folder: Path) -> None:
     assert hashes_of(Path("runs"), "use") == hashes_of(Path("runs"), "use", first=True)
 
 
+def test_only_folders_that_the_graph_has_published_are_replaced(folder: Path) -> None:
+    def pages(text: str) -> mw.JobBuilder:
+        jobs = builder(folder)
+        jobs.command(
+            "v", "sh", "-c", f"echo {text} > {{pages}}/a", outputs={"pages": "pages/"}, publish={"pages": "out"}
+        )
+        return jobs
+
+    own = folder / "out" / "own.txt"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(JobError, match=r"vertices.v.publish.pages: would replace the folder \S+/out, which no run in "):
+        pages("1").run("runs", on="here")
+    assert own.read_text() == "mine"
+    own.unlink()
+    own.parent.rmdir()
+    for text, state in (("1", "reused"), ("2", "finished")):
+        assert [row.state for row in pages(text).run("runs", on="here").rows] == [state]
+        assert (folder / "out" / "a").read_text() == f"{text}\n"
+    pages("2").run("others", on="here")  # it is there already
+    with pytest.raises(JobError, match="would replace the folder"):
+        pages("3").run("others", on="here")
+    assert (folder / "out" / "a").read_text() == "2\n"
+
+
+def test_an_output_that_cannot_be_published_is_named(folder: Path) -> None:
+    (folder / "out").write_text("a file")
+    jobs = builder(folder)
+    jobs.command("v", "sh", "-c", "echo 1 > {a}", outputs={"a": "a.txt"}, publish={"a": "out/a.txt"})
+    with pytest.raises(
+        JobError, match=r"vertices.v.publish.a: cannot be published as \S+/out/a.txt: .*\n  -> make room"
+    ):
+        jobs.run("runs", on="here")
+    (folder / "out").unlink()
+    assert [row.state for row in jobs.run("runs", on="here").rows] == ["reused"]
+    assert (folder / "out" / "a.txt").read_text() == "1\n"
+
+
 def test_equal_inputs_cut_off_what_comes_after(folder: Path) -> None:
     def chain(text: str) -> mw.JobBuilder:
         jobs = builder(folder)

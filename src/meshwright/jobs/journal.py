@@ -52,7 +52,16 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     node: str
 
 
-Event = Opened | Started | Finished | Failed
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="published"):
+    """A directory is published at ``path`` from here on: later runs may replace what is there."""
+
+    time_s: float
+    vertex: str
+    output: str
+    path: str
+
+
+Event = Opened | Started | Finished | Failed | Published
 
 
 class Journal:

@@ -86,6 +86,15 @@ class Store:
             return False
         return not stored.directory or all(map(self.whole, self._parts(stored).values()))
 
+    def is_at(self, stored: Stored, path: Path) -> bool:
+        """Whether a path outside has the contents of the output, and nothing more."""
+        if not stored.directory:
+            return path.is_file() and _hash(path) == stored.sha256
+        if not path.is_dir() or not self.whole(stored):
+            return False
+        found = {str(file.relative_to(path)): _hash(file) for file in path.rglob("*") if file.is_file()}
+        return found == {name: part.sha256 for name, part in self._parts(stored).items()}
+
     def read(self, stored: Stored) -> bytes:
         """The contents of a file. Raise a DamagedError if it is missing or changed."""
         try:
