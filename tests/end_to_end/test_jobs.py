@@ -176,6 +176,7 @@ def test_what_a_stream_carries_is_a_part_of_its_readers_key(folder: Path) -> Non
     for text, states in (("a", ["finished"] * 2), ("b", ["finished"] * 2), ("a", ["reused"] * 2)):
         (folder / "t.txt").write_text(text)
         assert [row.state for row in jobs.run("runs", on="here").rows] == states
+        assert value_of(Path("runs"), "read.out").decode() == text
     found = hashes_of(Path("runs"), "read", first=True)
     assert Path("runs/objects", found["out"][:2], found["out"]).read_text() == "a"
 

@@ -38,6 +38,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
     outputs: dict[str, Stored]
 
 
+class Reused(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="reused"):
+    """The outputs of a vertex are again those with which it finished before under this key."""
+
+    time_s: float
+    vertex: str
+    key: str
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="failed"):
     """A unit has failed, or (``lost``) its worker died."""
 
@@ -61,7 +69,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
     path: str
 
 
-Event = Opened | Started | Finished | Failed | Published
+Event = Opened | Started | Finished | Reused | Failed | Published
 
 
 class Journal:

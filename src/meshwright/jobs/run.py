@@ -16,7 +16,7 @@ from meshwright.ir.job_run import JobRecord, JobRow, JobSpan
 from meshwright.ir.units import seconds as seconds_text
 from meshwright.jobs.carrier import Carrier, Processes
 from meshwright.jobs.check import check, node_text
-from meshwright.jobs.journal import Event, Failed, Finished, Opened, Started, read_events
+from meshwright.jobs.journal import Event, Failed, Finished, Opened, Reused, Started, read_events
 from meshwright.jobs.on_ray import OnRay
 from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units
 from meshwright.jobs.scheduler import Scheduler, Told
@@ -92,15 +92,18 @@ def run_jobs(
 
 
 def outputs_of(directory: str | os.PathLike[str]) -> dict[str, dict[str, Path]]:
-    """The file of every output of every vertex that has finished in the directory, by vertex and output. Of a directory
-    it is the list of its files."""
+    """The file of every output of every vertex that has finished in the directory, by vertex and output, as in the last
+    run that ran or reused the vertex. Of a directory it is the list of its files."""
     directory = Path(directory).absolute()
     store = Store(directory / "objects")
-    return {
-        event.vertex: {name: store.path(stored) for name, stored in event.outputs.items()}
-        for event in _events(directory)
-        if isinstance(event, Finished)
-    }
+    by_key: dict[tuple[str, str], Finished] = {}
+    last: dict[str, Finished] = {}
+    for event in _events(directory):
+        if isinstance(event, Finished):
+            last[event.vertex] = by_key[event.vertex, event.key] = event
+        elif isinstance(event, Reused):
+            last[event.vertex] = by_key[event.vertex, event.key]
+    return {vertex: {name: store.path(stored) for name, stored in end.outputs.items()} for vertex, end in last.items()}
 
 
 def value_of(directory: str | os.PathLike[str], source: str) -> Any:

@@ -14,7 +14,7 @@ from meshwright.ir.job_graph import CommandVertex, FunctionVertex, JobGraph, Tra
 from meshwright.jobs.assignment import Assignment, Given, Outcome, Pipe, Task
 from meshwright.jobs.carrier import Carrier
 from meshwright.jobs.code import vertex_digest
-from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Published, Started
+from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Published, Reused, Started
 from meshwright.jobs.order import Unit, before_units, remaining_s, topological, units
 from meshwright.jobs.placement import Free, Slot, could_run, next_starts
 from meshwright.jobs.store import DamagedError, Store, Stored, outside
@@ -110,6 +110,7 @@ class Scheduler:
         ends = [end for end in found if end is not None and all(map(self._store.whole, end.outputs.values()))]
         if len(ends) < len(unit.members):
             return False
+        self._journal.write(*(Reused(time_s=time.time(), vertex=end.vertex, key=end.key) for end in ends))
         for end in ends:
             self._finish(end)
             self.reused.add(end.vertex)
