@@ -201,10 +201,36 @@ def test_an_output_that_is_damaged_while_the_graph_runs_is_made_again(folder: Pa
         "second", "sh", "-c", "test -e spoiled || {{ echo 2 > $(readlink -f {a}); touch spoiled; }}; touch {done}",
         inputs={"a": first["a"]}, outputs={"done": "done.txt"},
     )  # fmt: skip
-    jobs.command("third", "cp", "{a}", "{b}", inputs={"a": first["a"], "done": "second.done"}, outputs={"b": "b.txt"})
+    jobs.command(
+        "third", "cp", "{a}", "{b}", inputs={"a": first["a"], "done": "second.done"}, outputs={"b": "b.txt"}, retries=0
+    )  # the fault is not its own
     record = jobs.run("runs", on="here")
     assert {row.name: row.runs for row in record.rows} == {"first": 2, "second": 1, "third": 2}
     assert value_of(Path("runs"), "third.b") == b"1\n"
+
+
+def test_a_damaged_object_of_a_function_that_a_stream_joins_is_made_again(folder: Path) -> None:
+    """The second vertex spoils what the first wrote; a function that writes a stream reads it."""
+    (folder / "own.py").write_text(
+        "def make(): return 7\n"
+        "def write(number, done, lines):\n"
+        "    with open(lines, 'w') as file: file.write(f'{number}')\n"
+    )
+    jobs = builder(folder)
+    made = jobs.function("make", "own:make", outputs={"number": "json"})
+    jobs.command(
+        "spoil", "sh", "-c", "test -e spoiled || {{ echo 2 > $(readlink -f {n}); touch spoiled; }}; touch {done}",
+        inputs={"n": made["number"]}, outputs={"done": "done.txt"},
+    )  # fmt: skip
+    lines = jobs.function(
+        "write", "own:write", inputs={"number": made["number"], "done": "spoil.done"}, outputs={"lines": "stream"},
+        retries=0,
+    )  # fmt: skip
+    jobs.command("read", "sh", "-c", "cat {lines} > {out}", inputs={"lines": lines["lines"]},
+                 outputs={"out": "o.txt"}, retries=0)  # fmt: skip
+    record = jobs.run("runs", on="here")
+    assert {row.name: row.runs for row in record.rows if row.name != "write"} == {"make": 2, "spoil": 1, "read": 1}
+    assert value_of(Path("runs"), "read.out") == b"7"
 
 
 @pytest.mark.parametrize("seed", range(2))

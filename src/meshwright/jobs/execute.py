@@ -56,7 +56,7 @@ def execute(data: bytes) -> bytes:
     task = assignment.tasks[0]
     try:
         for task in assignment.tasks:
-            _prepare(task, store)
+            _prepare(task, store, alone=len(assignment.tasks) == 1)
         failed = _run(assignment)
         for task in assignment.tasks if failed is None else ():
             outputs[task.vertex] = _stored(task, store)
@@ -95,15 +95,20 @@ def tail(log: Path) -> tuple[str, ...]:
 # --- before and after ------------------------------------------------------------------------------------------------
 
 
-def _prepare(task: Task, store: Store) -> None:
-    """Make the vertex's directories, and place its inputs."""
+def _prepare(task: Task, store: Store, *, alone: bool) -> None:
+    """Make the vertex's directories, and place its inputs. Raise a DamagedError if one is missing or changed, except
+    objects of a function that runs ``alone``, in this process: it checks them when it reads them."""
     directory = Path(task.directory)
     (directory / "inputs").mkdir(parents=True)
     (directory / "outputs").mkdir()
     (directory / "pid").write_text(str(os.getpid()))
     for name, given in task.inputs.items():
-        if given.stored is not None and not (task.function and given.form in OBJECTS):
+        if given.stored is None:
+            continue
+        if not (task.function and given.form in OBJECTS):
             store.place(given.stored, directory / "inputs" / name / given.file)
+        elif not alone and not store.whole(given.stored):
+            raise DamagedError(given.stored)
 
 
 def _paths(task: Task) -> dict[str, str]:

@@ -22,6 +22,8 @@ from meshwright.jobs.training import Training, run_of
 
 log = logging.getLogger("meshwright")
 
+SPOILED = 3
+"""How often a unit may find a damaged input without counting as failed: the fault is not its own."""
 Told = Callable[[str, str], None]
 """Called with (event, vertex or unit): ``started``, ``finished``, ``reused``, ``again`` and ``failed``."""
 
@@ -53,6 +55,7 @@ class Scheduler:
         self._free = Free(carrier.nodes())
         self._running: dict[str, tuple[Slot, dict[str, str]]] = {}
         self._died: dict[str, int] = {}
+        self._spoiled: dict[str, int] = {}
         self._looked_up: set[str] = set()
         self._published = {event.path for event in self._journal.events if isinstance(event, Published)}
         self._failure: JobError | None = None
@@ -214,6 +217,11 @@ class Scheduler:
         self._forget_nodes(slot.node)
         if outcome.damaged is not None:
             self._forget(outcome)
+            self._spoiled[unit.name] = self._spoiled.get(unit.name, 0) + 1
+            if self._spoiled[unit.name] <= SPOILED:
+                log.warning("%s: %s; it runs again once that is made again", outcome.vertex, outcome.problem)
+                self._tell("again", unit.name)
+                return
         self._died[unit.name] = self._died.get(unit.name, 0) + 1
         allowed = max(self._graph.vertices[name].retries for name in unit.members)
         if self._died[unit.name] > allowed:
