@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -231,6 +232,28 @@ def test_a_damaged_object_of_a_function_that_a_stream_joins_is_made_again(folder
     record = jobs.run("runs", on="here")
     assert {row.name: row.runs for row in record.rows if row.name != "write"} == {"make": 2, "spoil": 1, "read": 1}
     assert value_of(Path("runs"), "read.out") == b"7"
+
+
+@pytest.mark.parametrize("on", ["here", "ray"])
+def test_workers_start_with_the_variables_of_their_vertices(folder: Path, on: Literal["here", "ray"]) -> None:
+    """Libraries read them once, when a process starts. On this machine, workers are kept by them."""
+    (folder / "own.py").write_text(
+        "import os\n"
+        "def look(before=None):\n"
+        "    with open('/proc/self/environ') as file: own = file.read().split(chr(0))\n"
+        "    found = dict(one.partition('=')[::2] for one in own)\n"
+        "    same = os.environ['OMP_NUM_THREADS'] == found.get('OMP_NUM_THREADS')\n"
+        "    return [found.get('OMP_NUM_THREADS'), same, os.getpid()]\n"
+    )
+    jobs, before = builder(folder), {}
+    for name, cpus in (("one", 1), ("two", 2), ("again", 1)):
+        vertex = jobs.function(name, "own:look", cpus=cpus, inputs=before, outputs={"found": "json"})
+        before = {"before": vertex["found"]}
+    jobs.run("runs", on=on)
+    found = [value_of(Path("runs"), f"{name}.found") for name in ("one", "two", "again")]
+    assert [one[:2] for one in found] == [["1", True], ["2", True], ["1", True]]
+    if on == "here":
+        assert found[0][2] == found[2][2] != found[1][2]
 
 
 @pytest.mark.parametrize("seed", range(2))

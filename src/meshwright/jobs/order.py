@@ -1,10 +1,11 @@
 """The order of a job graph: units that run together, cycles, levels, chains, and the critical path. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwright.ir.job_graph import JobGraph
+from meshwright.ir.job_graph import FunctionVertex, JobGraph
 
 Before = Mapping[str, Sequence[str]]
 
@@ -95,6 +96,15 @@ def units(graph: JobGraph) -> dict[str, Unit]:
             labels=tuple(dict.fromkeys(label for vertex in vertices for label in vertex.labels.items())),
         )  # fmt: skip
     return result
+
+
+def worker_threads(graph: JobGraph) -> dict[int, int]:
+    """The number of units by the threads of the worker that runs them: those of a single function, or one thread."""
+    single = [(unit, graph.vertices[unit.members[0]]) for unit in units(graph).values()]
+    return Counter(
+        max(1, int(vertex.cores)) if len(unit.members) == 1 and isinstance(vertex, FunctionVertex) else 1
+        for unit, vertex in single
+    )
 
 
 def before_units(of: Mapping[str, Unit]) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from meshwright.jobs.carrier import Carrier, Processes
 from meshwright.jobs.check import check, node_text
 from meshwright.jobs.journal import Event, Failed, Finished, Opened, Reused, Started, read_events
 from meshwright.jobs.on_ray import OnRay
-from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units
+from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units, worker_threads
 from meshwright.jobs.scheduler import Scheduler, Told
 from meshwright.jobs.simulate import lower_bound, makespan, simulate
 from meshwright.jobs.store import Store
@@ -72,7 +72,7 @@ def run_jobs(
     if machines:
         check(graph, folder, machines, where)
     directory = directory.absolute()
-    with _locked(directory), _carrier(on, machines, address, len(graph.vertices)) as carrier:
+    with _locked(directory), _carrier(on, machines, address, graph) as carrier:
         there = dict(carrier.nodes())
         check(graph, folder, there, where)
         files.save(graph, directory / "graph.json")
@@ -132,8 +132,8 @@ def this_machine() -> JobNode:
 
 
 @contextmanager
-def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str, num_vertices: int) -> Iterator[Carrier]:
-    carrier: Carrier = OnRay(nodes, address, num_vertices) if on == "ray" else Processes(nodes)
+def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str, graph: JobGraph) -> Iterator[Carrier]:
+    carrier: Carrier = OnRay(nodes, address, worker_threads(graph)) if on == "ray" else Processes(nodes)
     try:
         yield carrier
     finally:
