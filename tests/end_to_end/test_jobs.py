@@ -245,7 +245,8 @@ def test_workers_start_with_the_variables_of_their_vertices(folder: Path, on: Li
         "    same = os.environ['OMP_NUM_THREADS'] == found.get('OMP_NUM_THREADS')\n"
         "    return [found.get('OMP_NUM_THREADS'), same, os.getpid()]\n"
     )
-    jobs, before = builder(folder), {}
+    jobs = builder(folder)
+    before: dict[str, str] = {}
     for name, cpus in (("one", 1), ("two", 2), ("again", 1)):
         vertex = jobs.function(name, "own:look", cpus=cpus, inputs=before, outputs={"found": "json"})
         before = {"before": vertex["found"]}
