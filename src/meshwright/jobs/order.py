@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,24 +27,10 @@ class Unit(NamedTuple):
 def find_cycle(before: Before) -> list[str]:
     """A cycle as names in the order in which data would flow, the first name again at the end; empty if there is
     none."""
-    done: set[str] = set()
-    for start in before:
-        path: list[str] = []
-        stack: list[tuple[str, int]] = [(start, 0)] if start not in done else []
-        while stack:
-            name, index = stack.pop()
-            if index == 0:
-                path.append(name)
-            successors = before[name]
-            if index < len(successors):
-                stack.append((name, index + 1))
-                following = successors[index]
-                if following in path:
-                    return [following, *reversed(path[path.index(following) :])]
-                if following not in done and following in before:
-                    stack.append((following, 0))
-            else:
-                done.add(path.pop())
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        return list(error.args[1])
     return []
 
 
