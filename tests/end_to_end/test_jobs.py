@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -119,6 +120,44 @@ def test_objects_files_directories_and_streams(folder: Path) -> None:
     assert hashes_of(Path("runs"), "use") == hashes_of(Path("runs"), "use", first=True)
 
 
+def test_only_folders_that_the_graph_has_published_are_replaced(folder: Path) -> None:
+    def pages(text: str) -> mw.JobBuilder:
+        jobs = builder(folder)
+        jobs.command(
+            "v", "sh", "-c", f"echo {text} > {{pages}}/a", outputs={"pages": "pages/"}, publish={"pages": "out"}
+        )
+        return jobs
+
+    own = folder / "out" / "own.txt"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(JobError, match=r"vertices.v.publish.pages: would replace the folder \S+/out, which no run in "):
+        pages("1").run("runs", on="here")
+    assert own.read_text() == "mine"
+    own.unlink()
+    own.parent.rmdir()
+    for text, state in (("1", "reused"), ("2", "finished")):
+        assert [row.state for row in pages(text).run("runs", on="here").rows] == [state]
+        assert (folder / "out" / "a").read_text() == f"{text}\n"
+    pages("2").run("others", on="here")  # it is there already
+    with pytest.raises(JobError, match="would replace the folder"):
+        pages("3").run("others", on="here")
+    assert (folder / "out" / "a").read_text() == "2\n"
+
+
+def test_an_output_that_cannot_be_published_is_named(folder: Path) -> None:
+    (folder / "out").write_text("a file")
+    jobs = builder(folder)
+    jobs.command("v", "sh", "-c", "echo 1 > {a}", outputs={"a": "a.txt"}, publish={"a": "out/a.txt"})
+    with pytest.raises(
+        JobError, match=r"vertices.v.publish.a: cannot be published as \S+/out/a.txt: .*\n  -> make room"
+    ):
+        jobs.run("runs", on="here")
+    (folder / "out").unlink()
+    assert [row.state for row in jobs.run("runs", on="here").rows] == ["reused"]
+    assert (folder / "out" / "a.txt").read_text() == "1\n"
+
+
 def test_equal_inputs_cut_off_what_comes_after(folder: Path) -> None:
     def chain(text: str) -> mw.JobBuilder:
         jobs = builder(folder)
@@ -138,6 +177,7 @@ def test_what_a_stream_carries_is_a_part_of_its_readers_key(folder: Path) -> Non
     for text, states in (("a", ["finished"] * 2), ("b", ["finished"] * 2), ("a", ["reused"] * 2)):
         (folder / "t.txt").write_text(text)
         assert [row.state for row in jobs.run("runs", on="here").rows] == states
+        assert value_of(Path("runs"), "read.out").decode() == text
     found = hashes_of(Path("runs"), "read", first=True)
     assert Path("runs/objects", found["out"][:2], found["out"]).read_text() == "a"
 
@@ -162,10 +202,59 @@ def test_an_output_that_is_damaged_while_the_graph_runs_is_made_again(folder: Pa
         "second", "sh", "-c", "test -e spoiled || {{ echo 2 > $(readlink -f {a}); touch spoiled; }}; touch {done}",
         inputs={"a": first["a"]}, outputs={"done": "done.txt"},
     )  # fmt: skip
-    jobs.command("third", "cp", "{a}", "{b}", inputs={"a": first["a"], "done": "second.done"}, outputs={"b": "b.txt"})
+    jobs.command(
+        "third", "cp", "{a}", "{b}", inputs={"a": first["a"], "done": "second.done"}, outputs={"b": "b.txt"}, retries=0
+    )  # the fault is not its own
     record = jobs.run("runs", on="here")
     assert {row.name: row.runs for row in record.rows} == {"first": 2, "second": 1, "third": 2}
     assert value_of(Path("runs"), "third.b") == b"1\n"
+
+
+def test_a_damaged_object_of_a_function_that_a_stream_joins_is_made_again(folder: Path) -> None:
+    """The second vertex spoils what the first wrote; a function that writes a stream reads it."""
+    (folder / "own.py").write_text(
+        "def make(): return 7\n"
+        "def write(number, done, lines):\n"
+        "    with open(lines, 'w') as file: file.write(f'{number}')\n"
+    )
+    jobs = builder(folder)
+    made = jobs.function("make", "own:make", outputs={"number": "json"})
+    jobs.command(
+        "spoil", "sh", "-c", "test -e spoiled || {{ echo 2 > $(readlink -f {n}); touch spoiled; }}; touch {done}",
+        inputs={"n": made["number"]}, outputs={"done": "done.txt"},
+    )  # fmt: skip
+    lines = jobs.function(
+        "write", "own:write", inputs={"number": made["number"], "done": "spoil.done"}, outputs={"lines": "stream"},
+        retries=0,
+    )  # fmt: skip
+    jobs.command("read", "sh", "-c", "cat {lines} > {out}", inputs={"lines": lines["lines"]},
+                 outputs={"out": "o.txt"}, retries=0)  # fmt: skip
+    record = jobs.run("runs", on="here")
+    assert {row.name: row.runs for row in record.rows if row.name != "write"} == {"make": 2, "spoil": 1, "read": 1}
+    assert value_of(Path("runs"), "read.out") == b"7"
+
+
+@pytest.mark.parametrize("on", ["here", "ray"])
+def test_workers_start_with_the_variables_of_their_vertices(folder: Path, on: Literal["here", "ray"]) -> None:
+    """Libraries read them once, when a process starts. On this machine, workers are kept by them."""
+    (folder / "own.py").write_text(
+        "import os\n"
+        "def look(before=None):\n"
+        "    with open('/proc/self/environ') as file: own = file.read().split(chr(0))\n"
+        "    found = dict(one.partition('=')[::2] for one in own)\n"
+        "    same = os.environ['OMP_NUM_THREADS'] == found.get('OMP_NUM_THREADS')\n"
+        "    return [found.get('OMP_NUM_THREADS'), same, os.getpid()]\n"
+    )
+    jobs = builder(folder)
+    before: dict[str, str] = {}
+    for name, cpus in (("one", 1), ("two", 2), ("again", 1)):
+        vertex = jobs.function(name, "own:look", cpus=cpus, inputs=before, outputs={"found": "json"})
+        before = {"before": vertex["found"]}
+    jobs.run("runs", on=on)
+    found = [value_of(Path("runs"), f"{name}.found") for name in ("one", "two", "again")]
+    assert [one[:2] for one in found] == [["1", True], ["2", True], ["1", True]]
+    if on == "here":
+        assert found[0][2] == found[2][2] != found[1][2]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -20,7 +20,7 @@ from meshwright.cli import run as cli
 from meshwright.emulation.network import why_not
 from meshwright.errors import CaptureError, LaunchError, LostRankError, WorkflowError
 from meshwright.ir.run_model import FactoryModel, MLPModel, ResNetModel
-from meshwright.serving import reading
+from meshwright.serving import reading, station
 from meshwright.serving.choose import choose
 from meshwright.serving.local import tier_rates
 from meshwright.serving.models import InferenceModel, examples_of, items_of, module_of
@@ -141,6 +141,13 @@ def test_profiles_of_other_devices_are_predicted() -> None:
     filled = with_profiles(pictures(), profiles, "a100")
     assert filled.operators[0].variants[0].seconds["a100"] == profiles[0].predicted_s > 0
 
+    # a variant without a model is left out, also where it is the first
+    features, scores = pictures().operators
+    bare = msgspec.structs.replace(features.variants[0], name="bare", model=None)
+    features = msgspec.structs.replace(features, variants=(bare, *features.variants))
+    mixed = msgspec.structs.replace(pictures(), operators=(features, scores))
+    assert profile(mixed, cluster="a100-80gb-dgx-hdr200x8") == profiles
+
 
 def test_models_that_are_missing_or_refuse_their_inputs_are_named() -> None:
     with pytest.raises(WorkflowError, match="no variant has a model"):
@@ -192,6 +199,13 @@ def test_stations_compute_what_the_models_compute() -> None:
     assert len(account.latencies_s) == 11
     assert min(account.latencies_s) > 0
     assert set(account.busy_s) == set(plan.operator_of)
+
+
+def test_stations_wait_for_items_that_are_not_due_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(station, "PATIENCE_S", 0.6)
+    workflow = pictures(rate=1.0)
+    logs = in_threads(Job(workflow=workflow, plan=choose(workflow), items=3, emulate=True))
+    assert sum(len(log.times) for log in logs if log.operator == "scores") == 3
 
 
 def test_messages_arrive_as_they_were_sent_and_others_are_refused() -> None:

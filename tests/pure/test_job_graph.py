@@ -150,6 +150,9 @@ def test_only_what_changes_outputs_changes_the_digest(folder: Path) -> None:
             'inputs = { xs = "./steps.py" }\noutputs = { s = "s.py" }\npublish = { s = "steps.py" }',
             "steps.py is written by vertices.evaluate.publish.s, before or after it is",
         ),
+        ("out/copy.html", ".", "vertices.copy.publish.copy: . would replace the graph's folder\n  -> name a file or"),
+        ("out/copy.html", "a/../..", "vertices.copy.publish.copy: a/../.. would replace the graph's folder\n  -> na"),
+        ("out/copy.html", "out", "vertices.copy.publish.copy: out is a folder\n  -> name a file in it, such as out/"),
         (
             'seconds = 2', 'inputs = { losses = "evaluate.ys" }\n',
             "vertices.prepare.inputs.losses: vertex 'evaluate' has no output 'ys'\n  -> it has: none",
@@ -177,6 +180,7 @@ def test_bad_graphs_are_refused(
     text = GRAPH + NODES
     assert old in text
     (folder / "g.toml").write_text(text.replace(old, new, 1))
+    (folder / "out").mkdir()
     assert cli(["jobs", "g.toml", "--plan"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("meshwright: g.toml: ")

@@ -24,7 +24,7 @@ from meshwright.serving.choose import (
 from meshwright.serving.explain import HEADROOMS, plan_workflow
 from meshwright.serving.plan import WorkflowPlan, operator_costs, slowest_route_s
 from meshwright.serving.routes import routes
-from meshwright.serving.simulate import capacity_per_s, mean_latency_s, simulate
+from meshwright.serving.simulate import capacity_per_s, simulate
 from meshwright.serving.workflow import Limits, Link, Operator, Source, Tier, Variant, Worker, Workflow
 from tests.pure.workflows import by_brute_force, every_plan_of_vqa, random_workflow
 
@@ -175,6 +175,13 @@ def test_a_limit_of_latency_leaves_room_for_waiting() -> None:
 
 
 # --- simulation ------------------------------------------------------------------------------------------------------
+
+
+def mean_latency_s(rate_per_s: float, seconds: float, variation: float) -> float:
+    """The mean time in a queue and on one worker, for Poisson arrivals (Pollaczek 1930, Khinchine 1932): M/D/1 with
+    variation 0, M/M/1 with variation 1."""
+    busy = rate_per_s * seconds
+    return seconds + busy * seconds * (1 + variation**2) / (2 * (1 - busy))
 
 
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])

@@ -93,7 +93,7 @@ def by_brute_force(workflow: Workflow) -> float | None:
         if set(chosen) >= set(names)
     )
     best: float | None = None
-    for models in workflow.choices():
+    for models in _choices(workflow):
         accuracy = workflow.accuracy(models)
         if accuracy is None or accuracy < workflow.limits.accuracy - 1e-9:
             continue
@@ -219,7 +219,7 @@ def every_plan_of_vqa(workflow: Workflow) -> tuple[float, int, int]:
     link = workflow.link("edge", "cloud")
     assert link is not None
     best, feasible, least = np.inf, 0, 0
-    for models in workflow.choices():
+    for models in _choices(workflow):
         accuracy = workflow.accuracy(models)
         if accuracy is None or accuracy < workflow.limits.accuracy:
             continue
@@ -247,3 +247,10 @@ def every_plan_of_vqa(workflow: Workflow) -> tuple[float, int, int]:
             needed &= ~np.any((speeds[name] > 0) & (speeds[name] <= slack[:, None]), axis=1)
         least += int(needed.sum())
     return best, feasible, least
+
+
+def _choices(workflow: Workflow) -> Iterator[dict[str, str]]:
+    """Every choice of a variant for each operator."""
+    names = [[variant.name for variant in workflow.operator_of[name].variants] for name in workflow.order]
+    for models in product(*names):
+        yield dict(zip(workflow.order, models, strict=True))

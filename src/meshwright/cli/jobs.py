@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 import typer
@@ -25,7 +25,6 @@ Functions and commands that the file names are run: run only files that you trus
 the same command goes on: vertices whose code, inputs and outputs are unchanged are not run again. On a Ray cluster, all
 nodes must share the file system of the directory.""",
 )
-CARRIERS = ("ray", "here")
 
 
 def jobs(
@@ -36,27 +35,32 @@ def jobs(
     directory: Path | None = typer.Option(
         None, "--directory", "-d", metavar="DIR", help="Outputs and journal; default: runs/ and the file's name."
     ),
-    page: Path | None = typer.Option(None, "--page", metavar="FILE", help="The page; default: jobs.html in DIR."),
+    page: Path | None = typer.Option(
+        None, "--page", metavar="FILE", help="The page; default: jobs.html in DIR, and none with --plan."
+    ),
     as_json: bool = display.JSON,
 ) -> None:
     """Run a job graph: prepare, train, evaluate, export, or any function and command. Each vertex starts as soon as its
     inputs and its resources are there. A vertex that died runs again alone."""
     from meshwright import jobs as room
+    from meshwright.jobs.run import CarrierName
     from meshwright.report.jobs_page import render_jobs
 
-    if on not in CARRIERS:
-        raise FileFormatError(f"{on!r} runs no jobs", where="--on", remedy=f"write {' or '.join(CARRIERS)}")
+    carrier = next((one for one in get_args(CarrierName) if one == on), None)
+    if carrier is None:
+        remedy = f"write {' or '.join(get_args(CarrierName))}"
+        raise FileFormatError(f"{on!r} runs no jobs", where="--on", remedy=remedy)
     graph = room.load(file)
     if not graph.name or graph.name == "jobs":
         graph = msgspec.structs.replace(graph, name=file.stem)
     folder, runs = file.parent, directory or Path("runs") / file.stem
-    options = {"plan": plan, "on": "" if on == "ray" else on, "address": address, "directory": directory or ""}
-    command = display.command("jobs", str(file), options={name: value for name, value in options.items() if value})
+    options = {"on": "" if on == "ray" else on, "address": address, "directory": directory}
+    command = display.command("jobs", str(file), options=options, arguments=["--plan"] * plan)
     terminal = display.console()
     if plan:
         record = room.plan_jobs(graph, folder, runs, where=str(file))
         if page is not None:
-            display.write(page, render_jobs(record, command.replace("--plan True", "--plan")).encode())
+            display.write(page, render_jobs(record, command).encode())
     else:
         with display.progress() as bars:
 
@@ -79,7 +83,7 @@ def jobs(
 
             try:
                 record = room.run_jobs(
-                    graph, folder, runs, on="ray" if on == "ray" else "here", address=address, tell=tell,
+                    graph, folder, runs, on=carrier, address=address, tell=tell,
                     planned=planned, where=str(file),
                 )  # fmt: skip
             except KeyboardInterrupt:

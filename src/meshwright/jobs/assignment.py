@@ -41,6 +41,11 @@ class Pipe(msgspec.Struct, frozen=True, kw_only=True):
     input: str
 
 
+def of_threads(threads: int) -> dict[str, str]:
+    """The environment variables of a process with so many threads."""
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """A unit to run: its vertices and the streams between them. ``folder`` is the graph's folder, ``environment`` has
     environment variables."""
@@ -52,6 +57,21 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[Task, ...]
     pipes: tuple[Pipe, ...] = ()
     environment: dict[str, str] = {}
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether the worker's own process runs it: a single function. Everything else runs in processes below it."""
+        return len(self.tasks) == 1 and bool(self.tasks[0].function)
+
+    def variables(self, task: Task) -> dict[str, str]:
+        """The environment variables of a vertex: as many threads as it has cores, so that its results do not depend on
+        the node."""
+        return of_threads(task.threads) | self.environment
+
+    @property
+    def worker_variables(self) -> dict[str, str]:
+        """The environment variables with which the worker's process must have started: libraries read them once."""
+        return self.variables(self.tasks[0]) if self.in_worker else of_threads(1)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

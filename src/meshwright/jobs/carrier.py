@@ -43,12 +43,15 @@ def lost(assignment: Assignment, start_s: float, problem: str) -> Outcome:
 
 
 class _Worker:
-    """A process that runs one assignment after the other."""
+    """A process that runs one assignment after the other. It starts with ``variables`` in its environment, and keeps
+    them: libraries read them once."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.variables = dict(variables)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshwright.jobs.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, **variables},
         )  # fmt: skip
         self.assignment: Assignment | None = None
         self.start_s = 0.0
@@ -56,7 +59,7 @@ class _Worker:
 
 
 class Processes:
-    """The carrier of this machine: worker processes, which are kept for later assignments."""
+    """The carrier of this machine: worker processes, which are kept for later assignments with the same variables."""
 
     def __init__(self, nodes: Mapping[str, JobNode]) -> None:
         self._nodes = dict(nodes)
@@ -68,11 +71,16 @@ class Processes:
         return self._nodes
 
     def start(self, assignment: Assignment, slot: Slot) -> None:
-        """Give the assignment to an idle worker, or to a new one."""
-        worker = self._idle.pop() if self._idle else _Worker()
+        """Give the assignment to an idle worker with its variables, or to a new one."""
         if self._nodes[slot.node].gpus:
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus))}
             assignment = msgspec.structs.replace(assignment, environment=visible)
+        variables = assignment.worker_variables
+        worker = next((worker for worker in self._idle if worker.variables == variables), None)
+        if worker is None:
+            worker = _Worker(variables)
+        else:
+            self._idle.remove(worker)
         worker.assignment, worker.start_s = assignment, time.time()
         assert worker.process.stdin is not None
         assert worker.process.stdout is not None

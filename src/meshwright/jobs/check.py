@@ -124,11 +124,16 @@ def _input_problems(graph: JobGraph, folder: Path) -> Iterator[Problem]:
 
 def _writer_problems(graph: JobGraph, folder: Path) -> Iterator[Problem]:
     writers: dict[Path, str] = {}
+    own = folder.resolve()
     for name, vertex in graph.vertices.items():
         for output, path in vertex.publish.items():
             at, place = f"vertices.{name}.publish.{output}", (folder / path).resolve()
             if other := writers.get(place):
                 yield at, f"{path} is written by {other} too", "publish them under two names"
+            if place in (own, *own.parents):
+                yield at, f"{path} would replace the graph's folder", "name a file or a folder in it"
+            elif kind_of(vertex.outputs[output]) != "directory" and place.is_dir():
+                yield at, f"{path} is a folder", f"name a file in it, such as {Path(path) / output}"
             writers[place] = f"vertices.{name}.publish.{output}"
     for name, vertex in graph.vertices.items():
         for given, source in vertex.sources().items():

@@ -56,7 +56,7 @@ def execute(data: bytes) -> bytes:
     task = assignment.tasks[0]
     try:
         for task in assignment.tasks:
-            _prepare(task, store)
+            _prepare(task, store, alone=assignment.in_worker)
         failed = _run(assignment)
         for task in assignment.tasks if failed is None else ():
             outputs[task.vertex] = _stored(task, store)
@@ -95,15 +95,20 @@ def tail(log: Path) -> tuple[str, ...]:
 # --- before and after ------------------------------------------------------------------------------------------------
 
 
-def _prepare(task: Task, store: Store) -> None:
-    """Make the vertex's directories, and place its inputs."""
+def _prepare(task: Task, store: Store, *, alone: bool) -> None:
+    """Make the vertex's directories, and place its inputs. Raise a DamagedError if one is missing or changed, except
+    objects of a function that runs ``alone``, in this process: it checks them when it reads them."""
     directory = Path(task.directory)
     (directory / "inputs").mkdir(parents=True)
     (directory / "outputs").mkdir()
     (directory / "pid").write_text(str(os.getpid()))
     for name, given in task.inputs.items():
-        if given.stored is not None and not (task.function and given.form in OBJECTS):
+        if given.stored is None:
+            continue
+        if not (task.function and given.form in OBJECTS):
             store.place(given.stored, directory / "inputs" / name / given.file)
+        elif not alone and not store.whole(given.stored):
+            raise DamagedError(given.stored)
 
 
 def _paths(task: Task) -> dict[str, str]:
@@ -135,22 +140,14 @@ def _stored(task: Task, store: Store) -> dict[str, Stored]:
 
 
 def _run(assignment: Assignment) -> _Failed | None:
-    """Run all vertices; None if they ended well. A single function runs in this process, everything else in processes
-    of its own."""
+    """Run all vertices; None if they ended well. A single function runs in this process, which has started with its
+    variables, and everything else in processes of its own."""
     os.chdir(assignment.folder)
     task = assignment.tasks[0]
-    if len(assignment.tasks) == 1 and task.function:
-        os.environ.update(_environment(task, assignment))
-        if "torch" in sys.modules:  # it has read the number of threads already
-            sys.modules["torch"].set_num_threads(task.threads)
+    if assignment.in_worker:
         with _output_to(Path(task.directory) / "log"):
             return _call(task, assignment, {})
     return _run_processes(assignment)
-
-
-def _environment(task: Task, assignment: Assignment) -> dict[str, str]:
-    """Variables of the vertex: as many threads as it has cores, so that its results do not depend on the node."""
-    return {"OMP_NUM_THREADS": str(task.threads), **assignment.environment}
 
 
 def _call(task: Task, assignment: Assignment, streams: dict[str, str]) -> _Failed | None:
@@ -256,7 +253,7 @@ def _started(task: Task, assignment: Assignment, ends: dict[str, int]) -> subpro
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=tuple(ends.values()),
-            env={**os.environ, **_environment(task, assignment)},
+            env={**os.environ, **assignment.variables(task)},
         )  # fmt: skip
     (directory / "pid").write_text(str(process.pid))
     return process

@@ -38,6 +38,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
     outputs: dict[str, Stored]
 
 
+class Reused(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="reused"):
+    """The outputs of a vertex are again those with which it finished before under this key."""
+
+    time_s: float
+    vertex: str
+    key: str
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="failed"):
     """A unit has failed, or (``lost``) its worker died."""
 
@@ -52,7 +60,16 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     node: str
 
 
-Event = Opened | Started | Finished | Failed
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="published"):
+    """A directory is published at ``path`` from here on: later runs may replace what is there."""
+
+    time_s: float
+    vertex: str
+    output: str
+    path: str
+
+
+Event = Opened | Started | Finished | Reused | Failed | Published
 
 
 class Journal:

@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.errors import JobError
 from meshwright.ir.job_graph import JobNode
-from meshwright.jobs.assignment import Assignment, Outcome
+from meshwright.jobs.assignment import Assignment, Outcome, of_threads
 from meshwright.jobs.carrier import lost
 from meshwright.jobs.execute import execute
 from meshwright.jobs.placement import Slot
@@ -28,13 +28,15 @@ class OnRay:
     process.
 
     A local cluster has the cores and GPUs of ``nodes`` together. All nodes of a cluster must share the file system of
-    the run's directory. ``num_vertices``: the most vertices that could run at once.
+    the run's directory. ``threads`` counts, by their threads, the vertices for which a local cluster starts workers.
 
     Raises:
         JobError: Ray is not installed, or no cluster answers.
     """
 
-    def __init__(self, nodes: Mapping[str, JobNode], address: str = "", num_vertices: int = 1) -> None:
+    def __init__(
+        self, nodes: Mapping[str, JobNode], address: str = "", threads: Mapping[int, int] | None = None
+    ) -> None:
         if address:
             _check_address(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -50,10 +52,15 @@ class OnRay:
         self._nodes = dict(nodes)
         self._ids: dict[str, str] = {}
         sizes: dict[str, Any] = {}
+        workers: dict[int, int] = {}
         if not address:
             sizes = {"num_cpus": math.ceil(sum(node.cpus for node in nodes.values()))}
             sizes |= {"num_gpus": sum(node.gpus for node in nodes.values())}
             sizes |= {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
+            workers = {of: min(count, max(1, sizes["num_cpus"] // of)) for of, count in (threads or {}).items()}
+            if workers:  # Ray would end more idle ones than there are cores
+                limit = max(sizes["num_cpus"], sum(workers.values()))
+                sizes |= {"_system_config": {"num_workers_soft_limit": limit}}
         try:
             ray.init(address or LOCAL, log_to_driver=False, logging_level="ERROR", configure_logging=True, **sizes)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -65,8 +72,12 @@ class OnRay:
         ray._private.worker._worker_logs_enabled = False
         self._execute = ray.remote(execute)
         self._running: dict[Any, tuple[Assignment, float]] = {}
-        if self._local:
-            self._warm(min(num_vertices, int(sum(node.cpus for node in nodes.values()))))
+        if workers:
+            try:
+                self._warm(workers)
+            except BaseException:
+                ray.shutdown()
+                raise
 
     def nodes(self) -> Mapping[str, JobNode]:
         """The nodes of the cluster at the address that are alive; of a local cluster, the given ones."""
@@ -86,6 +97,7 @@ class OnRay:
     def start(self, assignment: Assignment, slot: Slot) -> None:
         """Submit the assignment as a task, which Ray does not retry: the scheduler does."""
         options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": len(slot.gpus), "max_retries": 0}
+        options["runtime_env"] = {"env_vars": assignment.worker_variables}
         if not self._local:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -116,12 +128,16 @@ class OnRay:
             self._ray.cancel(reference, force=True)
         self._ray.shutdown()
 
-    def _warm(self, num_workers: int) -> None:
-        """Let every worker of a local cluster import what it needs: the first vertices would wait for it. Each waits
-        until all are there, so that none runs two of these tasks; nobody waits for one that died."""
-        meet = self._ray.remote(_meet).options(num_cpus=1, max_retries=0)
+    def _warm(self, workers: Mapping[int, int]) -> None:
+        """Let every worker of a local cluster, so many by their threads, import what it needs: the first vertices would
+        wait for it. Each waits until all are there, so that none runs two of these tasks; nobody waits for one that
+        died."""
+        meet, num_workers = self._ray.remote(_meet), sum(workers.values())
+        options = [{"env_vars": of_threads(threads)} for threads, count in workers.items() for _ in range(count)]
         with tempfile.TemporaryDirectory(prefix="meshwright-jobs-") as directory:
-            waiting = [meet.remote(directory, num_workers) for _ in range(num_workers)]
+            waiting = [
+                meet.options(num_cpus=0, max_retries=0, runtime_env=of).remote(directory, num_workers) for of in options
+            ]
             while waiting:
                 (ended,), waiting = self._ray.wait(waiting, num_returns=1)
                 try:

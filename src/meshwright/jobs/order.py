@@ -1,10 +1,12 @@
 """The order of a job graph: units that run together, cycles, levels, chains, and the critical path. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from meshwright.ir.job_graph import JobGraph
+from meshwright.ir.job_graph import FunctionVertex, JobGraph
 
 Before = Mapping[str, Sequence[str]]
 
@@ -25,24 +27,10 @@ class Unit(NamedTuple):
 def find_cycle(before: Before) -> list[str]:
     """A cycle as names in the order in which data would flow, the first name again at the end; empty if there is
     none."""
-    done: set[str] = set()
-    for start in before:
-        path: list[str] = []
-        stack: list[tuple[str, int]] = [(start, 0)] if start not in done else []
-        while stack:
-            name, index = stack.pop()
-            if index == 0:
-                path.append(name)
-            successors = before[name]
-            if index < len(successors):
-                stack.append((name, index + 1))
-                following = successors[index]
-                if following in path:
-                    return [following, *reversed(path[path.index(following) :])]
-                if following not in done and following in before:
-                    stack.append((following, 0))
-            else:
-                done.add(path.pop())
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        return list(error.args[1])
     return []
 
 
@@ -95,6 +83,15 @@ def units(graph: JobGraph) -> dict[str, Unit]:
             labels=tuple(dict.fromkeys(label for vertex in vertices for label in vertex.labels.items())),
         )  # fmt: skip
     return result
+
+
+def worker_threads(graph: JobGraph) -> dict[int, int]:
+    """The number of units by the threads of the worker that runs them: those of a single function, or one thread."""
+    single = [(unit, graph.vertices[unit.members[0]]) for unit in units(graph).values()]
+    return Counter(
+        max(1, int(vertex.cores)) if len(unit.members) == 1 and isinstance(vertex, FunctionVertex) else 1
+        for unit, vertex in single
+    )
 
 
 def before_units(of: Mapping[str, Unit]) -> dict[str, tuple[str, ...]]:

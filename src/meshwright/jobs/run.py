@@ -15,9 +15,9 @@ from meshwright.ir.job_run import JobRecord, JobRow, JobSpan
 from meshwright.ir.units import seconds as seconds_text
 from meshwright.jobs.carrier import Carrier, Processes
 from meshwright.jobs.check import check, node_text
-from meshwright.jobs.journal import Event, Failed, Finished, Opened, Started, read_events
+from meshwright.jobs.journal import Event, Failed, Finished, Opened, Reused, Started, read_events
 from meshwright.jobs.on_ray import OnRay
-from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units
+from meshwright.jobs.order import Unit, before_units, chains, critical_path, is_chain, levels, units, worker_threads
 from meshwright.jobs.scheduler import Scheduler, Told
 from meshwright.jobs.simulate import lower_bound, makespan, simulate
 from meshwright.jobs.store import Store
@@ -73,7 +73,7 @@ def run_jobs(
         check(graph, folder, machines, where)
     directory = directory.absolute()
     lock = locked(directory, LAUNCHER, kind=JobError, option="--directory")
-    with lock, _carrier(on, machines, address, len(graph.vertices)) as carrier:
+    with lock, _carrier(on, machines, address, graph) as carrier:
         there = dict(carrier.nodes())
         check(graph, folder, there, where)
         files.save(graph, directory / "graph.json")
@@ -93,15 +93,18 @@ def run_jobs(
 
 
 def outputs_of(directory: str | os.PathLike[str]) -> dict[str, dict[str, Path]]:
-    """The file of every output of every vertex that has finished in the directory, by vertex and output. Of a directory
-    it is the list of its files."""
+    """The file of every output of every vertex that has finished in the directory, by vertex and output, as in the last
+    run that ran or reused the vertex. Of a directory it is the list of its files."""
     directory = Path(directory).absolute()
     store = Store(directory / "objects")
-    return {
-        event.vertex: {name: store.path(stored) for name, stored in event.outputs.items()}
-        for event in _events(directory)
-        if isinstance(event, Finished)
-    }
+    by_key: dict[tuple[str, str], Finished] = {}
+    last: dict[str, Finished] = {}
+    for event in _events(directory):
+        if isinstance(event, Finished):
+            last[event.vertex] = by_key[event.vertex, event.key] = event
+        elif isinstance(event, Reused):
+            last[event.vertex] = by_key[event.vertex, event.key]
+    return {vertex: {name: store.path(stored) for name, stored in end.outputs.items()} for vertex, end in last.items()}
 
 
 def value_of(directory: str | os.PathLike[str], source: str) -> Any:
@@ -130,8 +133,8 @@ def this_machine() -> JobNode:
 
 
 @contextmanager
-def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str, num_vertices: int) -> Iterator[Carrier]:
-    carrier: Carrier = OnRay(nodes, address, num_vertices) if on == "ray" else Processes(nodes)
+def _carrier(on: CarrierName, nodes: Mapping[str, JobNode], address: str, graph: JobGraph) -> Iterator[Carrier]:
+    carrier: Carrier = OnRay(nodes, address, worker_threads(graph)) if on == "ray" else Processes(nodes)
     try:
         yield carrier
     finally:

@@ -14,14 +14,16 @@ from meshwright.ir.job_graph import CommandVertex, FunctionVertex, JobGraph, Tra
 from meshwright.jobs.assignment import Assignment, Given, Outcome, Pipe, Task
 from meshwright.jobs.carrier import Carrier
 from meshwright.jobs.code import vertex_digest
-from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Started
+from meshwright.jobs.journal import Failed, Finished, Journal, Opened, Published, Reused, Started
 from meshwright.jobs.order import Unit, before_units, remaining_s, topological, units
 from meshwright.jobs.placement import Free, Slot, could_run, next_starts
-from meshwright.jobs.store import Store, outside
+from meshwright.jobs.store import DamagedError, Store, Stored, outside
 from meshwright.jobs.training import Training, run_of
 
 log = logging.getLogger("meshwright")
 
+SPOILED = 3
+"""How often a unit may find a damaged input without counting as failed: the fault is not its own."""
 Told = Callable[[str, str], None]
 """Called with (event, vertex or unit): ``started``, ``finished``, ``reused``, ``again`` and ``failed``."""
 
@@ -53,8 +55,10 @@ class Scheduler:
         self._free = Free(carrier.nodes())
         self._running: dict[str, tuple[Slot, dict[str, str]]] = {}
         self._died: dict[str, int] = {}
+        self._spoiled: dict[str, int] = {}
         self._looked_up: set[str] = set()
-        self._failure: Outcome | None = None
+        self._published = {event.path for event in self._journal.events if isinstance(event, Published)}
+        self._failure: JobError | None = None
         self.finished: dict[str, Finished] = {}
         self.reused: set[str] = set()
 
@@ -62,7 +66,8 @@ class Scheduler:
         """Run until all vertices have finished. Return the end of each, in this run or in an earlier one.
 
         Raises:
-            JobError: a vertex failed more often than it may. What was running beside it has ended, and is kept.
+            JobError: a vertex failed more often than it may, or an output cannot be published. What was running beside
+                it has ended, and is kept.
             KeyboardInterrupt: Ctrl-C. Finished vertices are kept.
         """
         self._journal.write(Opened(time_s=time.time(), carrier=type(self._carrier).__name__))
@@ -77,7 +82,7 @@ class Scheduler:
         finally:
             self._journal.close()
         if self._failure is not None:
-            raise self._error(self._failure)
+            raise self._failure
         return self.finished
 
     # --- starting ----------------------------------------------------------------------------------------------------
@@ -108,6 +113,7 @@ class Scheduler:
         ends = [end for end in found if end is not None and all(map(self._store.whole, end.outputs.values()))]
         if len(ends) < len(unit.members):
             return False
+        self._journal.write(*(Reused(time_s=time.time(), vertex=end.vertex, key=end.key) for end in ends))
         for end in ends:
             self._finish(end)
             self.reused.add(end.vertex)
@@ -211,10 +217,15 @@ class Scheduler:
         self._forget_nodes(slot.node)
         if outcome.damaged is not None:
             self._forget(outcome)
+            self._spoiled[unit.name] = self._spoiled.get(unit.name, 0) + 1
+            if self._spoiled[unit.name] <= SPOILED:
+                log.warning("%s: %s; it runs again once that is made again", outcome.vertex, outcome.problem)
+                self._tell("again", unit.name)
+                return
         self._died[unit.name] = self._died.get(unit.name, 0) + 1
         allowed = max(self._graph.vertices[name].retries for name in unit.members)
         if self._died[unit.name] > allowed:
-            self._failure = self._failure or outcome
+            self._failure = self._failure or self._error(outcome)
             self._tell("failed", outcome.vertex)
             return
         times = f"{allowed - self._died[unit.name] + 1} more of {allowed + 1} runs"
@@ -224,7 +235,35 @@ class Scheduler:
     def _finish(self, end: Finished) -> None:
         self.finished[end.vertex] = self._known[end.vertex, end.key] = end
         for output, path in self._graph.vertices[end.vertex].publish.items():
-            publish(self._store, end, output, self._folder / path)
+            try:
+                self._publish(end, output, self._folder / path)
+            except JobError as error:
+                self._failure = self._failure or error
+
+    def _publish(self, end: Finished, output: str, path: Path) -> None:
+        """Copy an output to a path outside, unless it is there already. Raise a JobError if that fails, or if it would
+        replace a folder that no run in this directory has published."""
+        where, stored, place = f"vertices.{end.vertex}.publish.{output}", end.outputs[output], str(path.resolve())
+        try:
+            if self._store.is_at(stored, path):
+                return
+            if is_folder(path) and place not in self._published:
+                raise JobError(
+                    f"would replace the folder {path}, which no run in {self._directory} has published", where=where,
+                    remedy="move it away, or publish under another name; then give the same command again",
+                )  # fmt: skip
+            if stored.directory and place not in self._published:
+                self._journal.write(Published(time_s=time.time(), vertex=end.vertex, output=output, path=place))
+                self._published.add(place)
+            publish(self._store, stored, path)
+        except DamagedError as error:
+            problem = f"cannot be published: {error}"
+            raise JobError(problem, where=where, remedy="give the same command again: it is made again") from None
+        except OSError as error:
+            raise JobError(
+                f"cannot be published as {path}: {error.strerror or error}", where=where,
+                remedy="make room, or correct the path or its rights; then give the same command again",
+            ) from None  # fmt: skip
 
     def _forget(self, outcome: Outcome) -> None:
         """Let the vertices that wrote a damaged output run again."""
@@ -261,11 +300,8 @@ class Scheduler:
         )
 
 
-def publish(store: Store, end: Finished, output: str, path: Path) -> None:
-    """Copy an output to a path outside, unless it is there already."""
-    stored = end.outputs[output]
-    if path.exists() and not stored.directory and outside(path) == stored.sha256:
-        return
+def publish(store: Store, stored: Stored, path: Path) -> None:
+    """Copy an output to a path outside, in place of what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
     remove(fresh)
@@ -274,9 +310,14 @@ def publish(store: Store, end: Finished, output: str, path: Path) -> None:
     fresh.rename(path)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def remove(path: Path) -> None:
     """Remove a file or a directory, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if is_folder(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -43,14 +43,12 @@ class Store:
         """The file of an output, or of a directory's list."""
         return self.root / stored.sha256[:2] / stored.sha256
 
-    def put(self, path: Path, *, keep: bool = False) -> Stored:
-        """Store a file or a directory. Its files are moved, or with ``keep`` also stay where they are."""
+    def put(self, path: Path) -> Stored:
+        """Store a file or a directory. Its files are moved."""
         if not path.is_dir():
-            return self._put_file(path, keep=keep)
+            return self._put_file(path)
         parts = {
-            str(file.relative_to(path)): self._put_file(file, keep=keep)
-            for file in sorted(path.rglob("*"))
-            if file.is_file()
+            str(file.relative_to(path)): self._put_file(file) for file in sorted(path.rglob("*")) if file.is_file()
         }
         return msgspec.structs.replace(self.put_bytes(msgspec.json.encode(parts)), directory=True)
 
@@ -61,14 +59,14 @@ class Store:
             files.write_atomically(self.path(stored), data)
         return stored
 
-    def _put_file(self, path: Path, *, keep: bool) -> Stored:
+    def _put_file(self, path: Path) -> Stored:
         source = path.resolve()
         stored = Stored(sha256=_hash(source), num_bytes=source.stat().st_size)
         target = self.path(stored)
         if self.whole(stored):
             return stored
         target.parent.mkdir(parents=True, exist_ok=True)
-        if keep or source != path.absolute():
+        if source != path.absolute():
             copy = target.with_name(f".{target.name}.{os.getpid()}")
             shutil.copyfile(source, copy)
             os.replace(copy, target)
@@ -85,6 +83,15 @@ class Store:
         except OSError:
             return False
         return not stored.directory or all(map(self.whole, self._parts(stored).values()))
+
+    def is_at(self, stored: Stored, path: Path) -> bool:
+        """Whether a path outside has the contents of the output, and nothing more."""
+        if not stored.directory:
+            return path.is_file() and _hash(path) == stored.sha256
+        if not path.is_dir() or not self.whole(stored):
+            return False
+        found = {str(file.relative_to(path)): _hash(file) for file in path.rglob("*") if file.is_file()}
+        return found == {name: part.sha256 for name, part in self._parts(stored).items()}
 
     def read(self, stored: Stored) -> bytes:
         """The contents of a file. Raise a DamagedError if it is missing or changed."""

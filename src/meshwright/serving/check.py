@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -121,16 +122,11 @@ def _graph_problems(workflow: "Workflow") -> Iterator[Problem]:
 
 def _circle(inputs: Mapping[str, list[str]]) -> list[str]:
     """A circle of operators, in the order of the data, with its first operator again at the end; empty: none."""
-    left = dict(inputs)
-    while ready := [name for name, before in left.items() if not any(one in left for one in before)]:
-        for name in ready:
-            del left[name]
-    if not left:
-        return []
-    path = [next(iter(left))]
-    while path[-1] not in path[:-1]:
-        path.append(next(one for one in left[path[-1]] if one in left))
-    return path[path.index(path[-1]) :][::-1]
+    try:
+        TopologicalSorter(inputs).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _twice_joined(inputs: Mapping[str, list[str]]) -> Iterator[Problem]:

@@ -95,9 +95,9 @@ class WorkflowPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 def make_plan(
     workflow: Workflow, models: Mapping[str, str], workers: Mapping[str, Sequence[str]],
     rates: Mapping[str, Mapping[str, float]], flows: Mapping[tuple[str, str, str, str], float], *,
-    bound: float | None = None, headroom: float = 1.0, method: str = "",
+    headroom: float = 1.0,
 ) -> WorkflowPlan:  # fmt: skip
-    """A plan with its prices.
+    """A plan with its prices; the bound on every plan's price is its own.
 
     Links have prices between tiers, so that the division of an operator's items over its workers in one tier changes no
     price. All of these workers get equal utilisation.
@@ -106,7 +106,6 @@ def make_plan(
         workers: the workers of each operator.
         rates: items per second of each operator in each tier.
         flows: items per second by source or operator, operator, tier of the first and tier of the second.
-        bound: a lower bound on the price; None: the plan's own price.
     """
     choices = []
     for name in workflow.order:
@@ -133,8 +132,8 @@ def make_plan(
     links_usd = sum(each.usd_per_hour for each in traffic)
     return WorkflowPlan(
         workflow=workflow.name, choices=tuple(choices), traffic=traffic, workers_usd_per_hour=workers_usd,
-        links_usd_per_hour=links_usd, accuracy=workflow.accuracy(models) or 0.0, headroom=headroom, method=method,
-        bound_usd_per_hour=workers_usd + links_usd if bound is None else min(bound, workers_usd + links_usd),
+        links_usd_per_hour=links_usd, accuracy=workflow.accuracy(models) or 0.0, headroom=headroom,
+        bound_usd_per_hour=workers_usd + links_usd,
     )  # fmt: skip
 
 

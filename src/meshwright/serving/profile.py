@@ -26,13 +26,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 def profile(
     workflow: Workflow, *, cluster: str = "", progress: Callable[[str], None] = lambda what: None
 ) -> tuple[Profile, ...]:
-    """Profile every variant that has a model, on one core. The first variants stand for operators before it.
+    """Profile every variant that has a model, on one core. The first such variants stand for operators before it.
 
     ``cluster``: predict seconds for a device of this cluster (a name or a file), and measure nothing. Empty: measure
     here, and predict for this machine.
 
     Raises:
-        WorkflowError: no variant has a model, or a model refuses its inputs.
+        WorkflowError: no variant of an operator has a model, or a model refuses its inputs.
         CaptureError: a model cannot be captured.
     """
     if not any(variant.model for operator in workflow.operators for variant in operator.variants):
@@ -43,12 +43,15 @@ def profile(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        first = {operator.name: operator.variants[0].name for operator in workflow.operators}
+        first = {
+            operator.name: next((one.name for one in operator.variants if one.model), operator.variants[0].name)
+            for operator in workflow.operators
+        }
         examples = examples_of(workflow, first)
         found = []
         for name in workflow.order:
             operator = workflow.operator_of[name]
-            for variant in operator.variants:
+            for variant in (one for one in operator.variants if one.model):
                 progress(f"{name}: {variant.name}")
                 model = captured_variant(operator, variant, examples)
                 inputs = [examples[one] for one in operator.inputs]

@@ -161,16 +161,6 @@ class _Simulation:
             self._finished[event.item] = max(self._finished[event.item], event.time_s)
 
 
-# --- closed forms ----------------------------------------------------------------------------------------------------
-
-
-def mean_latency_s(rate_per_s: float, seconds: float, variation: float) -> float:
-    """The mean time in a queue and on one worker, for Poisson arrivals (Pollaczek 1930, Khinchine 1932): M/D/1 with
-    variation 0, M/M/1 with variation 1."""
-    busy = rate_per_s * seconds
-    return seconds + busy * seconds * (1 + variation**2) / (2 * (1 - busy))
-
-
 def capacity_per_s(workflow: Workflow, plan: WorkflowPlan) -> float:
     """The most items per second that the plan's shares allow: the first worker or link that is busy all the time limits
     them."""

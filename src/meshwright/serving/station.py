@@ -29,7 +29,7 @@ from meshwright.serving.workflow import Workflow
 DIFFERENT_ITEMS = 8
 """The number of different random items of a source."""
 PATIENCE_S = 60.0
-"""Seconds without a message after which a worker gives up."""
+"""Seconds without a message, once its next item has started, after which a worker gives up."""
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,17 +118,20 @@ class Station:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def _items(self, outboxes: Mapping[str, Outbox], begin_s: float) -> list[tuple[int, float, float]]:
-        mine = {item for item, route in enumerate(self._routes) if route[self._operator] == self.name}
+        mine = [item for item, route in enumerate(self._routes) if route[self._operator] == self.name]
         inputs = self.job.workflow.operator_of[self._operator].inputs
         came: dict[int, dict[str, Tensor]] = {}
         times: list[tuple[int, float, float]] = []
         ended_s = begin_s
+        job = self.job
+        starts = injections(job.workflow.rate_per_s, job.items, job.arrivals, job.seed)
         while len(times) < len(mine):
-            patience_s = max(0.0, begin_s - time.time()) + PATIENCE_S
+            due_s = begin_s + starts[mine[len(times)]]
+            patience_s = max(0.0, due_s - time.time()) + PATIENCE_S
             try:
                 header, payload, came_s = self._inbox.next(patience_s)
             except queue.Empty:
-                raise self._missing(mine - {item for item, *_ in times}, came, inputs) from None
+                raise self._missing(set(mine) - {item for item, *_ in times}, came, inputs) from None
             came.setdefault(header.item, {})[header.source] = _tensor(header, payload)
             if len(came[header.item]) < len(inputs):
                 continue

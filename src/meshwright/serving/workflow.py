@@ -1,9 +1,8 @@
 """Workflows as data: operators with model variants, sources with rates, tiers of workers with prices, links, limits."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import product
 from typing import ClassVar
 
 import msgspec
@@ -266,9 +265,3 @@ class Workflow(_Part, frozen=True, kw_only=True, dict=True):
             max(1.0 if one.accuracy is None else one.accuracy for one in operator.variants)
             for operator in self.operators
         )
-
-    def choices(self) -> Iterator[dict[str, str]]:
-        """Every choice of a variant for each operator."""
-        names = [[variant.name for variant in self.operator_of[name].variants] for name in self.order]
-        for models in product(*names):
-            yield dict(zip(self.order, models, strict=True))
