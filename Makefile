@@ -6,6 +6,7 @@ TORCH  ?=
 VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+AUDIT  := .venv-audit
 
 # A worker that has nothing left takes half of the tests that another has left.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
@@ -13,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance clusters matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -114,6 +115,11 @@ conformance: $(STAMP) ## run PyTorch's own distributed tests on the backend "mes
 
 bench-dry-runs: $(STAMP) ## run the steps of all layouts and pipelines on fake GPUs; peak memory beside the predicted
 	@$(BIN)/python -m benchmarks.dry_runs
+
+audit: ## ask the advisory databases about every pinned package, with pip-audit in an environment of its own (network)
+	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT); \
+	  $(AUDIT)/bin/python -m pip install -q --disable-pip-version-check "pip-audit>=2.7"; }
+	@$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 clusters: $(STAMP) ## start a Slurm and a Ray of two nodes on this machine, and run the tests that need them and several hosts (as root; apt-get, ray)
 	@$(BIN)/pytest -m clusters tests/clusters tests/end_to_end/test_hosts.py

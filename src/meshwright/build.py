@@ -3,7 +3,6 @@
 import glob
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +33,7 @@ from meshwright.ir.run_data import (
 from meshwright.ir.run_model import FactoryModel, GPTModel, UNetModel
 from meshwright.runtime.corpus import standard_library_text
 from meshwright.runtime.loop import Progress
+from meshwright.runtime.trust import imported
 
 LossFunction = Callable[[nn.Module, Any], Any]
 Tensors = dict[str, Tensor]
@@ -62,7 +62,7 @@ _LOSSES: dict[str, LossFunction] = {
 
 def model(run: Run) -> nn.Module:
     """The model of ``[model]``, with initial values drawn from the run's seed. Raise a FileFormatError if its sizes do
-    not fit, or the factory cannot be imported or called."""
+    not fit, or the factory cannot be imported or called, or is not trusted (``runtime/trust.py``)."""
     section = run.model
     torch.manual_seed(run.train.seed)
     if isinstance(section, FactoryModel):
@@ -86,7 +86,7 @@ def loss_function(run: Run) -> LossFunction:
     """The loss function of ``[model]``. Raise a FileFormatError if it cannot be imported."""
     usual = {GPTModel: "language_model", UNetModel: "segmentation"}.get(type(run.model), "classification")
     name = run.model.loss or usual
-    return _LOSSES[name] if name in _LOSSES else cast(LossFunction, _imported(name, "model.loss"))
+    return _LOSSES[name] if name in _LOSSES else cast(LossFunction, imported(name, "model.loss"))
 
 
 def hyperparameters(run: Run) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def optimizer(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def _call_factory(section: FactoryModel) -> nn.Module:
-    factory = _imported(section.factory, "model.factory")
+    factory = imported(section.factory, "model.factory")
     try:
         inspect.signature(factory).bind(**section.arguments)
     except TypeError as error:
@@ -119,23 +119,6 @@ def _call_factory(section: FactoryModel) -> nn.Module:
             remedy="return a torch.nn.Module",
         )
     return module
-
-
-def _imported(name: str, key: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise FileFormatError(
-            f"{name!r} cannot be imported: {error}",
-            where=key,
-            remedy="write package.module:function; run where the package is installed, or in its folder",
-        ) from None
-    if not callable(function):
-        raise FileFormatError(f"{name!r} is a {type(function).__name__}", where=key, remedy="name a function or class")
-    return cast(Callable[..., Any], function)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

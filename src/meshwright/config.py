@@ -1,5 +1,6 @@
 """Reads RUN.toml: its tables become a ``Run``; errors name the file and the key."""
 
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,32 @@ def make(raw: dict[str, Any], *, where: str) -> Run:
     run = files.decode(msgspec.toml.encode(raw), Run, where=where, toml=True)
     refuse(FileFormatError, _problems(run, raw), where)
     return run
+
+
+PATHS = ("data.path", "data.paths", "data.cache_directory", "layout.plan", "layout.cluster", "train.directory")
+"""The keys that hold paths, or may do so."""
+
+
+def check_paths(raw: dict[str, Any], folder: Path, *, where: str) -> None:
+    """Check that the paths in these tables, which may come from a stranger, lead neither out of ``folder`` nor out of
+    the folder of the file that they stand in.
+
+    Raises:
+        FileFormatError: one does; names ``where``, the file, and the key.
+    """
+    for key in PATHS:
+        section, _, name = key.partition(".")
+        table = raw.get(section)
+        given = table.get(name) if isinstance(table, dict) else None
+        for text in given if isinstance(given, list) else [given]:
+            if not isinstance(text, str) or not text:
+                continue  # decoding refuses other types
+            found = glob.glob(text, recursive=True) if glob.has_magic(text) else []
+            for path in (text, *found):
+                problem = files.way_out(folder, path)
+                if problem and files.way_out(Path(where).absolute().parent, str(folder / path)):
+                    remedy = f"give it as an option (--{key}), or add --trust if you trust this file"
+                    raise FileFormatError(f"{path!r} {problem} {folder}", where=f"{where}: {key}", remedy=remedy)
 
 
 def save(run: Run, path: Path) -> None:

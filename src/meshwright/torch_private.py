@@ -29,6 +29,7 @@ try:
     from torch.autograd import _profiler_enabled as is_profiling
     from torch.autograd import _record_function_with_args_enter as record_begin
     from torch.autograd import _record_function_with_args_exit as record_end
+    from torch.distributed.distributed_c10d import _get_object_coll_device as _device_of_objects
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils import _pytree as pytree
@@ -51,10 +52,15 @@ __all__ = [
     "CHECKPOINT_GENERATORS",
     "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
     "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
-    "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "is_profiling", "pytree", "record_begin",
-    "record_end", "resolve_process_group",
-    "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
+    "device_of_objects", "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "is_profiling", "pytree",
+    "record_begin", "record_end", "resolve_process_group", "sequence_number",
+    "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
 ]  # fmt: skip
+
+
+def device_of_objects(group: torch.distributed.ProcessGroup) -> torch.device:
+    """The device on which a group carries objects: the CPU if the group has a backend for it."""
+    return torch.device(_device_of_objects(group))
 
 
 @functools.cache

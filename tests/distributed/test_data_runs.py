@@ -1,5 +1,6 @@
 """Runs over data larger than memory: losses of a run in one process; waits in trace, ledger, page and prediction."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 def _losses(folder: Path, images: Path) -> list[float]:
-    train(run_of(folder, images))
+    with contextlib.chdir(Path(__file__).parents[2]):  # the project's folder, which has the factory
+        train(run_of(folder, images))
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["data_s"] >= 0 for row in rows)
     return [row["loss"] for row in rows if "loss" in row]

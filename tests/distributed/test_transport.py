@@ -395,8 +395,8 @@ def test_what_a_rank_waits_for_is_said(wait: Callable[[], object], awaited: str)
     with pytest.MonkeyPatch.context() as patch:
         for name, found in {"is_initialized": True, "get_world_size": 2}.items():
             patch.setattr(dist, name, lambda found=found: found)
-        for name in ("barrier", "all_gather_object"):
-            patch.setattr(dist, name, lose)
+        patch.setattr(dist, "barrier", lose)
+        patch.setattr(groups, "gather_everywhere", lose)
         patch.setattr(member, "culprit", lambda: Trouble("rank 1", "it has ended"))
         with pytest.raises(LostRankError) as error:
             wait()

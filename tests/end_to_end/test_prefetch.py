@@ -30,7 +30,7 @@ from meshwright.data.encoded import Samples
 from meshwright.data.loaders import TensorLoader
 from meshwright.data.prefetch import Prefetcher, started_alone
 from meshwright.data.stored import StoreLoader
-from meshwright.errors import DataError
+from meshwright.errors import DataError, LostRankError
 from meshwright.schedules.samples import FILES, NOBODY, OWN_DISK, OWN_MEMORY, PEER
 from tests.end_to_end.data_cases import Counted, in_one_process
 
@@ -306,8 +306,10 @@ def test_a_stranger_gets_no_samples() -> None:
     address = server.address
     honest, stranger = Peer(1, address), Peer(1, Address(address.host, address.port, "wrong"))
     assert honest.get(5, Begin(0, 4)) == (bytearray(b"secret"), 0)
-    assert stranger.get(5, Begin(0, 4)) is None
-    assert stranger.gone
+    with pytest.raises(
+        LostRankError, match=rf"^{address.host}:{address.port}: it refuses the connection: its job has an"
+    ):
+        stranger.get(5, Begin(0, 4))
     honest.close()
     server.close()
 

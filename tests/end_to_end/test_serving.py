@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import queue
 import socket
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.api.machine import known_cluster
 from meshwright.cli import run as cli
+from meshwright.comm.sockets import introduce
 from meshwright.emulation.network import why_not
 from meshwright.errors import CaptureError, LaunchError, LostRankError, WorkflowError
 from meshwright.ir.run_model import FactoryModel, MLPModel, ResNetModel
@@ -30,7 +32,7 @@ from meshwright.serving.station import Job, Station, StationLog, played
 from meshwright.serving.wire import Header, Inbox, Outbox
 from meshwright.serving.workflow import Link, Operator, Source, Tier, Variant, Worker, Workflow
 
-TOLERANCE = 1e-5
+TOLERANCE, TOKEN = 1e-5, "the token of this job"
 
 
 class Scores(nn.Module):
@@ -168,7 +170,7 @@ def test_models_that_are_missing_or_refuse_their_inputs_are_named() -> None:
 
 def in_threads(job: Job) -> list[StationLog]:
     """All stations of a job in this process."""
-    stations = {name: Station(job, name, "127.0.0.1") for name in job.stations}
+    stations = {name: Station(job, name, "127.0.0.1", TOKEN) for name in job.stations}
     addresses = {name: station.address for name, station in stations.items()}
     with ThreadPoolExecutor(len(stations)) as pool:
         begin_s = time.time() + 0.05
@@ -209,8 +211,8 @@ def test_stations_wait_for_items_that_are_not_due_yet(monkeypatch: pytest.Monkey
 
 
 def test_messages_arrive_as_they_were_sent_and_others_are_refused() -> None:
-    inbox = Inbox("127.0.0.1")
-    outbox = Outbox(inbox.address)
+    inbox = Inbox("127.0.0.1", TOKEN)
+    outbox = Outbox(inbox.address, TOKEN)
     sent = [(Header(item, "camera", "float32", (2, item)), bytes(8 * item)) for item in range(3)]
     for header, payload in sent:
         outbox.send(header, payload)
@@ -218,13 +220,30 @@ def test_messages_arrive_as_they_were_sent_and_others_are_refused() -> None:
     came = [inbox.next(5.0) for _ in sent]
     assert [(header, bytes(payload)) for header, payload, _ in came] == sent
     with socket.create_connection(inbox.address) as stranger:
+        introduce(stranger, TOKEN)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(LostRankError, match="a message is damaged: it claims"):
             inbox.next(5.0)
     inbox.close()
-    gone = Outbox(inbox.address)
+    gone = Outbox(inbox.address, TOKEN)
     with pytest.raises(LostRankError, match="cannot be reached"):
         gone.close()
+
+
+def test_a_station_takes_nothing_from_a_stranger(caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox("127.0.0.1", TOKEN)
+    with socket.create_connection(inbox.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.")
+        assert stranger.recv(1) == b"-"
+    outbox = Outbox(inbox.address, "another")
+    with pytest.raises(LostRankError, match="it refuses the connection: its job has another token"):
+        outbox.close()
+    with pytest.raises(queue.Empty):
+        inbox.next(0.05)
+    assert {record.getMessage() for record in caplog.records} == {
+        "a connection from 127.0.0.1 is refused: it does not have the token of this job"
+    }
+    inbox.close()
 
 
 def test_a_plan_runs_in_processes_beside_its_prediction(

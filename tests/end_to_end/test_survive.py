@@ -31,6 +31,7 @@ from meshwright.runtime import manifest, shards, trainer
 from meshwright.runtime.loop import Silent
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.restarts import Restarts
+from meshwright.runtime.sinks import Jsonl
 from tests.distributed.pool import Ranks
 from tests.end_to_end.checkpoint_cases import a_trainer, told
 
@@ -156,7 +157,7 @@ def test_a_run_goes_on_while_the_disk_is_full(
 
 
 def test_rows_wait_until_there_is_room(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    meter = Meter(small_disk / "metrics.jsonl", 9, 1, "samples", 1.0, 0.0, torch.device("cpu"))
+    meter = Meter([Jsonl(small_disk / "metrics.jsonl")], 9, 1, "samples", 1.0, 0.0, torch.device("cpu"))
     meter.write({"step": 1})
     fill(small_disk)
     large = {"text": "x" * 3000}

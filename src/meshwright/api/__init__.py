@@ -36,6 +36,7 @@ from meshwright.runtime.preemption import TOGETHER_S, WARNINGS, Preemption
 from meshwright.runtime.products import matmul
 from meshwright.runtime.ranks import run_ranks
 from meshwright.runtime.restarts import Restarts
+from meshwright.runtime.trust import passed_on
 from meshwright.runtime.verify import Verification
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "num_devices",
     "num_replica_jobs",
     "parallelize",
+    "passed_on",
     "plan",
     "plan_run",
     "ranks_of_replica",

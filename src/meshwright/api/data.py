@@ -21,7 +21,7 @@ from meshwright.errors import DataError
 from meshwright.ir.data_use import DataUse
 from meshwright.ir.trace import Span, Trace
 from meshwright.ir.units import seconds
-from meshwright.runtime import launch
+from meshwright.runtime import launch, trust
 from meshwright.schedules.samples import CLASSES, FILES, Room, belady_misses, lru_misses, sources
 from meshwright.simulate.feed import FeedRates, Fetches, simulate_feed
 
@@ -109,8 +109,10 @@ def store_of(data: Any, decode: Decode | None = None, sequence_length: int = 0, 
 
 def meet(loader: PrefetchLoader) -> None:
     """Let the loaders of all ranks share samples. Every rank must call it."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        loader.meet(from_every_rank(loader.introduce(launch.own_address())))
+    world = dist.group.WORLD
+    if world is not None and world.size() > 1:
+        token = trust.token(world.get_group_store())
+        loader.meet(from_every_rank(loader.introduce(launch.own_address(), token)))
 
 
 class FeedForetold(msgspec.Struct, frozen=True, kw_only=True):

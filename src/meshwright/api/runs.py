@@ -46,6 +46,7 @@ from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_sch
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.replica import EXCHANGE
+from meshwright.runtime.sinks import Sink, opened
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Verification
 from meshwright.schedules.replicas import all_ranks, of_replica, server_ranks
@@ -165,6 +166,8 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
     progress.begin("capturing and planning")
     trainer = trainer_of(run, source.example(), _asked(run, directory))
     from_rank_0(lambda: told(f"{directory}", lambda: stack.enter_context(locked(directory, TRAINER))))
+    sinks: list[Sink] = []
+    from_rank_0(lambda: sinks.extend(told(f"{directory}", lambda: opened(run.train.metrics, directory))))
     held_bytes = _held_besides(trainer)
     foretold = _foretold(run, trainer) if rank == 0 and not run.schedule.batch_sizes else None
     progress.end()
@@ -177,7 +180,7 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
         loader,
         source.held_out(trainer.own_shard),
         Meter(
-            path=directory / "metrics.jsonl" if rank == 0 else None,
+            sinks=sinks,
             steps=run.train.steps,
             items_per_step=items,
             unit=unit,

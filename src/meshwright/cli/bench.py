@@ -10,6 +10,7 @@ from meshwright import config
 from meshwright.cli import bench_consistency, bench_convolutions, bench_products, display
 from meshwright.cli.overrides import EXTRA, overridden, target_of
 from meshwright.cli.plan import run_of
+from meshwright.cli.trust import TRUST
 from meshwright.ir import files, units
 from meshwright.ir.result import BatchSizes, Comparison, Result, Scaling, Utilization
 
@@ -74,6 +75,7 @@ THREADS = "Threads of each rank."
 def scaling(
     context: typer.Context,
     target: str = TARGET,
+    trust: bool = TRUST,
     kind: str = typer.Option("strong", help="What grows with the number of ranks: nothing (strong), batch, or model."),
     ranks: str = typer.Option(
         "",
@@ -127,6 +129,7 @@ def utilization(
 def batch_size(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
+    trust: bool = TRUST,
     sizes: str = typer.Option(..., help="Sizes of the global batch in rising order, such as 8,16,32."),
     loss: float = typer.Option(..., "--target", help="The held-out loss at which training ends, such as 2.7."),
     rules: str = typer.Option("none,linear,sqrt", help="Rules by which the learning rate grows with the batch."),
@@ -159,6 +162,7 @@ def batch_size(
 def codec(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
+    trust: bool = TRUST,
     codecs: list[str] = typer.Option([], "--codec", help="A codec, such as qsgd(4); repeat it for several."),
     ranks: int = typer.Option(2, min=2, help="Ranks that divide the batch."),
     boxes: int = typer.Option(1, min=1, help="Number of emulated boxes that hold the ranks."),

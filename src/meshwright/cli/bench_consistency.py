@@ -11,6 +11,7 @@ from meshwright.cli import display
 from meshwright.cli.overrides import overridden, target_of
 from meshwright.cli.plan import run_of
 from meshwright.cli.replicas import faults_of
+from meshwright.cli.trust import TRUST
 from meshwright.ir import files, units
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ SMALL: dict[str, Any] = {
 def consistency(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: a small GPT."),
+    trust: bool = TRUST,
     rules: list[str] = typer.Option(
         [], "--rule", help="A consistency rule, such as server(ssp=3); may be repeated. Default: nine rules."
     ),

@@ -8,6 +8,7 @@ from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.overrides import overridden, target_of
 from meshwright.cli.plan import run_of
+from meshwright.cli.trust import TRUST
 from meshwright.ir import units
 from meshwright.ir.algorithm_times import AlgorithmTiming
 
@@ -27,6 +28,7 @@ SMALL = config.REFERENCES["resnet"]
 def convolutions(
     context: typer.Context,
     target: str = typer.Argument("", metavar="RUN.toml|MODEL", help="A run file, or a model; empty: resnet."),
+    trust: bool = TRUST,
     ranks: int = typer.Option(1, min=1, help="The number of ranks over which the layout divides the convolutions."),
     threads: int = typer.Option(1, min=1, help="Threads of each rank."),
     output: Path | None = typer.Option(

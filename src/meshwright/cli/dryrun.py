@@ -6,6 +6,7 @@ import typer
 
 from meshwright.cli import display
 from meshwright.cli.plan import DP, TARGET, TP, run_of
+from meshwright.cli.trust import TRUST
 from meshwright.ir import files
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def dryrun(
     target: str = TARGET,
     dp: int | None = DP,
     tp: str | None = TP,
+    trust: bool = TRUST,
     ranks: int = typer.Option(0, help="Number of ranks of the job; 0: what the layout asks for, or the cluster has."),
     rank: list[int] = typer.Option(
         [],

@@ -11,6 +11,7 @@ from meshwright import config
 from meshwright.cli import display
 from meshwright.cli.overrides import overridden
 from meshwright.cli.train import run_training, summarize, with_directory
+from meshwright.cli.trust import TRUST, is_trusting, read_run
 from meshwright.engines.job import Job, shell
 from meshwright.errors import FileFormatError, LaunchError, PreemptedError
 from meshwright.ir import files
@@ -31,18 +32,19 @@ def launch(
     nodes: Path | None = typer.Option(None, help="A TOML file with keys of [nodes], in place of that table."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be run or submitted, and stop."),
     detach: bool = typer.Option(False, "--detach", help="Submit a Slurm job without watching it."),
+    trust: bool = TRUST,
 ) -> None:
     """Start the run of a RUN.toml on nodes. Keys of the file are options, too: --SECTION.KEY VALUE."""
     if on not in get_args(Engine):
         remedy = files.did_you_mean(on, get_args(Engine), f"known: {', '.join(get_args(Engine))}")
         raise FileFormatError(f"{on!r} is no engine", where="--on", remedy=remedy)
-    raw = config.read(file)
+    raw = read_run(file)
     if nodes is not None:
         described = config.read(nodes)
         raw["nodes"] = described.get("nodes", described)
     raw = overridden(raw, context.args)
     run = with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}")
-    code = _STARTS[on](Job(run=run, file=file, arguments=tuple(context.args)), dry_run, detach)
+    code = _STARTS[on](Job(run=run, file=file, arguments=tuple(context.args), trust=is_trusting()), dry_run, detach)
     if code:
         raise typer.Exit(code)
 

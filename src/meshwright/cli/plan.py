@@ -14,6 +14,7 @@ from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
 from meshwright.cli.pages import write_report
 from meshwright.cli.sweeps import show_sweep
+from meshwright.cli.trust import TRUST, read_run
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.call_text import sizes_of
@@ -75,6 +76,7 @@ def plan(
     dp: int | None = DP,
     tp: str | None = TP,
     strict: bool = STRICT,
+    trust: bool = TRUST,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON; with --program, the program."),
@@ -326,7 +328,7 @@ def run_of(
     if target in config.REFERENCES:
         raw = config.REFERENCES[target]
     elif Path(target).suffix == ".toml" or Path(target).exists():
-        raw = config.read(target)
+        raw = read_run(target)
     else:
         from meshwright import prediction
 

@@ -8,6 +8,7 @@ import typer
 from meshwright.cli import display
 from meshwright.cli.plan import CLUSTER, DP, RANKS, TARGET, TP, refuse, run_of
 from meshwright.cli.replicas import faults_of, show_rules
+from meshwright.cli.trust import TRUST
 from meshwright.errors import FileFormatError
 from meshwright.ir import files
 from meshwright.ir.pipeline import CHUNKED
@@ -32,6 +33,7 @@ def simulate(
     target: str = TARGET,
     dp: int | None = DP,
     tp: str | None = TP,
+    trust: bool = TRUST,
     ranks: int = RANKS,
     cluster: str = CLUSTER,
     contention: bool = typer.Option(False, "--contention", help="Let transfers that share a link share its rate."),

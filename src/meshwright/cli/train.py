@@ -11,6 +11,7 @@ from meshwright.cli import display
 from meshwright.cli.calibrate import calibrate_once, print_learned
 from meshwright.cli.overrides import keys, overridden
 from meshwright.cli.plan import STRICT
+from meshwright.cli.trust import TRUST, read_run
 from meshwright.errors import ClusterError, PreemptedError
 from meshwright.ir.run import Run
 
@@ -35,6 +36,7 @@ def train(
     file: Path = typer.Argument(..., metavar="RUN.toml", help="The run file: model, data, optimizer, layout."),
     feed_back: bool = RECALIBRATE,
     strict: bool = STRICT,
+    trust: bool = TRUST,
     compile: bool = typer.Option(False, "--compile", help="Join operators into kernels; needs a C++ compiler."),
     list_keys: bool = typer.Option(False, "--keys", help="List all keys with their defaults and stop."),
 ) -> None:
@@ -44,7 +46,7 @@ def train(
             typer.echo(f"--{name:<28} {default:<22} {owner}".rstrip())
         return
     chosen = [*(["--layout.strict=true"] if strict else []), *(["--train.compile=true"] if compile else [])]
-    raw = overridden(config.read(file), [*chosen, *context.args])
+    raw = overridden(read_run(file), [*chosen, *context.args])
     run_training(with_directory(config.make(raw, where=str(file)), f"runs/{file.stem}"), feed_back=feed_back)
 
 

@@ -6,6 +6,7 @@ import typer
 
 from meshwright.cli import display
 from meshwright.cli.plan import DP, STRICT, TARGET, TP, run_of
+from meshwright.cli.trust import TRUST
 
 if TYPE_CHECKING:
     from meshwright.api import Verification
@@ -23,6 +24,7 @@ def verify(
     dp: int | None = DP,
     tp: str | None = TP,
     strict: bool = STRICT,
+    trust: bool = TRUST,
     steps: int = typer.Option(3, min=1, help="Training steps to compare."),
     as_json: bool = display.JSON,
 ) -> int:

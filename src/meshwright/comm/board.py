@@ -1,12 +1,12 @@
 """Notes from rank to rank without collectives: for background threads, which do not run in the order of the steps."""
 
-import pickle
 import time
 from typing import Any
 
 import torch.distributed as dist
 
 from meshwright.comm.attendance import Attendance
+from meshwright.comm.notes import from_bytes, to_bytes
 from meshwright.comm.transport.base import late, timeout_of
 
 PIECE_BYTES = 4 * 2**20
@@ -35,7 +35,7 @@ class Board:
         """Leave a note under a key; use each key once."""
         if self._store is None:
             return
-        data = pickle.dumps(note)
+        data = to_bytes(note)
         starts = range(0, len(data), PIECE_BYTES)
         for number, start in enumerate(starts):
             self._store.set(f"board/{key}/{number}", data[start : start + PIECE_BYTES])
@@ -46,6 +46,7 @@ class Board:
 
         Raises:
             LostRankError: the rank is gone, or the note did not come within the group's timeout.
+            RankError: the store holds something else than a note.
         """
         # Short checks instead of one long wait in the store: a thread that sleeps here lets the process end.
         deadline, look = time.monotonic() + self._timeout_s, time.monotonic()
@@ -58,7 +59,7 @@ class Board:
                 raise late(rank, f"it has left no note {key!r} for {self._timeout_s:g} s")
             time.sleep(LOOK_EVERY_S)
         num_pieces = int(self._store.get(f"board/{key}"))
-        return pickle.loads(b"".join(self._store.get(f"board/{key}/{number}") for number in range(num_pieces)))
+        return from_bytes(b"".join(self._store.get(f"board/{key}/{number}") for number in range(num_pieces)))
 
     def remove(self, key: str) -> None:
         """Delete a note that all its readers have read; no effect if there is no such note."""

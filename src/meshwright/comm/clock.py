@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.exchange_notes import gather_on_first
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.progress import RankStreams
 from meshwright.ir.trace import Trace, merge
@@ -60,8 +61,9 @@ def on_rank_0(own_trace: Trace, device: torch.device) -> Trace:
     offsets = clock_offsets(device)
     if len(offsets) == 1:  # there is only this rank
         return own_trace
-    every: list[Any] | None = [None] * len(offsets) if offsets else None
-    dist.gather_object(own_trace, every)
+    world = dist.group.WORLD
+    assert world is not None
+    every = gather_on_first(own_trace, world)
     if every is None:
         return own_trace
     return merge([trace.shifted(-offset.seconds) for trace, offset in zip(every, offsets, strict=True)])

@@ -14,7 +14,9 @@ from torch import Tensor
 from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.device_channel import device_channels
+from meshwright.comm.exchange_notes import bytes_of_first, gather_everywhere
 from meshwright.comm.member import MeasuredCoding, attend, member, naming
+from meshwright.comm.notes import from_bytes, to_bytes
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
@@ -219,8 +221,7 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group, with one tuple of ranks for each box. Ranks of a box share memory. Ranks are numbered
     within the group, and boxes are ordered by their first rank. All ranks of the group must call this."""
-    each: list[Any] = [None] * group.size()
-    dist.all_gather_object(each, box(), group)
+    each = gather_everywhere(box(), group)
     return tuple(tuple(rank for rank, place in enumerate(each) if place == box_id) for box_id in dict.fromkeys(each))
 
 
@@ -354,20 +355,27 @@ def from_rank_0(make: Callable[[], T]) -> T:
     """
     if alone():
         return make()
-    box: list[Any] = [None, None]
+    world: Any = dist.group.WORLD
+    made: Any = None
     own: Exception | None = None
-    if dist.get_rank() == 0:
+    note = b""
+    if world.rank() == 0:
         try:
-            box[0] = make()
+            made = make()
+            note = to_bytes((made, None))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
             own = error
-            text = f"it failed: {type(error).__name__}: {error}"  # text can always be pickled, errors may not
-            words = RankError(text, where="rank 0", remedy="look at the error that rank 0 raised")
-            box[1] = error if isinstance(error, MeshwrightError) else words
-    dist.broadcast_object_list(box, src=0)
-    if own is not None or box[1] is not None:
-        raise own or box[1]
-    result: T = box[0]
+            text, remedy = f"it failed: {type(error).__name__}: {error}", "look at the error that rank 0 raised"
+            words = RankError(text, where="rank 0", remedy=remedy)
+            note = to_bytes((None, error if isinstance(error, MeshwrightError) else words))
+    note = bytes_of_first(note, world)
+    if own is not None:
+        raise own
+    if world.rank():
+        made, failure = from_bytes(note)
+        if failure is not None:
+            raise failure
+    result: T = made
     return result
 
 
@@ -376,6 +384,5 @@ def from_every_rank(value: T) -> list[T]:
     """Collect the values of all ranks. Every rank gets the list, ordered by rank."""
     if alone():
         return [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
+    world: Any = dist.group.WORLD
+    return gather_everywhere(value, world)

@@ -55,6 +55,7 @@ class ZmqMailbox(Mailbox):
             letters to each other. The participant is a member as a whole: if one of its ranks dies, it is removed from
             the view.
         host: the address of this box for other boxes.
+        token: the token of the job; participants with another one are refused.
         silence_s: the time after which a participant in another box counts as dead if it shows no sign of life.
         wait_s: how long to wait for others to appear, and to take letters.
         most_bytes, most_letters: upper limits on the bytes and letters under way to each participant.
@@ -74,12 +75,13 @@ class ZmqMailbox(Mailbox):
         column: int = 0,
         num_columns: int = 1,
         host: str = "127.0.0.1",
+        token: str = "",
         silence_s: float = SILENCE_S,
         wait_s: float = WAIT_S,
         most_bytes: int = MOST_BYTES,
         most_letters: int = MOST_LETTERS,
     ) -> None:
-        self.name, self.sent_bytes = name, 0
+        self.name, self.sent_bytes, self._token = name, 0, token
         self._silence_s, self._wait_s = silence_s, wait_s
         self._most_bytes, self._most_letters = most_bytes, most_letters
         secret = secrets.token_hex(8)
@@ -87,7 +89,7 @@ class ZmqMailbox(Mailbox):
         self._probe = Block(LEAST_BYTES, f"meshwright-{secret}-probe", name)
         self._context = zmq.Context()
         try:
-            self._incoming = Incoming(self._context, host, secret)
+            self._incoming = Incoming(self._context, host, secret, token)
             self._place = Place(self._incoming.near, self._incoming.far, box(), os.getpid(), secret)
             self._membership = Membership(store, self._place, name, life, column, num_columns, wait_s)
             if names is None or life:
@@ -134,7 +136,7 @@ class ZmqMailbox(Mailbox):
         if events is not None:  # inside a box, the watcher thread watches the process
             self._membership.watch(name, joined, events, self._silence_s)
         probe = self._probe.handle if near else None
-        hello = Hello(self.name, self._membership.joined, place.secret, os.getpid(), probe)
+        hello = Hello(self.name, self._membership.joined, place.secret, os.getpid(), probe, self._token)
         self._peers[name] = Outgoing(name, joined, socket, hello, self._blocks)
 
     def _lives(self, peer: Outgoing) -> bool:

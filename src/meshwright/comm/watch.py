@@ -13,12 +13,13 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.exchange_notes import gather_everywhere
 from meshwright.comm.transport.base import Work
 from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, candidates, chosen, in_pieces
 from meshwright.schedules.collectives.hierarchy import Boxes, named_boxes
@@ -106,8 +107,7 @@ class Watch:
         of the group must call this with the same step, between collectives."""
         medians = {key: statistics.median(each) for key, each in self._seconds.items()}
         self._seconds.clear()
-        every: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(every, medians, self._group)
+        every = gather_everywhere(medians, self._group)
         switches = []
         for key in sorted(set.intersection(*(set(times) for times in every))):
             now_s, usual_s = min(times[key] for times in every), self._usual.get(key)
@@ -141,13 +141,12 @@ class Watch:
                 continue
             tries = []
             for _ in range(1 + TRIES):  # the first run is slower
-                dist.all_gather_object([None] * self._group.size(), None, self._group)
+                gather_everywhere(None, self._group)
                 begun = time.perf_counter()
                 work = self._start(key.operation, value, name)
                 if work is not None:
                     work.wait()
                 tries.append(time.perf_counter() - begun)
             seconds[name] = min(tries[1:])
-        every: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(every, seconds, self._group)
+        every = gather_everywhere(seconds, self._group)
         return {name: max(times[name] for times in every) for name in seconds}

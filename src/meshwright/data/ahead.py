@@ -139,10 +139,11 @@ class PrefetchLoader(StoreLoader):
 
     # --- other ranks -------------------------------------------------------------------------------------------------
 
-    def introduce(self, host: str = "127.0.0.1") -> Introduction:
-        """Start to answer other ranks at ``host``, an address of this machine, and return what they need to know."""
+    def introduce(self, host: str = "127.0.0.1", token: str = "") -> Introduction:
+        """Start to answer other ranks at ``host``, an address of this machine, and return what they need to know. They
+        connect with ``token``, the job's; empty: a random one."""
         if self._server is None:
-            self._server = SampleServer(host, self._for_peer, self.threads)
+            self._server = SampleServer(host, self._for_peer, self.threads, token)
         return Introduction(self.shard[0], *self.room, self._server.address)
 
     def meet(self, everybody: Sequence[Introduction]) -> None:

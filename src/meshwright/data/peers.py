@@ -1,13 +1,13 @@
 """Samples from other ranks: each rank answers requests for the samples that it owns, over TCP.
 
-    request: a length, then MessagePack of ``Hello`` (once, first) or of a ``Request``
+    hello:   the token (``comm/sockets.py``)
+    request: a length, then MessagePack of a ``Request``
     answer:  a length, the class that its owner got it from, and the sample's bytes; or -1 - length, 0, and an error;
              or 0 and ``NOT_HERE``: the rank that asks reads the sample itself
 
 A process group cannot carry this: a request comes when a sample is needed, and its owner is in the middle of a step.
 """
 
-import hmac
 import logging
 import secrets
 import socket
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.comm.sockets import receive_exactly
+from meshwright.comm.sockets import admit, introduce, receive_exactly
 from meshwright.data.stores import Raw
 from meshwright.errors import DataError
 
@@ -35,17 +35,11 @@ NOT_HERE = 255
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank answers, and the secret that a request begins with."""
+    """Where a rank answers, and the token with which connections to it begin."""
 
     host: str
     port: int
-    secret: str
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Opens a connection."""
-
-    secret: str
+    token: str
 
 
 class Begin(NamedTuple):
@@ -70,12 +64,15 @@ class SampleServer:
         host: the address of this machine for the other ranks.
         get: returns a sample's bytes and their class; or None: the other rank shall read it; or raises a DataError.
         most: upper limit on the samples that are read and sent at once.
+        token: the job's token; empty: a random one of this server.
     """
 
-    def __init__(self, host: str, get: Callable[[int, Begin], tuple[Raw, int] | None], most: int) -> None:
+    def __init__(
+        self, host: str, get: Callable[[int, Begin], tuple[Raw, int] | None], most: int, token: str = ""
+    ) -> None:
         self._get, self._turns = get, threading.BoundedSemaphore(most)
         self._socket = socket.create_server((host, 0), backlog=64)
-        self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(16))
+        self.address = Address(host, self._socket.getsockname()[1], token or secrets.token_hex(16))
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -116,8 +113,7 @@ class SampleServer:
     def _answer(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = msgspec.msgpack.decode(_receive_request(connection), type=Hello)
-            if not hmac.compare_digest(hello.secret, self.address.secret):
+            if not admit(connection, self.address.token):
                 return
             while True:
                 request = msgspec.msgpack.decode(_receive_request(connection), type=Request)
@@ -158,6 +154,7 @@ class Peer:
 
         Raises:
             DataError: the rank could not read the sample.
+            LostRankError: the rank belongs to another job.
         """
         if self.gone:
             return None
@@ -202,7 +199,7 @@ class Peer:
         connection = socket.create_connection((self._address.host, self._address.port), timeout=WAIT_S)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _send(connection, msgspec.msgpack.encode(Hello(self._address.secret)))
+            introduce(connection, self._address.token)
         except BaseException:
             connection.close()
             raise

@@ -15,11 +15,13 @@ from meshwright.ir.run import Run
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is to be started. ``arguments``: the dotted options of the command, which ``run`` has already."""
+    """A run that is to be started. ``arguments``: the dotted options of the command, which ``run`` has already.
+    ``trust``: the user trusts the run file (``--trust``)."""
 
     run: Run
     file: Path
     arguments: tuple[str, ...] = ()
+    trust: bool = False
 
     @property
     def nodes(self) -> Nodes:
@@ -55,7 +57,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def command(self, python: str = sys.executable, file: str = "", ranks: int = 0) -> list[str]:
         """The command with which a launcher or a rank trains. ``ranks``: the number that it starts, where nothing in
         its environment says so."""
-        told = ["--train.ranks", f"{ranks}"] if ranks else []
+        told = [*(["--trust"] if self.trust else []), *(["--train.ranks", f"{ranks}"] if ranks else [])]
         return [python, "-m", "meshwright.cli", "train", file or str(self.file.absolute()), *self.arguments, *told]
 
 

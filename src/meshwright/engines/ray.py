@@ -114,7 +114,11 @@ def _once(ray: Any, job: Job, say: Callable[[str], object]) -> Trained:
                 ).remote(job.run.train.grace_s)
             )  # fmt: skip
         address, port = ray.get(actors[0].endpoint.remote())
-        meet = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}", "OMP_NUM_THREADS": f"{job.nodes.cpus_per_rank}"}
+        meet = {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": f"{port}",
+            "OMP_NUM_THREADS": f"{job.nodes.cpus_per_rank}",
+        } | api.passed_on()
         tasks = [actor.train.remote(job.run, meet | _variables(job, rank)) for rank, actor in enumerate(actors)]
         with _warned() as warnings:
             try:

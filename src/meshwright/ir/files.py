@@ -116,6 +116,34 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def way_out(folder: Path, name: str) -> str:
+    """How a path that a file names leads out of a folder, in words; empty if it stays inside."""
+    path = Path(name)
+    try:
+        if (folder / path).resolve().is_relative_to(folder.resolve()):
+            return ""
+    except (OSError, RuntimeError, ValueError):  # a link to itself, or a zero in the name
+        return "is no path"
+    if path.is_absolute():
+        return "is an absolute path outside of the folder"
+    return "leads out of the folder" if ".." in path.parts else "is a symbolic link out of the folder"
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file that another file, such as a manifest, names in its own folder.
+
+    Raises:
+        FileFormatError: the name is absolute, contains ``..``, or is a symbolic link out of the folder.
+    """
+    parts = Path(name).parts
+    problem = way_out(folder, name)
+    if not problem and (not parts or Path(name).is_absolute() or ".." in parts):
+        problem = "is no plain path in the folder"
+    if problem:
+        raise FileFormatError(f"{name!r} {problem}", where=str(folder), remedy="restore the file that names it")
+    return folder / name
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """The hint ``did you mean `a` or `b`?``, then ``otherwise``. If no known word is similar to ``word``, the hint is
     ``otherwise`` alone."""

@@ -255,6 +255,8 @@ class Train(Section, frozen=True, kw_only=True):
     """Whether torch.compile fuses operators into kernels. This needs a C++ compiler. Only rounding changes."""
     log_every: Positive = 10
     """Steps between log lines."""
+    metrics: tuple[Literal["tensorboard", "wandb", "mlflow", "prometheus"], ...] = ()
+    """Where the metrics of steps go besides ``metrics.jsonl``. Files lie in the folder of the run; nothing is sent."""
     evaluate_every: Count = 0
     """Steps between evaluations on held-out data; 0: only before the first step and after the last."""
     checkpoint_every: Count = 100

@@ -146,7 +146,7 @@ class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):
     """Any model that ``factory(**arguments)`` returns. ``name`` may be left out; ``loss`` must be given."""
 
     factory: str
-    """A function or class, as ``package.module:function``. The current folder is searched first."""
+    """A function or class, as ``package.module:function``. It lies in the current folder, except with ``--trust``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the factory."""
 

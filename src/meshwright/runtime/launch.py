@@ -111,11 +111,10 @@ def keeps_store() -> bool:
 def store_of_all() -> dist.Store:
     """The store at which all launched ranks meet."""
     _check_environment()
-    if os.environ.get(launchers.KEEPS_STORE) == "1":  # which need not be rank 0
-        port = _number("MASTER_PORT", "")
-        server = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=timeout())
-        atexit.register(_kept, server)
-        os.environ[launchers.KEEPS_STORE] = "begun"
+    if keeps_store() and os.environ.get(launchers.KEEPS_STORE) != "begun":
+        place = HOST if os.environ["MASTER_ADDR"] in (HOST, "localhost") else ""  # of several hosts, any may ask
+        atexit.register(_kept, meeting_point.kept_store(place, _number("MASTER_PORT", ""), timeout(), "MASTER_PORT"))
+        os.environ |= {launchers.KEEPS_STORE: "begun", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout())))
     store.set_timeout(timeout())
     return store
@@ -328,8 +327,9 @@ def _meet_by_mpi() -> None:
             remedy="pip install 'meshwright[mpi]', or set MASTER_ADDR and MASTER_PORT",
         ) from None
     address = HOST if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else socket.gethostname()
-    endpoint = (address, f"{meeting_point.free_port()}")
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = MPI.COMM_WORLD.bcast(endpoint, root=0)
+    endpoint = bytearray(f"{address} {meeting_point.free_port()}".encode().ljust(512))  # bcast would pickle
+    MPI.COMM_WORLD.Bcast(endpoint, root=0)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = endpoint.decode().split()
 
 
 def _check_environment() -> None:

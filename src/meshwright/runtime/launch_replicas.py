@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from meshwright.errors import FailedRankError, LostRankError, MeshwrightError
-from meshwright.runtime import launch
+from meshwright.runtime import launch, trust
+from meshwright.runtime.meeting_point import kept_store
 from meshwright.runtime.ranks import run_ranks
 
 log = logging.getLogger("meshwright")
@@ -45,8 +44,8 @@ def run_replicas(
         MeshwrightError: no replica has returned a result; the error is the error of the first failed replica.
     """
     cores = {"OMP_NUM_THREADS": f"{max(1, launch.num_cores() // (num_replicas * num_ranks))}"}
-    cores |= {name: value for name, value in launch.environment().items() if name in cores}
-    store = dist.TCPStore(launch.HOST, 0, is_master=True, wait_for_workers=False, timeout=launch.timeout())
+    cores |= {name: value for name, value in launch.environment().items() if name in cores} | trust.passed_on()
+    store = kept_store(launch.HOST, 0, launch.timeout(), "replicas")
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
     stopped = threading.Event()

@@ -137,7 +137,10 @@ def read(path: Path) -> Manifest:
     CheckpointError if ``path`` is no checkpoint, or if a newer version of Meshwright wrote it."""
     manifest = _parsed(path)
     for name, saved in manifest.files.items():
-        file = path / manifest.data / name
+        try:
+            file = files.inside(files.inside(path, manifest.data), name)
+        except FileFormatError as error:
+            raise _damaged(f"it names a file that is not its own: {error.problem}", path / MANIFEST) from None
         if not file.is_file():
             raise _damaged("the file is missing", file)
         if (size := file.stat().st_size) != saved.num_bytes:
@@ -244,6 +247,8 @@ def _entries(directory: Path) -> list[Path]:
 def _remove_data(path: Path, kept: str = "") -> None:
     """Remove from a checkpoint the data of all saves, even killed saves, except the data directory ``kept``."""
     for entry in _entries(path):
+        if entry.is_symlink():  # its target is not ours
+            continue
         if _DATA.fullmatch(entry.name) and entry.name != kept and entry.is_dir():
             _remove(entry, [file for file in _entries(entry) if _DATA_FILE.fullmatch(file.name)])
         elif entry.name.startswith(_TEMPORARY):

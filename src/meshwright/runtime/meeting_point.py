@@ -18,6 +18,8 @@ from meshwright.runtime.launchers import Meeting
 PROBE_S = 2.0
 """Seconds that a host may take to answer when it is looked for."""
 _ADDRESS = 0x8915  # SIOCGIFADDR: Linux answers with an ifreq, whose address stands from byte 20 on
+BACKLOG = 2048
+"""Connections to a store that may wait to be accepted."""
 CHECK = "check that the hosts share a network, that no firewall closes its ports, and GLOO_SOCKET_IFNAME"
 
 
@@ -61,6 +63,31 @@ def addresses_of(name: str, where: str) -> list[tuple[socket.AddressFamily, Any]
             remedy="give an IP address, or a name that every host knows (/etc/hosts, DNS)",
         ) from None
     return [(family, place) for family, _, _, _, place in found]
+
+
+def kept_store(address: str, port: int, limit: timedelta, where: str) -> dist.TCPStore:
+    """A new store that this process keeps, at a port of one address of this machine (port 0: any free port; an empty
+    address: all of the machine's). A store that PyTorch opens itself listens at all addresses.
+
+    Raises:
+        LaunchError: the port is taken, or the name has no address. ``where`` names the setting of the port.
+    """
+    both = not address and socket.has_dualstack_ipv6()
+    family, place = (socket.AF_INET6 if both else socket.AF_INET), ("",)
+    if address:
+        family, place = addresses_of(address, where)[0]
+    try:
+        listening = socket.create_server(
+            (place[0], port, *place[2:]), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
+    except OSError as error:
+        problem = "another program uses it" if is_taken(error) else error.strerror or str(error)
+        raise port_taken(port, problem, where) from error
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        address or "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
 
 
 def no_store(address: str, port: int, limit: timedelta, where: str, error: Exception) -> LaunchError:

@@ -1,24 +1,17 @@
-"""The metrics of a training run: log lines, and metrics.jsonl with one row per step."""
+"""The metrics of a training run: log lines, and a row per step for each sink."""
 
-import errno
-import json
-import logging
-import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.runtime.device import peak_allocated_bytes
+from meshwright.runtime.sinks import Row, Sink
 
-log = logging.getLogger("meshwright")
-
-StepMetrics = dict[str, Any]
 TOLD_SHARE = 0.05
 """Log lines tell of waits for data from this share of the time on."""
 
@@ -44,7 +37,7 @@ class Meter:
     line.
 
     Args:
-        path: path of metrics.jsonl; None: no file (ranks other than 0).
+        sinks: where rows go; none on ranks other than 0.
         steps: number of steps of the whole run.
         items_per_step, unit: number and name of the items of a step, such as 4096 and ``tok``.
         flops_per_step: FLOPs of the whole batch.
@@ -52,7 +45,7 @@ class Meter:
         predicted_step_s: predicted seconds of a step; 0: unknown, and ``pred/meas`` is not shown.
     """
 
-    path: Path | None
+    sinks: Sequence[Sink]
     steps: int
     items_per_step: int
     unit: str
@@ -60,8 +53,7 @@ class Meter:
     peak_flops_per_s: float
     device: torch.device
     predicted_step_s: float = 0.0
-    _pending: list[tuple[StepMetrics, Mapping[str, Tensor]]] = field(default_factory=list)
-    _unwritten: list[StepMetrics] = field(default_factory=list)
+    _pending: list[tuple[Row, Mapping[str, Tensor]]] = field(default_factory=list)
     _last: float = 0.0
     _first: float = 0.0
 
@@ -95,7 +87,7 @@ class Meter:
         self.write(*rows)
         return self._line(rows[-1], elapsed_s / len(rows), sum(row["data_s"] for row in rows) / elapsed_s)
 
-    def _line(self, row: StepMetrics, step_s: float, data_share: float) -> str:
+    def _line(self, row: Row, step_s: float, data_share: float) -> str:
         """Return a step's log line, such as the following line. Numbers that are unknown are left out, and the share of
         the time that steps wait for data if it is small.
 
@@ -114,45 +106,16 @@ class Meter:
             parts.append(f"pred/meas {self.predicted_step_s / step_s:.2f}")
         return "  ".join(parts)
 
-    def write(self, *rows: StepMetrics) -> None:
-        """Append rows to metrics.jsonl. Rows that do not fit on a full disk are tried again with the next rows."""
-        if self.path is None or not (rows or self._unwritten):
-            return
-        waited = bool(self._unwritten)
-        self._unwritten.extend(rows)
-        data = "".join(json.dumps(row) + "\n" for row in self._unwritten).encode()
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                size = file.tell()
-                if file.write(data) < len(data):  # a partial row is unreadable
-                    file.truncate(size)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            if not waited:
-                log.warning("%s: %s; its rows wait until there is room", self.path, error.strerror)
-        else:
-            self._unwritten.clear()
+    def write(self, *rows: Row) -> None:
+        """Give rows to the sinks."""
+        for sink in self.sinks:
+            sink.write(rows)
 
     def finish(self) -> None:
-        """Try once more to write waiting rows, and warn if they cannot be written."""
-        self.write()
-        if self._unwritten:
-            log.warning("%s: there was no room for the rows from step %d on", self.path, self._unwritten[0]["step"])
+        """Close the sinks: no more rows come."""
+        for sink in self.sinks:
+            sink.close()
 
-    def rewind(self, step: int) -> list[StepMetrics]:
-        """Remove the rows after ``step``, because these steps will be made again. Return the rows up to ``step``."""
-        if self.path is None or not self.path.exists():
-            return []
-        rows: list[StepMetrics] = []
-        size = 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            try:
-                row: StepMetrics = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                break
-            if row["step"] > step or not line.endswith(b"\n"):
-                break
-            rows.append(row)
-            size += len(line)
-        os.truncate(self.path, size)  # unlike a new file, this needs no disk space
-        return rows
+    def rewind(self, step: int) -> list[Row]:
+        """Prepare the sinks for the steps after ``step``, which may have been made before. Return the rows up to it."""
+        return next(filter(None, [sink.rewind(step) for sink in self.sinks]), [])

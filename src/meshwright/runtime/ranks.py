@@ -25,9 +25,9 @@ import numpy as np
 import torch.distributed as dist
 
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
-from meshwright.runtime import launch, meeting_point
+from meshwright.runtime import launch, meeting_point, trust
 from meshwright.runtime.failures import Failure, Status, as_error, file_of, first_failure, record
-from meshwright.runtime.launchers import Meeting
+from meshwright.runtime.launchers import KEEPS_STORE, Meeting
 from meshwright.runtime.lock import LAUNCHER, locked
 from meshwright.runtime.preemption import TOGETHER_S, WARNINGS
 
@@ -145,17 +145,20 @@ def _together(
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from meshwright.runtime import rendezvous
+
+    rendezvous.register()
+
     with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _Signals() as signals, _quiet():
         config = LaunchConfig(
             min_nodes=meeting.num_hosts,
             max_nodes=meeting.num_hosts,
             nproc_per_node=num_ranks,
             run_id=meeting.name,
-            rdzv_backend="c10d",
+            rdzv_backend=rendezvous.NAME,
             rdzv_endpoint=f"{meeting.address}:{meeting.port}",
             rdzv_configs={
                 "timeout": meeting.timeout_s,
-                "read_timeout": round(meeting.timeout_s),
                 "is_host": meeting.is_host,
             },
             local_addr=launch.HOST if meeting.num_hosts == 1 else launch.address_towards(meeting.address),
@@ -168,7 +171,11 @@ def _together(
         )
         _start_server()
         try:
-            given = function, args, num_ranks, directory, launch.environment() | environment
+            variables = launch.environment() | environment
+            variables.pop(KEEPS_STORE, None)
+            if meeting.num_hosts == 1:  # several hosts agree on a token in their store
+                variables = trust.with_token(variables)
+            given = function, args, num_ranks, directory, variables
             results: dict[int, T] = elastic_launch(config, _rank)(*given)
         except ChildFailedError as error:
             signals.raise_received()

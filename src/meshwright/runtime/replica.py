@@ -24,7 +24,7 @@ from meshwright.consistency.server_state import Make
 from meshwright.errors import CheckpointError, LostRankError, RankError
 from meshwright.ir.consistency import Consistency, Ensemble, Server
 from meshwright.ir.mesh import AxisGroup
-from meshwright.runtime import launch
+from meshwright.runtime import launch, trust
 from meshwright.runtime.checkpoint import Stateful
 from meshwright.runtime.hosting import NOTHING, Hosted, beside, states_of
 from meshwright.runtime.state import LocalParameters
@@ -111,7 +111,7 @@ class Connection:
         columns = dist.get_world_size() if dist.is_initialized() else 1
         self._mailbox = partial(
             ZmqMailbox, dist.PrefixStore("letters", world.store), life=life, column=column, num_columns=columns,
-            host=launch.own_address(), wait_s=self._wait_s,
+            host=launch.own_address(), token=trust.token(world.store), wait_s=self._wait_s,
         )  # fmt: skip
 
     def mailbox(self, name: str) -> Mailbox:

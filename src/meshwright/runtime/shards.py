@@ -50,6 +50,7 @@ from torch.futures import Future
 
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError
+from meshwright.ir.files import inside
 from meshwright.ir.mesh import AxisGroup, sizes_of
 from meshwright.ir.placement import Placements, Shard, flat_axis, flat_shape, local_shape, unflattened
 from meshwright.lower.reshard import local_part
@@ -348,7 +349,7 @@ class _Reader(dcp.FileSystemReader):
             name = self.storage_data[item.storage_index].relative_path
             files.setdefault(name, {}).setdefault(item.storage_index, []).append(item)
         for name, requests in files.items():
-            with (Path(self.path) / name).open("rb") as file:
+            with inside(Path(self.path), name).open("rb") as file:
                 for index in sorted(requests, key=lambda storage_index: int(self.storage_data[storage_index].offset)):
                     place = self.storage_data[index]
                     file.seek(place.offset)

@@ -17,7 +17,7 @@ import msgspec
 from meshwright.emulation.network import EmulatedNetwork, Place, address_of, enter, why_not
 from meshwright.errors import LaunchError, WorkflowError
 from meshwright.ir import files
-from meshwright.runtime import launch
+from meshwright.runtime import launch, trust
 from meshwright.runtime.ranks import run_ranks
 from meshwright.serving.simulate import Played
 from meshwright.serving.station import Job, Station, StationLog, played
@@ -106,7 +106,7 @@ def _rank(job: Job, directory: Path, places: tuple[Place, ...]) -> list[StationL
         box = job.workflow.tier_index[job.workflow.tier_of[name]]
         enter(places[box])
         host = address_of(box)
-    station = Station(job, name, host)
+    station = Station(job, name, host, trust.launched_token())
     _write(directory / f"{rank}.address", _Place(station.address))
     begin = _awaited(directory / "begin", _Begin)
     _write(directory / f"{rank}.log", station.run(begin.addresses, begin.time_s))

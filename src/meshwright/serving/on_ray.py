@@ -4,6 +4,7 @@ Ray places and supervises the stations; items go from station to station over TC
 address, a local Ray cluster is started, with one node for each tier, and ends with the run.
 """
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import time
@@ -32,11 +33,13 @@ def run_on_ray(job: Job, address: str = "") -> Played:
     ray = _ray()
     with _cluster(ray, job, address):
         actor = ray.remote(_Actor)
-        encoded = msgspec.json.encode(job)
+        encoded, token = msgspec.json.encode(job), secrets.token_hex(16)
         labels = {tier.name: labels_of(tier) for tier in job.workflow.tiers}
         _check_labels(ray, labels)
         stations = {
-            name: actor.options(num_cpus=1, label_selector=labels[job.workflow.tier_of[name]]).remote(encoded, name)
+            name: actor.options(num_cpus=1, label_selector=labels[job.workflow.tier_of[name]]).remote(
+                encoded, name, token
+            )
             for name in job.stations
         }
         try:
@@ -65,10 +68,10 @@ def labels_of(tier: Tier) -> dict[str, str]:
 class _Actor:
     """A station as a Ray actor."""
 
-    def __init__(self, job: bytes, name: str) -> None:
+    def __init__(self, job: bytes, name: str, token: str) -> None:
         from ray.util import get_node_ip_address
 
-        self._station = Station(msgspec.json.decode(job, type=Job), name, get_node_ip_address())
+        self._station = Station(msgspec.json.decode(job, type=Job), name, get_node_ip_address(), token)
 
     def address(self) -> tuple[str, int]:
         """Where the station listens."""

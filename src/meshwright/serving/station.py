@@ -60,10 +60,12 @@ class StationLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Station:
-    """One station of a job. Making it loads and captures its model; then it has an ``address``."""
+    """One station of a job. Making it loads and captures its model; then it has an ``address``. ``token``: the same for
+    all stations of the job."""
 
-    def __init__(self, job: Job, name: str, host: str) -> None:
+    def __init__(self, job: Job, name: str, host: str, token: str) -> None:
         torch.set_num_threads(1)
+        self._token = token
         self.job, self.name = job, name
         self._operator = job.plan.operator_of.get(name, "")
         self._output = self._operator or name
@@ -72,7 +74,7 @@ class Station:
         self._routes = routes(job.workflow, job.plan, job.items)
         self._compute: Callable[[int, Mapping[str, Tensor]], Tensor | None]
         self._compute = self._worker() if self._operator else self._source()
-        self._inbox = Inbox(host)
+        self._inbox = Inbox(host, token)
         self.address: Address = self._inbox.address
 
     def run(self, addresses: Mapping[str, Address], begin_s: float) -> StationLog:
@@ -84,7 +86,7 @@ class Station:
         """
         consumers = self.job.workflow.consumers[self._output]
         wanted = {route[one] for route in self._routes for one in consumers if self._sees(route)}
-        outboxes = {name: Outbox(addresses[name]) for name in sorted(wanted)}
+        outboxes = {name: Outbox(addresses[name], self._token) for name in sorted(wanted)}
         times = self._items(outboxes, begin_s) if self._operator else self._inject(outboxes, begin_s)
         for outbox in outboxes.values():
             outbox.close()

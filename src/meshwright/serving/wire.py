@@ -1,4 +1,7 @@
-"""Messages between stations over TCP: a header that is decoded by schema, then the bytes of a tensor."""
+"""Messages between stations over TCP: a header that is decoded by schema, then the bytes of a tensor.
+
+A connection begins with the token of the run (``comm/sockets.py``).
+"""
 
 import queue
 import socket
@@ -9,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from meshwright.comm.sockets import receive_exactly
+from meshwright.comm.sockets import admit, introduce, receive_exactly
 from meshwright.errors import LostRankError
 
 _SIZES = struct.Struct(">IQ")
@@ -54,17 +57,18 @@ def _damaged(problem: str) -> LostRankError:
 
 
 class Outbox:
-    """Sends messages to one station, one after the other, without keeping the caller waiting."""
+    """Sends messages to one station, one after the other, without keeping the caller waiting. ``token``: that of the
+    run."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, address: Address, token: str) -> None:
+        self._address, self._token = address, token
         self._waiting: queue.SimpleQueue[tuple[Header, bytes] | None] = queue.SimpleQueue()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._send_all, name="sends", daemon=True)
         self._thread.start()
 
     def send(self, header: Header, payload: bytes) -> None:
-        """Send a message. Raises a LostRankError if the station is gone."""
+        """Send a message. Raises a LostRankError if the station is gone, or has another token."""
         self._check()
         self._waiting.put((header, payload))
 
@@ -75,6 +79,8 @@ class Outbox:
         self._check()
 
     def _check(self) -> None:
+        if isinstance(self._error, LostRankError):
+            raise self._error
         if self._error is not None:
             host, port = self._address
             raise LostRankError(
@@ -87,18 +93,20 @@ class Outbox:
             with socket.create_connection(self._address, timeout=CONNECT_S) as connection:
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                introduce(connection, self._token)
                 while (message := self._waiting.get()) is not None:
                     header = msgspec.msgpack.encode(message[0])
                     connection.sendall(_SIZES.pack(len(header), len(message[1])) + header)
                     connection.sendall(message[1])
-        except OSError as error:
+        except (OSError, EOFError, LostRankError) as error:
             self._error = error
 
 
 class Inbox:
-    """Listens for stations, and keeps what they send in one queue."""
+    """Listens for stations with the token of the run, and keeps what they send in one queue."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, token: str) -> None:
+        self._token = token
         self._socket = socket.create_server((host, 0))
         self.address: Address = host, self._socket.getsockname()[1]
         self._messages: queue.SimpleQueue[tuple[Header, bytearray, float] | LostRankError] = queue.SimpleQueue()
@@ -128,6 +136,8 @@ class Inbox:
 
     def _read(self, connection: socket.socket) -> None:
         with connection, suppress(ConnectionError):  # a sender that is gone shows in the messages that are missing
+            if not admit(connection, self._token):
+                return
             try:
                 while (message := receive(connection)) is not None:
                     self._messages.put((*message, time.time()))

@@ -9,9 +9,11 @@ import msgspec
 from torch import Tensor
 
 from meshwright.comm.mailbox import Letter
+from meshwright.comm.sockets import same_token
 from meshwright.comm.transport.shared_blocks import OpenedBlocks, offsets
 from meshwright.comm.transport.zeromq import (
     DTYPES,
+    REFUSED,
     Head,
     Hello,
     Reply,
@@ -43,10 +45,10 @@ class Incoming:
         letters: the received letters in the order of arrival, each with the epoch in which its sender joined.
     """
 
-    def __init__(self, context: Any, host: str, secret: str) -> None:
+    def __init__(self, context: Any, host: str, secret: str, token: str) -> None:
         self.socket, self.near, self.far = listener(context, host, secret)
         self.letters: deque[tuple[int, Letter]] = deque()
-        self._secret = secret
+        self._secret, self._token = secret, token
         self._sources: dict[bytes, _Source] = {}
 
     def take(self) -> bool:
@@ -73,7 +75,11 @@ class Incoming:
         return True
 
     def _take_hello(self, identity: bytes, hello: Hello) -> None:
-        if hello.secret != self._secret:
+        if not same_token(hello.token, self._token):
+            log.warning("letters of %r are refused: they do not have the token of this job", hello.sender)
+            self.socket.send_multipart([identity, encode(Reply(REFUSED, False))])
+            return
+        if not same_token(hello.secret, self._secret):
             return
         for key, known in list(self._sources.items()):
             if known.sender == hello.sender:

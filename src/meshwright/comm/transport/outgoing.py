@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.comm.sockets import TOKEN_REMEDY, WRONG_TOKEN
 from meshwright.comm.transport.shared_blocks import LEAST_BYTES, Block, Blocks, offsets
-from meshwright.comm.transport.zeromq import NAMES, Head, Hello, decode_reply, encode, post, raw, zmq
+from meshwright.comm.transport.zeromq import NAMES, REFUSED, Head, Hello, decode_reply, encode, post, raw, zmq
+from meshwright.errors import LostRankError
 
 
 class _UnderWay(NamedTuple):
@@ -61,13 +63,16 @@ class Outgoing:
         return block
 
     def take_replies(self) -> bool:
-        """Learn which letters were taken, and take back their blocks. Return whether any reply has come."""
+        """Learn which letters were taken, and take back their blocks. Return whether any reply has come. Raise a
+        LostRankError if the receiver refuses this participant's token."""
         come = False
         while True:
             try:
                 reply = decode_reply(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return come
+            if reply.taken == REFUSED:
+                raise LostRankError(WRONG_TOKEN, where=self.name, remedy=TOKEN_REMEDY)
             come, self.opens = True, reply.opens
             while self._under_way and self._under_way[0].number <= reply.taken:
                 _, num_bytes, block = self._under_way.popleft()

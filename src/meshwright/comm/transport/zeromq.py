@@ -37,12 +37,15 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PINGS = 5
 """The number of times that a participant in another box is asked for a sign of life before it counts as dead."""
+REFUSED = -1
+"""The number of taken letters in the reply to a wrong token."""
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """Socket events that mean that the connection has ended."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Opens a connection. ``secret`` is the receiver's secret, so that a connection to a wrong port is noticed.
+    """Opens a connection. ``secret`` is the receiver's secret, so that a connection to a wrong port is noticed, and
+    ``token`` that of the job.
     ``process`` and ``probe`` let the receiver try whether it can open the sender's memory (None: the sender is in
     another box)."""
 
@@ -51,6 +54,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     secret: str
     process: int
     probe: Handle | None
+    token: str
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, tag="letter"):
@@ -67,8 +71,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True, tag="letter"):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A receiver's reply: the number of letters of this connection that it has taken so far, and whether it can open
-    the sender's memory."""
+    """A receiver's reply: the number of letters of this connection that it has taken so far (``REFUSED``: it takes
+    none), and whether it can open the sender's memory."""
 
     taken: int
     opens: bool
