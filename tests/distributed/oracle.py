@@ -349,7 +349,7 @@ def reference(
     subject: Subject, optimizer: Callable[[Any], torch.optim.Optimizer], max_grad_norm: float | None = None
 ) -> Run:
     """Training in one process, for all ranks, which all call this: rank 0 alone runs it."""
-    return from_rank_0(lambda: in_one_process(subject, optimizer, max_grad_norm))
+    return Run(**from_rank_0(lambda: vars(in_one_process(subject, optimizer, max_grad_norm))))
 
 
 def in_parallel(

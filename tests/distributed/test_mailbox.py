@@ -171,6 +171,31 @@ def test_letters_arrive_in_order_and_once(participants: Participants, far: bool)
         assert found == {other: list(range(NUM)) for other in NAMES if other != name}
 
 
+def is_refused(mailbox: ZmqMailbox) -> str:
+    mailbox.send("replica 1", "a letter")
+    try:
+        mailbox.leave()  # waits for replies
+    except LostRankError as error:
+        mailbox.close()
+        return str(error)
+    return "no error"
+
+
+def refuses(mailbox: ZmqMailbox) -> list[Letter]:
+    found: list[Letter] = []
+    mailbox.receive_until(lambda: "replica 0" not in mailbox.view.members, found.append, "its end", WAIT_S)
+    return found
+
+
+def test_a_participant_with_another_token_is_refused(participants: Participants) -> None:
+    names = ["replica 0", "replica 1"]
+    participants.start("replica 0", is_refused, names=names, token="another")
+    participants.start("replica 1", refuses, names=names, token="the token of this job")
+    said, letters_taken = participants.results().values()
+    assert said.startswith("replica 1: it refuses the connection: its job has another token\n  -> start all processes")
+    assert letters_taken == []
+
+
 def numbered(dtype: torch.dtype) -> torch.Tensor:
     """A tensor of this type with 40,000 random bytes; of bool, zeros and ones."""
     generator = torch.Generator().manual_seed(1)

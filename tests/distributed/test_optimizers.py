@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ def train_with_each(
     found = {}
     for name, optimizer in optimizers.items():
         run, trainer = oracle.in_parallel(subject(layout.pp), layout, optimizer, parallelize=parallelize)
-        expected = from_rank_0(partial(in_one_process, layout.pp, name))
+        expected = oracle.Run(**from_rank_0(lambda: vars(in_one_process(layout.pp, name))))  # noqa: B023
         found[name] = oracle.compared(before, expected, run, trainer)
     return found
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of this host, which meet those of other hosts by torchrun's c10d rendezvous."""
+"""Starts the ranks of this host, which meet those of other hosts at an address (``runtime/rendezvous.py``)."""
 
 import socket
 

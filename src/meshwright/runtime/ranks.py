@@ -173,7 +173,7 @@ def _together(
         try:
             variables = launch.environment() | environment
             variables.pop(KEEPS_STORE, None)
-            if meeting.num_hosts == 1:  # several hosts agree on a token in their store
+            if meeting.num_hosts == 1 and "MESHWRIGHT_MEET" not in variables:  # others agree on a token in a store
                 variables = trust.with_token(variables)
             given = function, args, num_ranks, directory, variables
             results: dict[int, T] = elastic_launch(config, _rank)(*given)
