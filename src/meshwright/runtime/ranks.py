@@ -146,12 +146,15 @@ def _on_hosts(
             except MeshwrightError as own:
                 error = own
             if hosts.end(
-                error, partial(_goes_on, again, _kept(directory, number)), partial(_keep_files, directory, number)
+                error,
+                partial(_goes_on, again, _kept(directory, number), variables),
+                partial(_keep_files, directory, number),
             ):
                 return results[0]
 
 
-def _goes_on(again: Again | None, kept: Path, error: RankError) -> bool:
+def _goes_on(again: Again | None, kept: Path, memory: dict[str, str], error: RankError) -> bool:
+    error.in_memory = latest_step(memory)
     return again is not None and again(error, kept)
 
 

@@ -251,7 +251,7 @@ class RollCall:
                 if number not in found and self._has(key):
                     found[number] = msgspec.json.decode(self._get(key), type=Ended)
                 elif number not in found and number not in living:
-                    problem = f"host {self._host(number).name} is lost: no sign of life for {SILENT_S:g} s"
+                    problem = f"no sign of life of this host for {SILENT_S:g} s"
                     found[number] = Ended(problem, doing="while others trained")
             time.sleep(LOOK_S)
         return found
