@@ -110,10 +110,12 @@ class LaunchError(MeshwrightError):
 class RankError(MeshwrightError):
     """A rank that failed, was killed, stopped answering, or disagrees with the others.
 
-    ``doing`` says what the rank did when it ended, such as ``at step 3``; only the launcher sets it.
+    Only the launcher sets the attributes. ``doing`` says what the rank did when it ended, such as ``at step 3``;
+    ``in_memory`` is the latest step that ranks have copied to the launcher's memory (-1: none).
     """
 
     doing = ""
+    in_memory = -1
 
 
 class FailedRankError(RankError):

@@ -24,7 +24,7 @@ from meshwright.ir.cluster import Cluster, CollectiveTiming
 from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
-from meshwright.runtime import between, calibrate, launch
+from meshwright.runtime import between, calibrate, launch, memory
 from meshwright.runtime.between import Places, Sizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
@@ -99,7 +99,7 @@ def test_peaks_are_the_best_of_what_was_measured(found: Cluster) -> None:
 def test_the_machine_is_described(found: Cluster) -> None:
     cores = launch.num_cores()
     assert found.num_devices == cores
-    assert found.device.memory_bytes * cores <= launch.memory_bytes()
+    assert found.device.memory_bytes * cores <= memory.memory_bytes()
     assert found.calibration is not None
     assert found.calibration.machine == machine_name()
     assert found.calibration.torch == str(torch.__version__)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from meshwright import config
 from meshwright.api import Restarts, Status, Trained
 from meshwright.engines import ray
+from meshwright.engines.job import Job
 from meshwright.errors import FailedRankError, LostRankError, MeshwrightError
 
 DONE = Trained(directory="run", steps=3, resumed_from=0, checkpoint="")
@@ -74,3 +76,21 @@ def test_a_failure_says_what_the_actor_did_and_that_rays_logs_have_its_output(tm
     assert said[-1] == "it has failed 3 times at step 3 after the beginning, and is not started again"
     Status.clear(tmp_path)
     assert Status.read(tmp_path, 1) == ""
+
+
+def test_a_job_goes_on_with_the_nodes_that_are_left() -> None:
+    """Of four nodes of two ranks one is dead and one is too small; batches of 8 divide over four ranks."""
+    raw = {
+        "model": {"name": "mlp"},
+        "data": {"kind": "random", "shape": [64], "batch_size": 8},
+        "layout": {"dp": 8},
+        "nodes": {"count": 4, "ranks_per_node": 2},
+    }
+    job = Job(run=config.make(raw, where="test"), file=Path("RUN.toml"))
+    room, small = {"CPU": 2.0}, {"CPU": 1.0}
+    nodes = [{"Alive": alive, "Resources": each} for alive, each in [(True, room)] * 2 + [(False, room), (True, small)]]
+    assert ray.left(nodes, job).nodes.count == 2
+    assert ray.left(nodes[:1], job).nodes.count == 1
+    assert ray.left([{"Alive": True, "Resources": room}] * 3, job).nodes.count == 2, "three nodes have six ranks"
+    assert ray.left([{"Alive": True, "Resources": room}] * 9, job).nodes.count == 4
+    assert ray.left([], job) is job

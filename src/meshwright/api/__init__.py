@@ -15,6 +15,7 @@ from meshwright.api.machine import (
     measure_machine,
     recalibrate,
 )
+from meshwright.api.other_ranks import can_use, ranks_here, too_large
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
 from meshwright.api.products import grid_product
@@ -29,7 +30,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.runtime.failures import Status
 from meshwright.runtime.launch import add_environment, launched, launched_rank, meeting, num_cores, num_devices
 from meshwright.runtime.launch_replicas import run_replicas
-from meshwright.runtime.launchers import Meeting
+from meshwright.runtime.launchers import ATTEMPT, Meeting
 from meshwright.runtime.loop import HeldOut, Progress
 from meshwright.runtime.meeting_point import addresses_of, free_port
 from meshwright.runtime.preemption import TOGETHER_S, WARNINGS, Preemption
@@ -40,6 +41,7 @@ from meshwright.runtime.trust import passed_on
 from meshwright.runtime.verify import Verification
 
 __all__ = [
+    "ATTEMPT",
     "TOGETHER_S",
     "WARNINGS",
     "Cluster",
@@ -59,6 +61,7 @@ __all__ = [
     "calibrate",
     "calibrated",
     "calibration_file",
+    "can_use",
     "capture",
     "cluster_names",
     "compare_rules_of_run",
@@ -85,6 +88,7 @@ __all__ = [
     "passed_on",
     "plan",
     "plan_run",
+    "ranks_here",
     "ranks_of_replica",
     "recalibrate",
     "recompute_alpa",
@@ -95,6 +99,7 @@ __all__ = [
     "simulate_run",
     "sweep_run",
     "times_file",
+    "too_large",
     "train",
     "trainer_of",
     "verify",

@@ -11,6 +11,7 @@ import torch
 
 from meshwright import build, config
 from meshwright.api.data import FeedForetold, data_use, foretell_feed, meet, with_waits
+from meshwright.api.other_ranks import fitting, has_begun
 from meshwright.api.planned_runs import cluster_of, layout_of
 from meshwright.api.plans import cost_of
 from meshwright.api.trainers import parallelize, verify
@@ -43,6 +44,7 @@ from meshwright.runtime.device import device_kind, taken_bytes
 from meshwright.runtime.failures import Status
 from meshwright.runtime.lock import TRAINER, locked
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
+from meshwright.runtime.memory_copies import MemoryCopies
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.replica import EXCHANGE
@@ -164,8 +166,10 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
     source = build.Source(run)
     status.set("while capturing and planning")
     progress.begin("capturing and planning")
+    run = fitting(run, directory)
     trainer = trainer_of(run, source.example(), _asked(run, directory))
-    from_rank_0(lambda: told(f"{directory}", lambda: stack.enter_context(locked(directory, TRAINER))))
+    lock = locked(directory, TRAINER, takes_over=launch.has_begun_before())
+    from_rank_0(lambda: told(f"{directory}", lambda: stack.enter_context(lock)))
     sinks: list[Sink] = []
     from_rank_0(lambda: sinks.extend(told(f"{directory}", lambda: opened(run.train.metrics, directory))))
     held_bytes = _held_besides(trainer)
@@ -195,12 +199,13 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
         bytes_are_tokens=isinstance(run.data, TextData),
         progress=progress,
         preemption=preemption,
+        copies=MemoryCopies(trainer, loader, *launch.memory_of_launcher()),
     )
     progress.begin("looking for a checkpoint")
-    checkpoint = loop.resume()
+    resumed = loop.resume()
     progress.end()
     first = trainer.step_number
-    from_rank_0(lambda: _note_run(run, trainer, directory, checkpoint))
+    from_rank_0(lambda: _note_run(run, trainer, directory, resumed=resumed))
     feed = _foretold_feed(run, trainer, loader, foretold)
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
     ledger, text = None, ""
@@ -248,10 +253,14 @@ def _foretold_feed(run: Run, trainer: Trainer, loader: Loader, foretold: Foretol
 
 def _asked(run: Run, directory: Path) -> Layout | str:
     """The layout or plan that the run asks for. If a continued run searched its layout, it keeps the plan of its first
-    part as long as the number of ranks is the same. Its results are then the same bit for bit."""
+    part as long as the number of ranks is the same. Its results are then the same bit for bit. Ranks that our launcher
+    starts again keep every plan, which saves the time to make it."""
     file = directory / "plan.json"
-    kept = run.layout.searched and bool(manifest.steps_in(directory / "checkpoints")) and file.exists()
+    again = launch.has_begun_before()
+    kept = (again or (run.layout.searched and has_begun(directory))) and not run.layout.file and file.exists()
     if not kept:
+        if not run.layout.file and not again and launch.launched_rank() == 0:
+            file.unlink(missing_ok=True)  # of another run: if this one is started again, the plan is its own
         return run.layout.chosen()
     try:
         plan = files.load(file, Plan)
@@ -345,9 +354,9 @@ def _codecs(trainer: Trainer, cluster: Cluster) -> tuple[CodecUse, ...]:
     return tuple(uses)
 
 
-def _note_run(run: Run, trainer: Trainer, directory: Path, checkpoint: Path | None) -> None:
+def _note_run(run: Run, trainer: Trainer, directory: Path, *, resumed: bool) -> None:
     """Write run.toml and plan.json. Log that a run is continued, and which of its settings have changed."""
-    if checkpoint is not None:
+    if resumed:
         done = "this run is complete" if trainer.step_number >= run.train.steps else "going on"
         log.info("%s at step %d of %d", done, trainer.step_number, run.train.steps)
         for change in config.changes(directory / "run.toml", run):

@@ -1,5 +1,6 @@
 """``meshwright train RUN.toml``: train the model of a run file, on this machine's cores or under torchrun."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from meshwright.cli.calibrate import calibrate_once, print_learned
 from meshwright.cli.overrides import keys, overridden
 from meshwright.cli.plan import STRICT
 from meshwright.cli.trust import TRUST, read_run
-from meshwright.errors import ClusterError, PreemptedError
+from meshwright.errors import ClusterError, FailedRankError, PreemptedError
 from meshwright.ir.run import Run
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ EPILOG = display.examples(
     "meshwright train gpt.toml",
     "meshwright train gpt.toml --optimizer.lr 3e-4 --layout.tp 2",
     "torchrun --nproc-per-node 4 -m meshwright.cli train gpt.toml",
-    note="If a rank is lost, all ranks start again from the last checkpoint. The same command, run again, also "
-    "continues from the last checkpoint. After SIGTERM or SIGUSR1, the run saves and ends with exit code 75: it can "
-    "continue later.",
+    note="If a rank is lost, all ranks start again from a copy of the state in memory, or from the last checkpoint. "
+    "The same command, run again, also continues from the last checkpoint. After SIGTERM or SIGUSR1, the run saves and "
+    "ends with exit code 75: it can continue later.",
 )
 RECALIBRATE: Any = typer.Option(
     False, "--recalibrate", help="Correct this machine's calibration with the times that the run measures."
@@ -85,7 +86,7 @@ def run_training(run: Run, *, feed_back: bool = False, meeting: "Meeting | None"
     if api.num_replica_jobs(run) > 1:
         summarize(run, run_replicas(run), feed_back)
         return
-    num_ranks = (meeting and meeting.ranks_per_host) or run.num_ranks(api.num_devices())
+    num_ranks = (meeting and meeting.ranks_per_host) or api.ranks_here(run)
     beside = f" on each of {meeting.num_hosts} hosts," if meeting is not None else ""
     display.console().print(f"starting {num_ranks} rank{'s' if num_ranks > 1 else ''}{beside} in {run.train.directory}")
     if num_ranks > max(api.num_cores(), api.num_devices()):
@@ -99,8 +100,10 @@ def run_training(run: Run, *, feed_back: bool = False, meeting: "Meeting | None"
         with display.cursor_kept():
             result = api.run_ranks(
                 display.on_rank, api.train, run, num_ranks=num_ranks, directory=directory, port=port, again=again,
-                meeting=meeting,
+                meeting=meeting, fits=partial(api.can_use, run),
             )  # fmt: skip
+    except FailedRankError as error:
+        raise api.too_large(run, error, num_ranks) if again.out_of_memory else error from None
     except KeyboardInterrupt:
         whole = sorted((directory / "checkpoints").glob("step-*/manifest.json"))
         if whole:

@@ -1,15 +1,18 @@
 """Starts a run on a Ray cluster: a placement group with a bundle for each node, and an actor for each rank."""
 
+import itertools
 import logging
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import msgspec
 
 from meshwright import api
 from meshwright.api import TOGETHER_S, WARNINGS, Preemption, Restarts, Status, Trained
@@ -62,7 +65,8 @@ def described(job: Job) -> str:
 
 
 def start(job: Job, say: Callable[[str], object]) -> Trained:
-    """Start the ranks as actors, and wait for them. If actors die, all start again from the last checkpoint.
+    """Start the ranks as actors, and wait for them. If actors die, all start again from the last checkpoint, on as many
+    of the nodes that are left as the run can use.
 
     Raises:
         LaunchError: Ray is not installed, there is no cluster, or it has no room.
@@ -79,17 +83,35 @@ def start(job: Job, say: Callable[[str], object]) -> Trained:
         ) from None
     try:
         again = Restarts(job.directory / "checkpoints", say, output="the output of the ranks is in Ray's logs")
-        while True:
+        for attempt in itertools.count(1):
             try:
-                return _once(ray, job, say)
+                return _once(ray, job if attempt == 1 else left(ray.nodes(), job), say, attempt)
             except FailedRankError as error:
                 if not again(error, job.directory):
                     raise
+        raise AssertionError("count has no end")
     finally:
         ray.shutdown()
 
 
-def _once(ray: Any, job: Job, say: Callable[[str], object]) -> Trained:
+def left(nodes: Sequence[Mapping[str, Any]], job: Job) -> Job:
+    """The job on as many of a cluster's living nodes as have room for a bundle, and as the run can use. If there are
+    none, it is the same: nodes may come.
+
+    Args:
+        nodes: the result of ``ray.nodes()``.
+    """
+    bundle = _bundles(job)[0]
+    living = [node["Resources"] for node in nodes if node["Alive"]]
+    room = sum(all(each.get(name, 0) >= amount for name, amount in bundle.items()) for each in living)
+    for count in range(min(room, job.nodes.count), 0, -1):
+        if api.can_use(job.run, count * job.ranks_per_node):
+            fewer = msgspec.structs.replace(job.nodes, count=count)
+            return msgspec.structs.replace(job, run=msgspec.structs.replace(job.run, nodes=fewer))
+    return job
+
+
+def _once(ray: Any, job: Job, say: Callable[[str], object], attempt: int) -> Trained:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -118,6 +140,7 @@ def _once(ray: Any, job: Job, say: Callable[[str], object]) -> Trained:
             "MASTER_ADDR": address,
             "MASTER_PORT": f"{port}",
             "OMP_NUM_THREADS": f"{job.nodes.cpus_per_rank}",
+            api.ATTEMPT: f"{attempt}",
         } | api.passed_on()
         tasks = [actor.train.remote(job.run, meet | _variables(job, rank)) for rank, actor in enumerate(actors)]
         with _warned() as warnings:

@@ -326,6 +326,26 @@ class Run(Section, frozen=True, kw_only=True):
                 return parts * fixed
         return fixed
 
+    def within(self, num_ranks: int) -> "Run":
+        """This run for at most ``num_ranks`` ranks. It is the same if its layout takes no more. Otherwise it has fewer
+        data-parallel ranks; or, if this does not suffice, the planner searches for its layout."""
+        layout = self.layout
+        if layout.replicas > 1 or self.num_ranks(num_ranks) <= num_ranks:
+            return self
+        fewer = msgspec.structs.replace(
+            self, layout=msgspec.structs.replace(layout, dp=-1),
+            train=msgspec.structs.replace(self.train, ranks="auto"),
+        )  # fmt: skip
+        grouped = layout.file or layout.stage_sizes or layout.ep > 1 or layout.zero_ranks
+        return self.searched() if grouped or fewer.num_ranks(num_ranks) > num_ranks else fewer
+
+    def searched(self) -> "Run":
+        """This run with a layout that the planner searches for, on as many ranks as there are."""
+        kept = {name: getattr(self.layout, name) for name in ("precision", "offload", "cluster", "seconds", "strict")}
+        return msgspec.structs.replace(
+            self, layout=RunLayout(plan="auto", **kept), train=msgspec.structs.replace(self.train, ranks="auto")
+        )
+
     def batch_sizes(self) -> list[int]:
         """The number of samples in the global batch of each step."""
         return [self.schedule.batch_size(step, self.data.batch_size) for step in range(self.train.steps)]

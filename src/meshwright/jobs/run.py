@@ -127,7 +127,8 @@ def this_machine() -> JobNode:
     """This machine as a node."""
     import torch
 
-    from meshwright.runtime.launch import memory_bytes, num_cores
+    from meshwright.runtime.launch import num_cores
+    from meshwright.runtime.memory import memory_bytes
 
     return JobNode(cpus=num_cores(), gpus=torch.cuda.device_count(), memory_bytes=memory_bytes())
 

@@ -85,6 +85,11 @@ def plain(what: str, value: T) -> T:
     return value
 
 
+def unchecked(what: str, value: T) -> T:
+    """Return the value, which was plain data before, and is part of a copy that this process keeps."""
+    return value
+
+
 def examined(parameters: LocalParameters, path: Path) -> Manifest:
     """Read a checkpoint's manifest, and check that it fits this model. Raise a CheckpointError if the checkpoint is of
     another model or in another precision. Also raise the errors of ``manifest.read``."""

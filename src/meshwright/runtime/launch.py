@@ -19,6 +19,7 @@ from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
 from meshwright.runtime import launchers, meeting_point
 from meshwright.runtime.device import has_cuda, num_cuda_devices, own_device, use
+from meshwright.runtime.kept_memory import VARIABLE
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
 
@@ -217,6 +218,17 @@ def is_first_here() -> bool:
     return _number("LOCAL_RANK", "0") == 0
 
 
+def memory_of_launcher() -> tuple[str, int]:
+    """The memory in which our launcher keeps copies of the state (``kept_memory``; empty under another launcher), and
+    this rank's number among those of its launcher."""
+    return os.environ.get(VARIABLE, ""), _number("LOCAL_RANK", "0")
+
+
+def has_begun_before() -> bool:
+    """Whether our launcher has started the ranks before, and lost some."""
+    return _number(launchers.ATTEMPT, "1") > 1
+
+
 def meeting() -> Meeting | None:
     """Where the launchers of several hosts meet, as Kubernetes says (``PET_*``); None on one host."""
     return launchers.meeting_of(os.environ, timeout().total_seconds())
@@ -237,14 +249,6 @@ def cache_directory() -> Path:
     again."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "meshwright"
-
-
-def memory_bytes() -> int:
-    """The bytes of memory that this process may use: the machine's memory, or the limit of its control group."""
-    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):
-        num_bytes = min(num_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return num_bytes
 
 
 def num_devices() -> int:

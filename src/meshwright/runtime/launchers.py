@@ -15,6 +15,8 @@ RANKS = (MPI_RANK, SLURM_RANK)
 """Variables that hold a process's rank."""
 KEEPS_STORE = "MESHWRIGHT_KEEPS_STORE"
 """Set on the process that keeps the store of all ranks, where this is neither rank 0 nor torchrun's agent."""
+ATTEMPT = "MESHWRIGHT_ATTEMPT"
+"""How often our launcher has started these ranks, this time included."""
 _MPI = {
     "RANK": MPI_RANK, "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",

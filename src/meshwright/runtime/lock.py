@@ -5,9 +5,10 @@ import fcntl
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,9 @@ log = logging.getLogger("meshwright")
 
 LAUNCHER, TRAINER = ".lock", ".train.lock"
 """Names of lock files: a launcher's, and that of rank 0, which trains under whatever launcher."""
+BEAT_S = 5.0
+"""Seconds between two signs of life of a holder. File systems may lock a file on each host alone (NFS without a lock
+manager): there, the holder on another host is told by the file's time."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -30,13 +34,15 @@ class Holder(msgspec.Struct, frozen=True):
 
 @contextmanager
 def locked(
-    directory: Path, name: str, *, kind: type[MeshwrightError] = LaunchError, option: str = "--train.directory"
-) -> Iterator[None]:
+    directory: Path, name: str, *, kind: type[MeshwrightError] = LaunchError, option: str = "--train.directory",
+    takes_over: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """Lock a directory. The lock ends with the process, however it ends. A file system without locks is warned of.
 
     Args:
         kind: the class of the error.
         option: chooses another directory.
+        takes_over: whether a holder on another host is known to have ended.
 
     Raises:
         MeshwrightError: another process, here or on another host that shares the directory, holds the lock.
@@ -49,21 +55,53 @@ def locked(
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 log.warning("%s cannot be locked (%s): start no second run in it", directory, error.strerror)
             else:
-                raise kind(
-                    f"another run is at work in this directory{_holder(directory / name)}",
-                    where=str(directory),
-                    remedy=f"wait for it, stop it, or choose another directory ({option})",
-                ) from None
+                raise _at_work(directory, name, kind, option) from None
+        if not takes_over and _lives_elsewhere(directory / name):
+            raise _at_work(directory, name, kind, option)
         file.truncate(0)
         holder = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
         file.write(msgspec.json.encode(holder))
-        yield
+        ended = threading.Event()
+        beat = threading.Thread(target=_show_life, args=(directory / name, ended), name="holds a lock", daemon=True)
+        beat.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beat.join()
+            file.truncate(0)  # nobody needs to ask whether this holder lives
 
 
-def _holder(file: Path) -> str:
-    """The holder of a lock in words; empty if the file does not say."""
+def _at_work(directory: Path, name: str, kind: type[MeshwrightError], option: str) -> MeshwrightError:
+    holder = _holder(directory / name)
+    known = f": process {holder.process} on {holder.host}, since {holder.since}" if holder is not None else ""
+    return kind(
+        f"another run is at work in this directory{known}",
+        where=str(directory),
+        remedy=f"wait for it, stop it, or choose another directory ({option})",
+    )
+
+
+def _holder(file: Path) -> Holder | None:
+    """The holder of a lock; None if the file does not say."""
     try:
-        holder = msgspec.json.decode(file.read_bytes(), type=Holder)
+        return msgspec.json.decode(file.read_bytes(), type=Holder)
     except (OSError, msgspec.DecodeError):
-        return ""
-    return f": process {holder.process} on {holder.host}, since {holder.since}"
+        return None
+
+
+def _lives_elsewhere(file: Path) -> bool:
+    """Whether a process on another host holds a lock that this host does not see: its file gets new times."""
+    holder = _holder(file)
+    if holder is None or holder.host == socket.gethostname():
+        return False
+    log.info("%s was held on %s: whether that process lives shows in %g s", file, holder.host, 2.5 * BEAT_S)
+    before = file.stat().st_mtime_ns
+    time.sleep(2.5 * BEAT_S)
+    return file.stat().st_mtime_ns != before
+
+
+def _show_life(file: Path, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with suppress(OSError):
+            os.utime(file)

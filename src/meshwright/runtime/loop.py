@@ -18,6 +18,7 @@ from meshwright.ir.run import Train
 from meshwright.ir.trace import Trace
 from meshwright.runtime import joining, manifest
 from meshwright.runtime.failures import Status, lost_peer
+from meshwright.runtime.memory_copies import MemoryCopies
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.preemption import Preemption
 from meshwright.runtime.trainer import Trainer
@@ -79,6 +80,7 @@ class Loop:
         batch_sizes: samples in the global batch of each step; None: always the batch size of ``loader``.
         bytes_are_tokens: whether the loss is per byte, so that bits per byte can be reported.
         preemption: says whether the run is asked to end before its last step.
+        copies: makes copies of the state in memory.
 
     ``traces`` holds the traces of this rank's last steps, at most ``TRACED``; ``data_waits`` the seconds that each step
     waited for its batch. ``stopped`` is the reason why the run was asked to end early; empty if it was not.
@@ -97,11 +99,13 @@ class Loop:
         bytes_are_tokens: bool,
         progress: Progress,
         preemption: Preemption,
+        copies: MemoryCopies,
     ) -> None:
         self.trainer, self.loader, self.held_out, self.meter, self.options = trainer, loader, held_out, meter, options
         self.checkpoints = directory / "checkpoints"
         self.status = Status(directory, trainer.rank)
-        self.progress, self.preemption, self.stopped = progress, preemption, ""
+        self.progress, self.preemption, self.copies, self.stopped = progress, preemption, copies, ""
+        self.from_memory = False
         self.bytes_are_tokens = bytes_are_tokens
         self.evaluations: list[HeldOut] = []
         self.traces: list[Trace] = []
@@ -110,21 +114,24 @@ class Loop:
         for size in dict.fromkeys(batch_sizes or ()):
             _check_batch(size, trainer, loader)
 
-    def resume(self) -> Path | None:
-        """Load the latest checkpoint and return its path; None if no checkpoint exists."""
+    def resume(self) -> bool:
+        """Load the latest checkpoint, or a copy in memory that is as late. Return False if there is none."""
         self.status.set("while loading a checkpoint")
         replica = self.trainer.replica
         if replica is not None:
             replica.loader = self.loader
         joined = replica is not None and replica.has_state_of_another
-        path = None if joined else self.trainer.load_latest(self.checkpoints, loader=self.loader)
+        self.from_memory = not joined and self.copies.resume(lambda: manifest.latest_step(self.checkpoints))
+        resumed = self.from_memory or (
+            not joined and self.trainer.load_latest(self.checkpoints, loader=self.loader) is not None
+        )
         joining.align(self.trainer)
         if replica is not None and replica.loader_state is not None:
             self.loader.load_state_dict(replica.loader_state)
         # Only rank 0 has the file. Ranks that disagree on the remaining work would wait for each other for ever.
         rows = from_rank_0(lambda: self.meter.rewind(self.trainer.step_number))
         self.evaluations = [HeldOut(step=row["step"], **row["held_out"]) for row in rows if "held_out" in row]
-        return path
+        return resumed
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Train until the last step, or until the run is asked to end; then the step that was reached is saved.
@@ -169,26 +176,28 @@ class Loop:
             self.progress.end()
             self._tell()
         if self.stopped:
-            self._save_early(made_steps=trainer.step_number >= first)
+            self._save_early(unsaved=trainer.step_number >= first or self.from_memory)
             return
         if self.held_out is not None and (not self.evaluations or self.evaluations[-1].step != trainer.step_number):
             self.evaluate()
         self.meter.finish()
         self.status.set("while saving the last step")
         trainer.wait_for_save()
+        self.copies.finish()
         if trainer.replica is not None:
             trainer.replica.leave()
 
-    def _save_early(self, *, made_steps: bool) -> None:
-        """Save the step that was reached, unless it is saved."""
+    def _save_early(self, *, unsaved: bool) -> None:
+        """Save the step that was reached, if it is ``unsaved`` so far, and no save of it has ended meanwhile."""
         trainer = self.trainer
         self.meter.finish()
         self.status.set(f"while saving step {trainer.step_number} after {self.stopped}")
         with suppress(DiskError):  # of an earlier step, and logged
             trainer.wait_for_save()
         saved = from_rank_0(lambda: manifest.latest_step(self.checkpoints))
-        if made_steps and saved != trainer.step_number:
+        if unsaved and saved != trainer.step_number:
             trainer.save_in(self.checkpoints, keep=self.options.keep, loader=self.loader)
+        self.copies.finish()
         if trainer.replica is not None:
             trainer.replica.leave()
 
@@ -246,6 +255,10 @@ class Loop:
             self.status.set(f"while saving step {step}")
             self.trainer.save_in(self.checkpoints, keep=due.keep, loader=self.loader, blocking=False)
             self.meter.start()
+        if not last and self.copies.is_due(step):
+            self.meter.settle()  # the rows of these steps will not be made again
+            self.copies.make(step)
+            self.meter.settle()
 
     def _tell(self) -> None:
         line = self.meter.read()

@@ -9,8 +9,8 @@ import torch
 from meshwright.ir.cluster import NETWORK, Calibration, Cluster, CollectiveTiming, Level
 from meshwright.ir.device import Condition, Curve, Device, Kernels
 from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
-from meshwright.runtime import launch
 from meshwright.runtime.machine import machine_name
+from meshwright.runtime.memory import memory_bytes
 
 BUSY_SPREAD = 0.15
 """A ``spread`` above this means that other programs use the machine."""
@@ -88,7 +88,7 @@ def made_cluster(
     device = Device(
         name=name,
         kind="cpu",
-        memory_bytes=launch.memory_bytes() // cores,
+        memory_bytes=memory_bytes() // cores,
         memory_bandwidth_bytes_per_s=bandwidth,
         peak_flops_per_s=peaks,
         efficiency=_curves(alone, peaks["float32"], bandwidth),

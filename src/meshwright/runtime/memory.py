@@ -1,8 +1,12 @@
-"""The memory of this process: the bytes that are resident now, and the settings of its allocator."""
+"""Memory: the bytes of this process, the settings of its allocator, and what the machine has left."""
 
 import ctypes
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def has_resident_memory() -> bool:
@@ -38,3 +42,33 @@ def keep_memory() -> None:
         settings(_TRIM_THRESHOLD, 2**31 - 1)
         settings(_TOP_PAD, 64 * 2**20)
         settings(_MMAP_THRESHOLD, 20 * 2**20)
+
+
+def memory_bytes() -> int:
+    """The bytes of memory that this process may use: the machine's memory, or the limit of its control group."""
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        num_bytes = min(num_bytes, int((_CGROUP / "memory.max").read_text()))
+    return num_bytes
+
+
+def available_bytes() -> int:
+    """The bytes of memory that programs of this machine, or of this control group, can still use."""
+    found = [memory_bytes()]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    with suppress(OSError, ValueError):
+        used = int((_CGROUP / "memory.current").read_text())
+        found.append(max(0, int((_CGROUP / "memory.max").read_text()) - used))
+    return min(found)
+
+
+def num_killed() -> int:
+    """The number of processes that the kernel has killed for want of memory: of this control group, or else of the
+    whole machine; -1 if it does not say."""
+    for path, name in ((_CGROUP / "memory.events", "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
+        with suppress(OSError, ValueError, StopIteration):
+            lines = path.read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.split()[0] == name)
+    return -1

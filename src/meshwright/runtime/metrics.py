@@ -54,6 +54,7 @@ class Meter:
     device: torch.device
     predicted_step_s: float = 0.0
     _pending: list[tuple[Row, Mapping[str, Tensor]]] = field(default_factory=list)
+    _settled: list[Row] = field(default_factory=list)
     _last: float = 0.0
     _first: float = 0.0
 
@@ -76,16 +77,22 @@ class Meter:
     def read(self) -> str:
         """Write the rows of the steps since the last call. Return the last step's log line ("" if there were no
         steps)."""
-        if not self._pending:
+        self.settle()
+        rows, self._settled = self._settled, []
+        if not rows:
             return ""
+        elapsed_s, self._first = self._last - self._first, self._last
+        return self._line(rows[-1], elapsed_s / len(rows), sum(row["data_s"] for row in rows) / elapsed_s)
+
+    def settle(self) -> None:
+        """Write the rows of the steps so far. The next log line is about these steps, too."""
         rows = [row | {name: value.item() for name, value in metrics.items()} for row, metrics in self._pending]
         self._pending.clear()
-        now = time.perf_counter()
-        elapsed_s, self._first, self._last = now - self._first, now, now
+        self._last = time.perf_counter()
         for row in rows:
             row["step_s"], row["data_s"] = round(row["step_s"], 6), round(row["data_s"], 6)
         self.write(*rows)
-        return self._line(rows[-1], elapsed_s / len(rows), sum(row["data_s"] for row in rows) / elapsed_s)
+        self._settled += rows
 
     def _line(self, row: Row, step_s: float, data_share: float) -> str:
         """Return a step's log line, such as the following line. Numbers that are unknown are left out, and the share of

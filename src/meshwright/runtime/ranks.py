@@ -15,11 +15,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from multiprocessing import forkserver, resource_tracker
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -27,17 +28,18 @@ import torch.distributed as dist
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
 from meshwright.runtime import launch, meeting_point, trust
 from meshwright.runtime.failures import Failure, Status, as_error, file_of, first_failure, record
-from meshwright.runtime.launchers import KEEPS_STORE, Meeting
+from meshwright.runtime.kept_memory import kept_memory, latest_step
+from meshwright.runtime.launchers import ATTEMPT, KEEPS_STORE, Meeting
 from meshwright.runtime.lock import LAUNCHER, locked
-from meshwright.runtime.preemption import TOGETHER_S, WARNINGS
+from meshwright.runtime.preemption import WARNINGS
+from meshwright.runtime.roll_call import Fits, RollCall
+from meshwright.runtime.signals import STOP_S, Signals, blocked
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
 """A function that returns whether to start all ranks again after an error. Before they start, the files of the failed
 attempt are moved to the directory that is its second argument."""
 
-STOP_S = 5
-"""Seconds that ranks may take to end after they were told to stop. After that they are killed."""
 MOST_RANKS = 256
 """Maximum number of ranks (processes) on one machine."""
 PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
@@ -56,6 +58,7 @@ def run_ranks(
     again: Again | None = None,
     environment: dict[str, str] | None = None,
     meeting: Meeting | None = None,
+    fits: Fits | None = None,
 ) -> T:
     """Run ``function(*args)`` on ``num_ranks`` ranks of this machine, and return rank 0's result.
 
@@ -70,7 +73,9 @@ def run_ranks(
         environment: additional environment variables for the ranks. With them, even a single rank runs in a separate
             process.
         meeting: where the launchers of several hosts meet, each of which starts ``num_ranks`` ranks. Each returns the
-            result of its first rank.
+            result of its first rank. If a host is lost, the others go on without it; a host that comes later joins.
+        fits: whether the function can use a number of ranks; None: any number. With several hosts, those that are too
+            many wait until others are lost.
         again: called if one of several ranks was killed, lost the others, or raised an error that is not a
             MeshwrightError. If it returns True, all ranks are started again.
 
@@ -101,7 +106,7 @@ def run_ranks(
         with _scratch() as scratch:
             return run_ranks(
                 function, *args, num_ranks=num_ranks, directory=scratch, port=port, again=again,
-                environment=environment, meeting=meeting,
+                environment=environment, meeting=meeting, fits=fits,
             )  # fmt: skip
     first = meeting is None or meeting.is_host
     with locked(directory, LAUNCHER) if first else nullcontext():
@@ -109,19 +114,60 @@ def run_ranks(
             shutil.rmtree(directory / "ranks", ignore_errors=True)
         if num_ranks == 1 and environment is None and meeting is None:
             return _alone(function, args, directory)
-        for attempt in itertools.count(1):
-            kept = directory / "ranks" / f"failed-{attempt}"
-            met = meeting or Meeting(1, True, launch.HOST, port, uuid.uuid4().hex)
-            try:
-                return _together(function, args, num_ranks, directory, met.again(attempt), environment or {})
-            except (FailedRankError, LostRankError) as error:
-                if again is None or not again(error, kept):
-                    raise
-            if first:
-                kept.mkdir(parents=True)
-                for file in (directory / "ranks").glob("*.*"):
-                    file.rename(kept / file.name)
+        with kept_memory(num_ranks) as memory:
+            given = function, args, num_ranks, directory
+            variables = (environment or {}) | memory
+            if meeting is not None and meeting.num_hosts > 1:
+                return _on_hosts(given, variables, meeting, again, fits)
+            for attempt in itertools.count(1):
+                met = meeting or Meeting(1, True, launch.HOST, port, uuid.uuid4().hex)
+                try:
+                    return _together(*given, met.again(attempt), variables | {ATTEMPT: f"{attempt}"})
+                except (FailedRankError, LostRankError) as error:
+                    error.in_memory = latest_step(memory)
+                    if again is None or not again(error, _kept(directory, attempt)):
+                        raise
+                _keep_files(directory, attempt)
     raise AssertionError("count has no end")
+
+
+def _on_hosts(
+    given: tuple[Callable[..., T], tuple[Any, ...], int, Path], variables: dict[str, str], meeting: Meeting,
+    again: Again | None, fits: Fits | None,
+) -> T:  # fmt: skip
+    """Run the ranks of this host beside those of others, in as many attempts as it takes."""
+    _, _, num_ranks, directory = given
+    with closing(RollCall(meeting, num_ranks, fits)) as hosts:
+        while True:
+            met, error, results = hosts.begin(), None, list[T]()
+            number = hosts.attempt
+            try:
+                results.append(_together(*given, met, variables | {ATTEMPT: f"{number}"}, hosts.ask, hosts.kill))
+            except MeshwrightError as own:
+                error = own
+            if hosts.end(
+                error,
+                partial(_goes_on, again, _kept(directory, number), variables),
+                partial(_keep_files, directory, number),
+            ):
+                return results[0]
+
+
+def _goes_on(again: Again | None, kept: Path, memory: dict[str, str], error: RankError) -> bool:
+    error.in_memory = latest_step(memory)
+    return again is not None and again(error, kept)
+
+
+def _kept(directory: Path, attempt: int) -> Path:
+    """Where the files of the ranks of a failed attempt are kept."""
+    return directory / "ranks" / f"failed-{attempt}"
+
+
+def _keep_files(directory: Path, attempt: int) -> None:
+    kept = _kept(directory, attempt)
+    kept.mkdir(parents=True)
+    for file in (directory / "ranks").glob("*.*"):
+        file.rename(kept / file.name)
 
 
 def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -> T:
@@ -137,7 +183,7 @@ def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -
 
 def _together(
     function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, meeting: Meeting,
-    environment: dict[str, str],
+    environment: dict[str, str], ask: threading.Event | None = None, kill: threading.Event | None = None,
 ) -> T:  # fmt: skip
     # Imported here because it takes half a second that one rank does not need.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -148,8 +194,11 @@ def _together(
     from meshwright.runtime import rendezvous
 
     rendezvous.register()
-
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as scratch, _Signals() as signals, _quiet():
+    with (
+        tempfile.TemporaryDirectory(prefix="meshwright-") as scratch,
+        Signals(num_ranks, ask, kill) as signals,
+        _quiet(),
+    ):
         config = LaunchConfig(
             min_nodes=meeting.num_hosts,
             max_nodes=meeting.num_hosts,
@@ -167,7 +216,7 @@ def _together(
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle="SIGQUIT",
-            shutdown_timeout=STOP_S,
+            shutdown_timeout=round(STOP_S),
         )
         _start_server()
         try:
@@ -179,6 +228,8 @@ def _together(
             results: dict[int, T] = elastic_launch(config, _rank)(*given)
         except ChildFailedError as error:
             signals.raise_received()
+            if signals.killed_all:
+                raise LostRankError("ranks of another host are lost, and those of this one were stopped") from None
             rank, first = error.get_first_failure()
             num_all = num_ranks * meeting.num_hosts
             raise first_failure(directory, num_all, rank, first.exitcode, signals.warning) from None
@@ -282,76 +333,12 @@ def _scratch() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-class _Signals:
-    """Handles signals while ranks run. The first SIGTERM or SIGUSR1 is passed on to the ranks: they may save and
-    end. A second one, SIGINT and SIGHUP kill the ranks, and the launcher then finds them ended.
-
-    The handler itself raises no exception, because torch's agent could swallow it. Ranks start with SIGINT blocked:
-    Ctrl-C reaches all processes of a terminal, and must not stop a rank in the middle of its imports. In the launcher,
-    the main thread blocks SIGINT too, and another thread receives it.
-    """
-
-    HANDLED = (signal.SIGINT, signal.SIGHUP, *WARNINGS)
-
-    def __init__(self) -> None:
-        self.warning = ""
-        """The name of the signal that was passed on; empty if there was none."""
-        self._warned_s, self._stop = 0.0, 0
-        self._done = threading.Event()
-        self._others = set(multiprocessing.active_children())
-        self._mine = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> Self:
-        if self._mine:
-            _start_resource_tracker()
-            self._before = {number: signal.signal(number, self._note) for number in self.HANDLED}
-            self._thread = threading.Thread(target=self._watch, name="stops ranks", daemon=True)
-            self._thread.start()
-            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        if self._mine:
-            self._thread.join()
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-    def raise_received(self) -> None:
-        """Raise KeyboardInterrupt if SIGINT was received, SystemExit if another signal has killed the ranks; else do
-        nothing."""
-        if self._stop == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        if self._stop:
-            raise SystemExit(128 + self._stop) from None
-
-    def _note(self, number: int, frame: object) -> None:
-        if number in WARNINGS and not self.warning:
-            self.warning, self._warned_s = signal.Signals(number).name, time.monotonic()
-        elif number not in WARNINGS or time.monotonic() - self._warned_s > TOGETHER_S:
-            self._stop = self._stop or number
-
-    def _watch(self) -> None:
-        warned = set(self._others)
-        while not self._done.wait(0.1):
-            if self._stop:
-                for process in set(multiprocessing.active_children()) - self._others:
-                    process.kill()
-            elif self.warning:
-                for process in set(multiprocessing.active_children()) - warned:
-                    warned.add(process)
-                    if process.pid is not None:
-                        with suppress(ProcessLookupError):
-                            os.kill(process.pid, signal.Signals[self.warning])
-
-
 def _start_server() -> None:
     """Start multiprocessing's fork server, which forks the ranks, unless this process has already started it. A warning
     that is sent to all processes of a group must not end it."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     try:
-        with _blocked(WARNINGS):
+        with blocked(WARNINGS):
             forkserver.ensure_running()
     except OSError as error:
         raise LaunchError(
@@ -359,28 +346,6 @@ def _start_server() -> None:
             where="ranks",
             remedy="set TMPDIR to a directory with a short path; do not start ranks in a fork of a process that did",
         ) from error
-
-
-def _start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker before SIGINT is blocked, because its start unblocks SIGINT. The
-    tracker's warning about resources of killed ranks is switched off: the tracker cleans up these resources anyway."""
-    option = "ignore:resource_tracker:UserWarning"
-    sys.warnoptions.append(option)
-    try:
-        with _blocked(WARNINGS):
-            resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.remove(option)
-
-
-@contextmanager
-def _blocked(signals: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread. A process that is started meanwhile never receives them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
 from meshwright.runtime import checkpoint, codec_memory, manifest, optimizer_state, shards
 from meshwright.runtime.agree import check_same, everywhere, same_path, told
-from meshwright.runtime.checkpoint import Extra, Stateful, plain
+from meshwright.runtime.checkpoint import Extra, Stateful
 from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.guards import CallersTensors
 from meshwright.runtime.loss_check import LossCheck
@@ -104,7 +104,7 @@ class Resumable:
         path, where = same_path(path)
         if error is not None and not isinstance(error, DiskError):
             raise error
-        parts, state = everywhere(where, lambda: self._contents(loader, extra))
+        parts, state = everywhere(where, lambda: self.contents(loader, extra))
         check_same(where, "the loader's position", repr(state["loader"]))
         if "pp" in self.groups and state["optimizer"] is not None:
             state["optimizer"] = optimizer_state.joined(from_every_rank(state["optimizer"]))
@@ -131,15 +131,21 @@ class Resumable:
             data=data,
             files={},
             tensors=checkpoint.saved_tensors(self.parameters),
-            plan=self._plan_as_data(),
+            plan=self.plan_as_data(),
         )
         self.saver.start(
             Save(path, new_manifest, share, packed, num_bytes, keep=keep, board=self.saver.board), blocking=blocking
         )
 
-    def _contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, StoredPart], dict[str, Any]]:
-        """Return this rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``."""
-        checkpoint.check_finite(self.parameters)
+    def contents(
+        self, loader: Stateful | None, extra: Extra, *, checks: bool = True
+    ) -> tuple[dict[str, StoredPart], dict[str, Any]]:
+        """Return this rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``. With
+        ``checks``, raise a CheckpointError if they are not worth saving, or not plain data."""
+        self._settle()
+        plain = checkpoint.plain if checks else checkpoint.unchecked
+        if checks:
+            checkpoint.check_finite(self.parameters)
         parts, kept = checkpoint.model_parts(self.parameters), None
         if self._optimizer is not None:
             kept, more = optimizer_state.extract(self.parameters, self._optimizer)
@@ -192,31 +198,51 @@ class Resumable:
         read = (directory / TRAINER).read_bytes
         state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: from_bytes(read())))
         everywhere(where, lambda: checkpoint.check_state(where, self.parameters, taker, state, loader, extra))
+        self.restore(
+            state, lambda parts: shards.read(directory, parts), saved_manifest.plan, where=where, loader=loader,
+            extra=extra, optimizer=optimizer,
+        )  # fmt: skip
+        if self.rank == 0:
+            log.info("step %d is loaded from %s", self.step_number, where)
+            if taker is not None and loader is None and state["loader"] is not None:
+                log.warning("%s holds a position in the data that was not asked for (loader=)", where)
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        read: Callable[[dict[str, StoredPart]], None],
+        plan: Mapping[str, Any],
+        *,
+        where: str,
+        loader: Stateful | None,
+        extra: Extra,
+        optimizer: bool = True,
+    ) -> None:
+        """Continue from a state that fits: ``state`` is the second result of ``contents``, and ``read`` fills this
+        rank's parts of tensors with those that were saved. ``plan`` is the plan of then, and ``where`` names the place
+        in errors. Every rank must call it."""
+        taker = self._optimizer if optimizer else None
         if loader is not None:
             everywhere(where, lambda: loader.load_state_dict(state["loader"]))
         codecs = state.get("codecs", codec_memory.NOTHING_SAVED)
         room = self._codecs.make_room(self.parameters, codecs)
         parts = checkpoint.model_parts(self.parameters) | room.parts
         if taker is None:
-            shards.read(directory, parts)
+            read(parts)
         else:
             states, more = optimizer_state.make_room(self.parameters, taker, state["optimizer"])
-            shards.read(directory, parts | more)
+            read(parts | more)
             optimizer_state.take(self.parameters, taker, state["optimizer"], states)
         self._codecs.take(room, codecs)
         self.losses.forget()
         self.step_number, self.seed, self.metrics = state["step"], state["seed"], {}
-        self._take_amendments(saved_manifest, where)
+        self._take_amendments(plan, where)
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state.get("loss_scale"))
             self._codecs.rescale(self.loss_scale.value)
         self._take_exchanged(state.get("replica"), where)
         everywhere(where, lambda: checkpoint.give_back(extra, state["extra"]))
         self._callers.accept()
-        if self.rank == 0:
-            log.info("step %d is loaded from %s", self.step_number, where)
-            if taker is not None and loader is None and state["loader"] is not None:
-                log.warning("%s holds a position in the data that was not asked for (loader=)", where)
 
     def load_latest(
         self, directory: Path_, *, loader: Stateful | None = None, extra: Extra | None = None
@@ -249,11 +275,11 @@ class Resumable:
             )
         return None
 
-    def _take_amendments(self, saved_manifest: Manifest, where: str) -> None:
-        """Apply the amendments of the saved plan if it equals this plan: they name ranks and algorithms of their own
+    def _take_amendments(self, plan: Mapping[str, Any], where: str) -> None:
+        """Apply the amendments of a saved plan if it equals this plan: they name ranks and algorithms of their own
         plan."""
-        saved = msgspec.convert(saved_manifest.plan.get("amendments", []), tuple[Amendment, ...])
-        if base_of(saved_manifest.plan) == base_of(self._plan_as_data()):
+        saved = msgspec.convert(plan.get("amendments", []), tuple[Amendment, ...])
+        if base_of(plan) == base_of(self.plan_as_data()):
             self._amend(saved)
         elif saved and self.rank == 0:
             told_of = "; ".join(map(str, saved))
@@ -270,7 +296,8 @@ class Resumable:
             log.warning("%s: the state of %s was saved for another layout, or not at all, and starts again",
                         where, self.plan.consistency)  # fmt: skip
 
-    def _plan_as_data(self) -> dict[str, Any]:
+    def plan_as_data(self) -> dict[str, Any]:
+        """Return the plan, as in its file."""
         data: dict[str, Any] = json.loads(files.encode_json(self.plan))
         return data
 

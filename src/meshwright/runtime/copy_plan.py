@@ -1,0 +1,181 @@
+"""Which rank keeps which part of the state in memory: every part once on each of two hosts, or once on a single host.
+
+    host 0   rank 0   keeps a   and, for rank 2, d         a tensor that ranks of two hosts hold anyway is not sent
+             rank 1   keeps b
+    host 1   rank 2   keeps d   and, for rank 0, a
+             rank 3   keeps c, b                           (b: data-parallel ranks 1 and 3 both hold it)
+
+A host is a launcher and its ranks: what dies together. All functions are pure, and every rank computes the same.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from meshwright.ir.graph import ITEM_BYTES
+
+ALIGNED = 64
+"""Pieces begin at multiples of this number of bytes."""
+SLACK_BYTES = 2**16
+"""Bytes by which a rank's plain state may grow between two plans."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A block of a whole tensor; or, with a dtype of ``bytes``, the plain state of a rank."""
+
+    name: str
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the piece."""
+        num_bytes = 1 if self.dtype == "bytes" else ITEM_BYTES[self.dtype]
+        for size in self.sizes:
+            num_bytes *= size
+        return num_bytes
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A piece, and the byte at which it begins in a slot."""
+
+    piece: Piece
+    begin: int
+
+
+class Block(msgspec.Struct, frozen=True):
+    """The bytes of a slot that another rank sends, or that are sent to another rank, as one message."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a rank keeps. ``entries``: all pieces in its slot; the first ``num_own`` of them it writes itself. ``sent``:
+    the bytes that it sends to its partner on the next host, and ``received``: those that others send to it."""
+
+    entries: tuple[Entry, ...]
+    num_own: int
+    num_bytes: int
+    sent: Block | None = None
+    received: tuple[Block, ...] = ()
+
+
+def plan_copies(offers: Sequence[Sequence[Piece]], hosts: Sequence[int]) -> list[Kept]:
+    """What each rank keeps. ``offers``: the pieces that each rank holds; ``hosts``: the number of each rank's host."""
+    several = len(set(hosts)) > 1
+    own: list[list[Piece]] = [[] for _ in offers]
+    alone: list[list[Piece]] = [[] for _ in offers]
+    loads = [0] * len(offers)
+    for piece, ranks in _holders(offers).items():
+        by_host: dict[int, list[int]] = defaultdict(list)
+        for rank in ranks:
+            by_host[hosts[rank]].append(rank)
+        chosen = sorted((min(each, key=lambda rank: (loads[rank], rank)) for each in by_host.values()),
+                        key=lambda rank: (loads[rank], rank))[:2]  # fmt: skip
+        for rank in chosen:
+            loads[rank] += piece.num_bytes
+            (alone if several and len(chosen) == 1 else own)[rank].append(piece)
+    partners = [_partner(rank, hosts) for rank in range(len(offers))] if several else []
+    return [_kept(rank, own[rank], alone, partners) for rank in range(len(offers))]
+
+
+def _holders(offers: Sequence[Sequence[Piece]]) -> dict[Piece, list[int]]:
+    holders: dict[Piece, list[int]] = defaultdict(list)
+    for rank, pieces in enumerate(offers):
+        for piece in pieces:
+            holders[piece].append(rank)
+    return holders
+
+
+def _partner(rank: int, hosts: Sequence[int]) -> int:
+    """The rank on the next host that keeps a second copy of what only this rank's host holds."""
+    order = sorted(set(hosts))
+    following = order[(order.index(hosts[rank]) + 1) % len(order)]
+    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    theirs = [other for other, host in enumerate(hosts) if host == following]
+    return theirs[mine.index(rank) % len(theirs)]
+
+
+def _kept(rank: int, own: list[Piece], alone: list[list[Piece]], partners: list[int]) -> Kept:
+    entries, end = _laid_out(own, 0)
+    mine, sent_end = _laid_out(alone[rank], end)
+    sent = Block(partners[rank], end, sent_end) if mine else None
+    entries, end, received = [*entries, *mine], sent_end, []
+    num_own = len(entries)
+    for other, partner in enumerate(partners):
+        if partner == rank and alone[other]:
+            theirs, begin = _laid_out(alone[other], end), end
+            entries, end = [*entries, *theirs[0]], theirs[1]
+            received.append(Block(other, begin, end))
+    return Kept(tuple(entries), num_own, end, sent, tuple(received))
+
+
+def _laid_out(pieces: Iterable[Piece], begin: int) -> tuple[list[Entry], int]:
+    """The pieces one after the other from byte ``begin`` on, and the end of the last."""
+    entries = []
+    for piece in pieces:
+        entries.append(Entry(piece, begin))
+        begin += -(-piece.num_bytes // ALIGNED) * ALIGNED
+    return entries, begin
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A complete slot: the plan that it belongs to (``generation``), the number of distinct pieces of that plan, the
+    step, and the entries. ``host`` and ``slot`` say where it lies."""
+
+    generation: str
+    num_pieces: int
+    step: int
+    entries: tuple[Entry, ...]
+    host: int = 0
+    rank: int = 0
+    slot: int = 0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a piece lies: the host, the slot there, and the byte in it."""
+
+    host: int
+    rank: int
+    slot: int
+    begin: int
+
+
+def newest_complete(copies: Iterable[Copy]) -> tuple[int, dict[Piece, list[Place]]] | None:
+    """The latest step of which every piece is in memory on some host, and the places of each piece; None without such a
+    step."""
+    sets: Mapping[tuple[int, str, int], list[Copy]] = defaultdict(list)
+    for copy in copies:
+        sets[copy.step, copy.generation, copy.num_pieces].append(copy)
+    for (step, _, num_pieces), same in sorted(sets.items(), reverse=True):
+        places: dict[Piece, list[Place]] = defaultdict(list)
+        for copy in same:
+            for entry in copy.entries:
+                places[entry.piece].append(Place(copy.host, copy.rank, copy.slot, entry.begin))
+        if len(places) == num_pieces:
+            return step, dict(places)
+    return None
+
+
+def overlap(piece: Piece, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """The common block of a piece and of another block of the same tensor: its begin in the piece, its begin in the
+    other block, and its sizes; None if they have nothing in common."""
+    begins = [max(mine, other) for mine, other in zip(piece.offsets, offsets, strict=True)]
+    ends = [
+        min(mine + length, other + size)
+        for mine, length, other, size in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
+    ]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return None
+    return (
+        tuple(begin - offset for begin, offset in zip(begins, piece.offsets, strict=True)),
+        tuple(begin - offset for begin, offset in zip(begins, offsets, strict=True)),
+        tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
+    )

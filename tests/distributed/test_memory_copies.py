@@ -1,0 +1,189 @@
+"""Copies of the state in memory: other ranks, under another layout or fewer, go on as if nobody had been lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.comm.groups import from_every_rank
+from meshwright.data.loaders import TensorLoader
+from meshwright.runtime import memory_copies
+from meshwright.runtime.kept_memory import VARIABLE, Slot, kept_memory, slots_of
+from meshwright.runtime.memory_copies import MemoryCopies
+from tests.distributed.pool import Ranks, RanksFailedError
+from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, adamw
+
+SIZES = (6, 16, 8, 4)
+
+
+def loader(trainer: mw.Trainer) -> TensorLoader:
+    whole = a_batch(SIZES[0], SIZES[-1])
+    data = {name: torch.cat([value, value.flip(0)]) for name, value in whole.items()}
+    return TensorLoader(data, batch_size=8, seed=3, shard=trainer.data_shard)
+
+
+def made(memories: list[str], layout: dict[str, Any]) -> tuple[mw.Trainer, TensorLoader, MemoryCopies]:
+    """This rank's trainer; the ranks are divided over the launchers with these memories."""
+    trainer = a_trainer(adamw, SIZES, plan=mw.Layout(**layout), max_grad_norm=1.0)
+    each = -(-trainer.plan.mesh.world_size // len(memories))
+    host, local_rank = divmod(trainer.rank, each)
+    own = loader(trainer)
+    return trainer, own, MemoryCopies(trainer, own, memories[host], local_rank)
+
+
+def steps(trainer: mw.Trainer, own: TensorLoader, count: int) -> list[float]:
+    batches = iter(own)
+    return [float(trainer.step(next(batches), local=True)) for _ in range(count)]
+
+
+def begin(memories: list[str], layout: dict[str, Any]) -> list[float]:
+    """Three steps, with copies after the second and the third; the losses of two steps more."""
+    trainer, own, copies = made(memories, layout)
+    steps(trainer, own, 2)
+    copies.make(2)
+    steps(trainer, own, 1)
+    copies.make(3)
+    copies.finish()
+    return steps(trainer, own, 2)
+
+
+def go_on(memories: list[str], layout: dict[str, Any], saved: int = -1) -> tuple[int, list[float]]:
+    trainer, own, copies = made(memories, layout)
+    copies.resume(lambda: saved)
+    step = trainer.step_number
+    return step, steps(trainer, own, 2)
+
+
+@pytest.fixture
+def memories() -> Iterator[list[str]]:
+    """The memory of two launchers of up to four ranks."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(kept_memory(4))[VARIABLE] for _ in range(2)]
+
+
+ON_ONE_HOST = {
+    "as before": (4, {"dp": 2, "tp": 2}, 4, {"dp": 2, "tp": 2}),
+    "fewer ranks": (4, {"dp": 4, "zero": 1}, 2, {"dp": 2}),
+    "more ranks": (2, {"tp": 2}, 4, {"dp": 4, "zero": 3}),
+    "a pipeline": (2, {"pp": 2, "microbatches": 2}, 2, {"dp": 2}),
+    "a single rank": (3, {"dp": 1, "tp": 1, "pp": 3, "microbatches": 2}, 1, {}),
+}
+
+
+@pytest.mark.parametrize("case", ON_ONE_HOST)
+def test_other_ranks_go_on_from_memory(ranks: Ranks, memories: list[str], case: str) -> None:
+    before, layout, after, other = ON_ONE_HOST[case]
+    expected = ranks(before, begin, memories[:1], layout)[0]
+    for step, found in ranks(after, go_on, memories[:1], other):
+        assert step == 3
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+        if layout == other:
+            assert found == expected
+
+
+def test_a_lost_host_is_replaced_by_the_copies_on_the_other(ranks: Ranks, memories: list[str]) -> None:
+    """Stages 0 and 1 are on the one host, 2 and 3 on the other: what is lost, its neighbour has."""
+    expected = ranks(4, begin, memories, {"pp": 4, "microbatches": 2})[0]
+    for left in memories:
+        for step, found in ranks(2, go_on, [left], {"dp": 2}):
+            assert step == 3
+            assert found == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+def test_what_only_another_host_has_is_sent(ranks: Ranks, memories: list[str]) -> None:
+    """The copies of both hosts are needed by ranks of both: each stage goes to the other host."""
+    expected = ranks(4, begin, memories, {"dp": 2, "tp": 2})[0]
+    for step, found in ranks(4, go_on, [memories[1], memories[0]], {"tp": 4}):
+        assert step == 3
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+def test_the_later_of_disk_and_memory_counts(ranks: Ranks, memories: list[str]) -> None:
+    ranks(2, begin, memories[:1], {"dp": 2})
+    assert [step for step, _ in ranks(2, go_on, memories[:1], {"dp": 2}, 3)] == [3, 3]
+    assert [step for step, _ in ranks(2, go_on, memories[:1], {"dp": 2}, 4)] == [0, 0]
+
+
+def begin_and_die(memories: list[str], layout: dict[str, Any]) -> None:
+    """A copy after the second step; rank 1 is killed in the middle of the next."""
+    trainer, own, copies = made(memories, layout)
+    steps(trainer, own, 2)
+    copies.make(2)
+    steps(trainer, own, 1)
+    if trainer.rank == 1:
+        Slot.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    copies.make(3)
+    from_every_rank(0)
+
+
+def test_a_copy_that_was_not_finished_does_not_count(ranks: Ranks, memories: list[str]) -> None:
+    with pytest.raises(RanksFailedError):
+        ranks(2, begin_and_die, memories[:1], {"dp": 2, "zero": 1})
+    assert [step for step, _ in ranks(2, go_on, memories[:1], {"dp": 2})] == [2, 2]
+
+
+def copies_made(memories: list[str], share: float, num_steps: int) -> list[int]:
+    """The steps after which a run copies its state."""
+    memory_copies.SHARE = share
+    trainer, own, copies = made(memories, {"dp": 2})
+    found = []
+    for step in range(1, num_steps + 1):
+        steps(trainer, own, 1)
+        if copies.is_due(step):
+            copies.make(step)
+            found.append(step)
+    return found
+
+
+def test_copies_are_as_frequent_as_they_are_cheap(ranks: Ranks, memories: list[str]) -> None:
+    before = memory_copies.SHARE
+    assert ranks(2, copies_made, memories[:1], 1e9, 9) == [[2, 4, 6, 7, 8, 9]] * 2
+    assert ranks(2, copies_made, memories[:1], 1e-9, 9) == [[2, 4, 6]] * 2
+    ranks(2, copies_made, memories[:1], before, 1)
+
+
+def without_memory(memories: list[str]) -> bool:
+    before, memory_copies.available_bytes = memory_copies.available_bytes, lambda: 1000
+    try:
+        trainer, own, copies = made(memories, {"dp": 2})
+        steps(trainer, own, 2)
+        copies.make(2)
+        return copies.is_due(1) or copies.is_due(4)
+    finally:
+        memory_copies.available_bytes = before
+
+
+def test_without_memory_there_are_no_copies(ranks: Ranks, memories: list[str]) -> None:
+    assert ranks(2, without_memory, memories[:1]) == [False, False]
+    assert all(slot.read() is None for slots in slots_of(memories[0]) for slot in slots)
+
+
+def write_and_die(memory: str) -> None:
+    ((slot, _),) = slots_of(memory)
+    slot.begin(3, b"head").copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
+    slot.commit(12)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_launchers_memory_outlives_its_writers_and_ends_with_it(ranks: Ranks) -> None:
+    with kept_memory(1) as environment:
+        memory = environment[VARIABLE]
+        with pytest.raises(RanksFailedError):
+            ranks(1, write_and_die, memory)
+        ((slot, other),) = slots_of(memory)
+        found = slot.read()
+        assert found is not None
+        step, head, data = found
+        assert (step, head, data.tolist()) == (12, b"head", [1, 2, 3])
+        assert other.read() is None
+        slot.begin(5, b"longer")
+        assert slot.read() is None, "it is begun, and not complete"
+    assert slots_of(memory)[0][0].read() is None
+    assert slots_of("") == []
