@@ -4,9 +4,10 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -103,11 +104,18 @@ def write_if_changed(path: Path, data: bytes) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write to a temporary file in the same folder, then rename it to ``path``."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file in the same folder, which is renamed to ``path`` at the end of the ``with`` block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

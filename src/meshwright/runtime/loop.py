@@ -124,7 +124,7 @@ class Loop:
         # Only rank 0 has the file. Ranks that disagree on the remaining work would wait for each other for ever.
         rows = from_rank_0(lambda: self.meter.rewind(self.trainer.step_number))
         self.evaluations = [HeldOut(step=row["step"], **row["held_out"]) for row in rows if "held_out" in row]
-        return path
+        return Path(path) if path is not None else None
 
     def run(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Train until the last step, or until the run is asked to end; then the step that was reached is saved.
