@@ -57,6 +57,8 @@ def saved_tensors(parameters: LocalParameters) -> dict[str, SavedTensor]:
 
 def _tensor_names(parameters: LocalParameters) -> list[str]:
     """Names of the parameters, and of the buffers that are in the model's own state dict."""
+    if not parameters.graph.buffers:
+        return [*parameters.graph.parameters]
     persistent = parameters.model.state_dict().keys()
     return [*parameters.graph.parameters, *(name for name in parameters.graph.buffers if name in persistent)]
 

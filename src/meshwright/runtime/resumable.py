@@ -116,7 +116,7 @@ class Resumable(Interchange):
             step=step,
             model=self.graph.model,
             fingerprint=self.graph.fingerprint,
-            optimizer=type(self._optimizer).__name__ if self._optimizer is not None else None,
+            optimizer=optimizer_state.kind_of(self._optimizer) if self._optimizer is not None else None,
             torch=str(torch.__version__),
             meshwright=__version__,
             data="",

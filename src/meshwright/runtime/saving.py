@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import queue
 import secrets
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -217,7 +219,9 @@ class Saver:
 
     def __init__(self, kind: DeviceKind) -> None:
         self.kind = kind
-        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._ended = threading.Event()
+        self._ended.set()
         self._error: MeshwrightError | None = None
         self._staging: Staging | None = None
         self._memory: dict[int, Tensor] = {}
@@ -253,10 +257,13 @@ class Saver:
             if (error := save.run()) is not None:
                 raise error
             return
-        if self._thread is None:
-            atexit.register(self._end)
-        self._thread = threading.Thread(target=self._run, args=(save,), name="saves a checkpoint", daemon=True)
-        self._thread.start()
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name="saves checkpoints", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None).atexit = False
+            atexit.register(_wait_at_end, weakref.ref(self))
+        self._ended.clear()
+        self._jobs.put(partial(self._run, save))
 
     def hold_update(self) -> None:
         """Called before parameters are updated: the update waits until a running save has copied them."""
@@ -274,20 +281,30 @@ class Saver:
 
     def wait(self) -> MeshwrightError | None:
         """Wait until no save is running. Return the error of the last save that did not block (only once), or None."""
-        if self._thread is not None:
-            self._thread.join()
+        self._ended.wait()
         error, self._error = self._error, None
         return error
 
     def _run(self, save: Save) -> None:
         try:
-            failed = told(f"{save.path}", save.run)
-        except MeshwrightError as error:
-            failed = error
-        if failed is not None:
-            self.fail(failed, save.share.rank)
+            try:
+                failed = told(f"{save.path}", save.run)
+            except MeshwrightError as error:
+                failed = error
+            if failed is not None:
+                self.fail(failed, save.share.rank)
+        finally:
+            self._ended.set()
 
-    def _end(self) -> None:
-        """Wait for the running save when the program ends."""
-        if self._thread is not None:
-            self._thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run jobs in a thread of their own: a save that starts a thread would wait for it."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _wait_at_end(saver: weakref.ref[Saver]) -> None:
+    """Wait for the running save when the program ends."""
+    if (running := saver()) is not None:
+        running._ended.wait(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
