@@ -28,7 +28,7 @@ from meshwright.runtime.object_path import AnyPath, place_of
 from meshwright.runtime.saving import Save
 from meshwright.runtime.shards import StoredPart
 from meshwright.runtime.share import Share
-from meshwright.runtime.staging import to_host
+from meshwright.runtime.share_copy import to_host
 
 log = logging.getLogger("meshwright")
 

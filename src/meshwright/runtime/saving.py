@@ -38,7 +38,7 @@ from meshwright.runtime.device import CopyStream, DeviceKind
 from meshwright.runtime.manifest import TRAINER, Manifest, SavedFile
 from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.share import NotFiniteError, Share
-from meshwright.runtime.staging import Staging
+from meshwright.runtime.share_copy import ShareCopy
 
 log = logging.getLogger("meshwright")
 
@@ -223,7 +223,7 @@ class Saver:
         self._ended = threading.Event()
         self._ended.set()
         self._error: MeshwrightError | None = None
-        self._staging: Staging | None = None
+        self._copying: ShareCopy | None = None
         self._memory: dict[int, Tensor] = {}
         self._count = 0
 
@@ -252,7 +252,7 @@ class Saver:
         """Run ``save``, in a thread unless ``blocking``. If a blocking save fails, raise a CheckpointError on every
         rank. No other save may be running."""
         if save.failed is None and (self.copies is not None or not blocking):
-            self._staging = save.share.stage(self.kind, self.copies, self._memory)
+            self._copying = save.share.copy(self.kind, self.copies, self._memory)
         if blocking:
             if (error := save.run()) is not None:
                 raise error
@@ -267,9 +267,9 @@ class Saver:
 
     def hold_update(self) -> None:
         """Called before parameters are updated: the update waits until a running save has copied them."""
-        if self._staging is not None:
-            self._staging.hold()
-            self._staging = None
+        if self._copying is not None:
+            self._copying.hold()
+            self._copying = None
 
     def fail(self, error: MeshwrightError, rank: int) -> None:
         """Keep the error of a save that does not block until ``wait``. Rank 0 logs a warning, and training

@@ -12,7 +12,7 @@ from meshwright.runtime.chunk_index import IndexedTensor, SavedChunk
 from meshwright.runtime.device import CopyStream, DeviceKind
 from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.shards import StoredPart
-from meshwright.runtime.staging import Staging, Wanted
+from meshwright.runtime.share_copy import ShareCopy, Wanted
 
 CHUNK_OVERHEAD_BYTES = 1500
 """Approximate bytes that the file format and the indices add to a chunk."""
@@ -40,30 +40,30 @@ class Share:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._chunks = [(name, part, part.own_chunks(name)) for name, part in parts.items()]
-        self._staging: Staging | None = None
+        self._copying: ShareCopy | None = None
         whole = sum(part.value.element_size() * torch.Size(part.shape).numel() for part in parts.values())
         self.num_bytes = whole + CHUNK_OVERHEAD_BYTES * sum(len(part.chunks) for part in parts.values())
 
-    def stage(self, kind: DeviceKind, copies: CopyStream | None, memory: dict[int, Tensor]) -> Staging:
+    def copy(self, kind: DeviceKind, copies: CopyStream | None, memory: dict[int, Tensor]) -> ShareCopy:
         """Begin to copy the share, so that training can go on before it is written."""
         wanted = [
             Wanted(name, part, chunk, self._now is None or name in self._now)
             for name, part, chunks in self._chunks
             for chunk in chunks
         ]
-        self._staging = Staging(wanted, kind, copies, memory)
-        self._staging.begin()
-        return self._staging
+        self._copying = ShareCopy(wanted, kind, copies, memory)
+        self._copying.begin()
+        return self._copying
 
     def complete(self) -> None:
         """Wait until the copies are complete."""
-        if self._staging is not None:
-            self._staging.finish()
+        if self._copying is not None:
+            self._copying.finish()
 
     def release(self) -> None:
         """Let updates go on that wait for the copies."""
-        if self._staging is not None:
-            self._staging.release()
+        if self._copying is not None:
+            self._copying.release()
 
     def write(self, directory: AnyPath) -> dict[str, IndexedTensor]:
         """Write the share to a directory, and flush it to the disk. Return where each chunk is.
@@ -91,8 +91,8 @@ class Share:
         }
 
     def _values(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        if self._staging is not None:
-            for wanted, value in self._staging.values():
+        if self._copying is not None:
+            for wanted, value in self._copying.values():
                 yield wanted.name, value, wanted.chunk.offsets
             return
         for name, part, chunks in self._chunks:

@@ -32,7 +32,7 @@ class Wanted:
 
 
 @dataclass
-class Staging:
+class ShareCopy:
     """The copies of one save.
 
     Args:
