@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-checkpoints bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ bench-faults: $(STAMP) ## kill ranks and hosts: what a takeover from memory cost
 
 bench-consistency: $(STAMP) ## slow replicas, slow links, kills, and parameter servers, under consistency rules (15 minutes, as root)
 	@$(BIN)/python -m benchmarks.consistency
+
+bench-checkpoints: $(STAMP) ## what saves stop, the disk's speed, memory of loads under other ranks, weights by slices (needs 5 GiB of disk)
+	@$(BIN)/python -m benchmarks.checkpoints
 
 bench-data: $(STAMP) ## loaders that fetch ahead beside torch's DataLoader, on a throttled disk; misses beside Belady's and LRU's
 	@$(BIN)/python -m benchmarks.data

@@ -35,6 +35,7 @@ from typing import TypeVar
 
 from meshwright import config
 from meshwright.runtime import manifest
+from meshwright.runtime.chunk_index import read_index
 from meshwright.runtime.failures import Status
 
 NUM_RANKS = 2
@@ -132,8 +133,9 @@ class Command:
 
     def tensors(self) -> list[str]:
         """Checksums of the tensors in the last checkpoint."""
-        found = manifest.read(self.checkpoints / manifest.steps_in(self.checkpoints)[0])
-        return [saved.sha256 for name, saved in found.files.items() if name.endswith(".distcp")]
+        path = self.checkpoints / manifest.steps_in(self.checkpoints)[0]
+        found = manifest.read(path)
+        return [f"{chunk.file} {chunk.checksum}" for chunk in read_index(path / found.data, found).chunks()]
 
 
 # --- disturbing ------------------------------------------------------------------------------------------------------

@@ -16,10 +16,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from meshwright.comm.board import Board
 from meshwright.comm.groups import from_every_rank, from_rank_0
@@ -28,6 +24,7 @@ from meshwright.comm.transport.base import Trouble
 from meshwright.errors import DiskError, MeshwrightError, RankError
 from meshwright.ir.layout import Layout
 from meshwright.ir.trace import Span, Trace
+from meshwright.runtime.chunk_index import IndexedTensor, SavedChunk
 from meshwright.runtime.manifest import DamagedCheckpointError, SavedFile
 from meshwright.runtime.saving import SaveReport
 from tests.distributed.pool import Ranks
@@ -66,18 +63,12 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...
     assert torch.equal(from_bytes(to_bytes(turned)), turned)
 
 
-def test_structs_errors_and_the_plans_of_checkpoints_come_back() -> None:
-    index = MetadataIndex("w", torch.Size([0, 2]))
-    chunk = ChunkStorageMetadata(torch.Size([0, 2]), torch.Size([3, 4]))
-    item = WriteItem(
-        index,
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk, TensorProperties(torch.bfloat16), torch.Size([3, 9])),
-    )
+def test_structs_errors_and_reports_of_saves_come_back() -> None:
+    chunk = SavedChunk((0, 2), (3, 4), "0.chunks", 0, 120)
     values: list[Any] = [
         Layout(dp=2, tp=(2, 1, 2)),
-        SaveReport([WriteResult(index, 5, _StorageInfo("__0_0", 0, 5))], {"a": SavedFile(num_bytes=1, sha256="x")}),
-        SavePlan([item]), Trouble("rank 1", "it has ended"), torch.float16, torch.strided, Path("a/b"), 2**70, 1j,
+        SaveReport("a", "b", {"w": IndexedTensor((3, 9), "bfloat16", (chunk,))}, {"a": SavedFile(num_bytes=1)}, b"c"),
+        Trouble("rank 1", "it has ended"), torch.float16, torch.strided, Path("a/b"), 2**70, 1j,
         {Trouble("a", "b"): (1, [2])}, "a\udce9b", np.float64(2.5), bytearray(b"x"),
     ]  # fmt: skip
     assert from_bytes(to_bytes(values)) == values

@@ -7,7 +7,6 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from meshwright.data.loaders import TensorLoader
 from meshwright.errors import CheckpointError
 from meshwright.models import ResNet, classification_loss
 from meshwright.runtime import manifest
-from meshwright.runtime.manifest import SavedFile
+from meshwright.runtime.chunk_files import ChunkFile
+from meshwright.runtime.saving import Save, SaveReport
 from meshwright.runtime.shards import StoredPart
 from tests.end_to_end.checkpoint_cases import (
     OPTIMIZERS,
@@ -141,7 +141,7 @@ def test_the_optimizer_can_be_left_as_it_is(saved: Path) -> None:
 def test_the_manifest_says_what_is_there(saved: Path) -> None:
     raw = json.loads((saved / "manifest.json").read_bytes())
     trainer = a_trainer()
-    assert (raw["version"], raw["step"], raw["model"], raw["optimizer"]) == (1, 1, "MLP", "SGD")
+    assert (raw["version"], raw["step"], raw["model"], raw["optimizer"]) == (2, 1, "MLP", "SGD")
     assert (raw["fingerprint"], raw["torch"]) == (trainer.graph.fingerprint, str(torch.__version__))
     assert raw["tensors"]["layers.0.weight"] == {"shape": [8, 6], "dtype": "float64"}
     assert raw["plan"]["mesh"] == {"axes": [{"name": "dp", "size": 1}, {"name": "tp", "size": 1}]}
@@ -168,7 +168,7 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize(
     "place",
-    ["meshwright.runtime.shards.Share.write", "meshwright.runtime.manifest.written", "meshwright.ir.files.os.replace"],
+    ["meshwright.runtime.share.Share.write", "meshwright.runtime.manifest.written", "meshwright.ir.files.os.replace"],
 )
 def test_a_save_that_stops_anywhere_leaves_the_checkpoint_before(
     saved: Path, place: str, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,7 @@ def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device", str(tmp_path / "ckpt"))
 
     trainer = a_trainer()
-    monkeypatch.setattr(manifest, "written", full_disk)
+    monkeypatch.setattr(ChunkFile, "add", full_disk)
     with pytest.raises(CheckpointError) as caught:
         trainer.save(tmp_path / "ckpt")
     assert str(caught.value) == (
@@ -252,14 +252,13 @@ def test_a_damaged_checkpoint_may_be_replaced(saved: Path) -> None:
 
 
 def test_ranks_that_do_not_share_the_directory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = manifest.written
+    conclude = Save._conclude
 
-    def written_elsewhere(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
-        found = written(directory, names)
-        (directory / "__0_0.distcp").unlink()
-        return found
+    def conclude_elsewhere(save: Save, packed: bytes, report: SaveReport) -> Any:
+        (data_of(tmp_path / "ckpt") / "__0_0.distcp").unlink()
+        return conclude(save, packed, report)
 
-    monkeypatch.setattr(manifest, "written", written_elsewhere)
+    monkeypatch.setattr(Save, "_conclude", conclude_elsewhere)
     with pytest.raises(CheckpointError) as caught:
         a_trainer().save(tmp_path / "ckpt")
     assert ": rank 0 does not see a file that another rank wrote (__0_0.distcp)" in str(caught.value)
@@ -357,7 +356,7 @@ def test_what_people_put_into_a_checkpoint_stays_when_it_is_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = a_trainer()
-    first = trainer.save_in(tmp_path)
+    first = Path(trainer.save_in(tmp_path))
     data = data_of(first)
     (first / "notes.txt").write_text("mine")
     (data / "more.txt").write_text("mine")
@@ -376,10 +375,10 @@ def test_a_damaged_latest_one_is_named_and_the_one_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = a_trainer()
-    first = trainer.save_in(tmp_path)
+    first = Path(trainer.save_in(tmp_path))
     before = weights(trainer)
     trainer.step(a_batch())
-    second = trainer.save_in(tmp_path)
+    second = Path(trainer.save_in(tmp_path))
     (data_of(second) / "trainer.pt").unlink()
     with caplog.at_level(logging.WARNING, "meshwright"):
         assert trainer.load_latest(tmp_path) == first

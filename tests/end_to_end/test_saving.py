@@ -15,7 +15,9 @@ import torch
 import meshwright as mw
 from meshwright.comm.board import PIECE_BYTES, Board
 from meshwright.errors import CheckpointError, DiskError, LostRankError
-from meshwright.runtime import manifest, shards
+from meshwright.runtime import manifest, saving
+from meshwright.runtime.chunk_files import ChunkFile
+from meshwright.runtime.share import Share
 from tests.distributed.pool import Ranks
 from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, same, told, weights
 
@@ -25,13 +27,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        write = shards.Share.write
+        write = Share.write
 
-        def held(share: shards.Share, directory: Path) -> Any:
+        def held(share: Share, directory: Path) -> Any:
             assert self.open.wait(60)
             return write(share, directory)
 
-        monkeypatch.setattr(shards.Share, "write", held)
+        monkeypatch.setattr(Share, "write", held)
 
 
 def test_steps_go_on_while_what_was_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +83,7 @@ def test_what_the_disk_refuses_is_told_and_the_next_save_tries_again(
     trainer = a_trainer()
     first = trainer.save_in(tmp_path)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "meshwright"):
-        patch.setattr(shards.StoredPart, "view", lambda part, chunk: part.value)
-        patch.setattr(manifest, "written", full)
+        patch.setattr(ChunkFile, "add", full)
         trainer.step(a_batch())
         second = trainer.save_in(tmp_path, keep=1, blocking=False)
         trainer.step(a_batch())
@@ -107,7 +108,7 @@ def test_what_no_later_save_mends_is_raised_by_the_next(tmp_path: Path, monkeypa
 
     trainer = a_trainer()
     with monkeypatch.context() as patch:
-        patch.setattr(shards.Share, "write_index", broken)
+        patch.setattr(saving, "joined", broken)
         trainer.save(tmp_path / "ckpt", blocking=False)
         with pytest.raises(CheckpointError, match="ZeroDivisionError: out of order"):
             trainer.save(tmp_path / "ckpt", blocking=False)
@@ -121,7 +122,7 @@ def save_while_rank_1_fails(directory: str) -> tuple[str, str, int, list[str]]:
     trainer.step(a_batch())
     with pytest.MonkeyPatch.context() as patch:
         if trainer.rank == 1:
-            patch.setattr(manifest, "written", full)
+            patch.setattr(ChunkFile, "add", full)
         trainer.save_in(directory, blocking=False)
         trainer.step(a_batch())
         with pytest.raises(DiskError) as caught:

@@ -9,18 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from meshwright.errors import CheckpointError
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Flat, Placements, Shard
 from meshwright.lower.reshard import local_part
 from meshwright.runtime import shards
+from meshwright.runtime.chunk_files import overlap, read_parts
+from meshwright.runtime.chunk_index import Index, IndexedTensor, joined, read_index, small_files
 from meshwright.runtime.shards import Chunk, StoredPart, boxes_of, chunks_of, part_at
+from meshwright.runtime.share import Share
 
 MOST_ELEMENTS = 600
 """Each is looked at one by one, on every rank."""
@@ -143,28 +146,29 @@ def test_chunks_are_what_a_rank_holds(split: Split) -> None:
 
 @given(st.data())
 def test_any_split_is_put_together_from_any_other(data: st.DataObject) -> None:
-    """Through the planners that torch runs, with memory in place of files."""
+    """What the ranks write covers the whole, each element once; the parts of other ranks overlap it as they should."""
     saved = data.draw(splits())
     loaded = data.draw(splits(saved.factors))
     whole = torch.rand(saved.shape)
-    writers = [shards._SavePlanner({"x": part(saved, groups, whole)}) for groups in saved.ranks()]
-    plans, metadata = writers[0].create_global_plan([writer.create_local_plan() for writer in writers])
-    stored: dict[MetadataIndex, Tensor] = {}
-    for writer, plan in zip(writers, plans, strict=True):
-        for item in plan.items:
-            assert item.index not in stored
-            stored[item.index] = writer.resolve_data(item).clone()
-    assert sum(value.numel() for value in stored.values()) == whole.numel(), "replicas are written once"
+    shared, limit = data.draw(st.sampled_from([(1, 24), (shards.SHARED_BYTES, shards.CHUNK_BYTES)]))
+    stored: list[tuple[Chunk, Tensor]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARED_BYTES", shared)
+        for groups in saved.ranks():
+            one = part(saved, groups, whole)
+            own = shards._own_chunks.__wrapped__(tuple(one.chunks), one.replica, 4, "x")
+            stored += [(cut, one.view(cut)) for chunk in own for cut in shards.cut_chunk(chunk, 4, limit)]
+    assert sum(value.numel() for _, value in stored) == whole.numel(), "replicas are written once"
+    assert len({chunk.offsets for chunk, _ in stored}) == len(stored)
+    assert all(value.nbytes <= max(limit, 4) for _, value in stored)
     for groups in loaded.ranks():
         expected = part(loaded, groups, whole)
         found = replace(expected, value=torch.zeros_like(expected.value))
-        reader = shards._LoadPlanner({"x": found})
-        reader.set_up_planner({}, metadata)
-        for request in reader.create_local_plan().items:
-            source = stored[request.storage_index]
-            for dim, (start, size) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
-                source = source.narrow(dim, start, size)
-            reader.resolve_tensor(request).copy_(source)
+        for chunk in found.chunks:
+            for source, value in stored:
+                if cut := overlap(chunk, source.offsets, source.sizes):
+                    begins = [offset - first for offset, first in zip(cut.offsets, source.offsets, strict=True)]
+                    found.view(cut).copy_(shards.block(value, begins, cut.sizes))
         assert torch.equal(found.value, expected.value)
 
 
@@ -195,19 +199,28 @@ def test_a_range_of_elements_is_few_boxes(shape: tuple[int, ...], data: st.DataO
     assert len(boxes_of(shape, begin, end)) <= max(1, 2 * len(shape) - 1)
 
 
+def read(directory: Path, parts: dict[str, StoredPart]) -> None:
+    read_parts(directory, read_index(directory), parts)
+
+
 def write(directory: Path, parts: dict[str, StoredPart]) -> None:
-    share = shards.Share(parts)
-    share.write_index(directory, [share.write(directory)])
+    index = joined([Share(parts).write(directory)])
+    for name, content in small_files(index).items():
+        (directory / name).write_bytes(content)
 
 
 def test_saved_chunks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     groups = {"tp": AxisGroup("tp", 2, 0)}
     half = StoredPart(torch.zeros(2), (4,), chunks_of((4,), {"tp": Shard(0)}, groups))
-    write(tmp_path / "data", {"x": half})
+    with pytest.raises(CheckpointError, match="tensor x: ranks have written 2 elements of it, and it has 4"):
+        write(tmp_path / "data", {"x": half})
+    (chunk,) = Share({"x": half}).write(tmp_path / "data")["x"].chunks
+    index = Index({"x": IndexedTensor((4,), "float32", (chunk,))})
+    (tmp_path / "data" / "index.json").write_bytes(msgspec.json.encode(index))
     with pytest.raises(CheckpointError) as caught:
-        shards.read(tmp_path / "data", {"x": StoredPart(torch.zeros(4), (4,), chunks_of((4,), {}, {}))})
+        read(tmp_path / "data", {"x": StoredPart(torch.zeros(4), (4,), chunks_of((4,), {}, {}))})
     assert str(caught.value) == (
-        f"{tmp_path}/data: tensors could not be read (rank 0: x: the saved chunks do not cover the tensor)\n"
+        f"{tmp_path}/data: tensors could not be read (x: the saved chunks do not cover the tensor)\n"
         "  -> load this or another checkpoint before training on: parameters may be half read"
     )
 
@@ -222,5 +235,5 @@ def test_empty_and_scalar_parameters(tmp_path: Path) -> None:
     found = {
         name: StoredPart(nn.Parameter(torch.zeros(one.shape)), one.shape, one.chunks) for name, one in parts.items()
     }
-    shards.read(tmp_path / "data", found)
+    read(tmp_path / "data", found)
     assert all(torch.equal(found[name].value, one.value) for name, one in parts.items())

@@ -27,7 +27,7 @@ from meshwright.ir.amendment import Amendment
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
 from meshwright.ir.trace import Trace
-from meshwright.runtime import manifest, shards, trainer
+from meshwright.runtime import manifest, share, trainer
 from meshwright.runtime.loop import Silent
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.restarts import Restarts
@@ -283,7 +283,7 @@ class Killed(Steps):
         if self.how == "at the rename":  # of the next save: everything is written, but the manifest
             os.replace = die  # type: ignore[assignment]
         if self.how == "at the tensors":
-            shards.Share.write = die  # type: ignore[method-assign, assignment]
+            share.Share.write = die  # type: ignore[method-assign, assignment]
 
 
 def die(*args: object) -> Any:

@@ -2,6 +2,7 @@
 functions."""
 
 from meshwright.api.alpa import recompute_alpa
+from meshwright.api.checkpoints import export_checkpoint, list_checkpoints, reshard_checkpoint, verify_checkpoint
 from meshwright.api.convolutions import measure_convolutions
 from meshwright.api.data import load
 from meshwright.api.dry_runs import dry_run, dry_run_of
@@ -68,6 +69,7 @@ __all__ = [
     "compare_schedules_of_run",
     "dry_run",
     "dry_run_of",
+    "export_checkpoint",
     "free_port",
     "grid_product",
     "is_busy",
@@ -75,6 +77,7 @@ __all__ = [
     "launched",
     "launched_rank",
     "learn_from_runs",
+    "list_checkpoints",
     "load",
     "load_cluster",
     "matmul",
@@ -92,6 +95,7 @@ __all__ = [
     "ranks_of_replica",
     "recalibrate",
     "recompute_alpa",
+    "reshard_checkpoint",
     "run_ranks",
     "run_replicas",
     "searches_of",
@@ -103,5 +107,6 @@ __all__ = [
     "train",
     "trainer_of",
     "verify",
+    "verify_checkpoint",
     "verify_run",
 ]  # fmt: skip

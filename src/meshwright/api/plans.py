@@ -271,6 +271,14 @@ def cost_of(factory: OptimizerFactory | None, graph: Graph) -> OptimizerCost:
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything; training shows the error again
         log.info("planned as for AdamW: over parameters without memory the optimizer cannot be made: %s", error)
         return _UNKNOWN
+    if isinstance(optimizer, optim.MasterWeights):
+        inner = _cost_of_kind(optimizer.inner)
+        # in units of the parameter's bytes, of which a float32 state has twice as many
+        return msgspec.structs.replace(inner, states=2 * (inner.states + 1), moved=2 * (inner.moved + 2))
+    return _cost_of_kind(optimizer)
+
+
+def _cost_of_kind(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     base = next((entry for kinds, entry in _COSTS if isinstance(optimizer, kinds)), None)
     if base is None:
         log.info("planned as for AdamW: the state and the memory traffic of %s are unknown", type(optimizer).__name__)

@@ -72,6 +72,7 @@ def parallelize(
     rules: Rules | None = None,
     strict: bool = False,
     compile: bool = False,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -104,6 +105,8 @@ def parallelize(
         compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler. SGD, Adam, AdamW
             and Adagrad then use PyTorch's fused kernels. Results are equal except for rounding. The first use of a
             model takes some seconds to a minute longer; inductor caches its kernels. Works on the CPU only.
+        weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
+            meta device, each rank reads the slices that it holds, and no others.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -155,6 +158,7 @@ def parallelize(
         replan=adapt_plan,
         rules=rules,
         compile=compile,
+        weights=weights,
     )
     if place.server >= 0:
         joining.serve_only(trainer, place)

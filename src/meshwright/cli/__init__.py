@@ -13,6 +13,7 @@ from meshwright import __version__
 from meshwright.cli import (
     bench,
     calibrate,
+    checkpoint,
     clusters,
     collectives,
     demo,
@@ -52,6 +53,7 @@ for _module in (
     _settings = EXTRA if _module in (demo, train, launch, plan, simulate, verify, dryrun) else None
     app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
 app.add_typer(bench.group)
+app.add_typer(checkpoint.group)
 app.add_typer(serve.group)
 
 

@@ -4,8 +4,8 @@
     everything else                an array: a tag, then the content
 
 A class is written by its name. A reader makes objects of plain data only: structs, named tuples, dataclasses and enums
-of Meshwright and of PyTorch's checkpoints, and errors of Meshwright. Structs are decoded by their schema. Any other
-name is refused, and so is a module that this process does not know.
+of Meshwright, and errors of Meshwright. Structs are decoded by their schema. Any other name is refused, and so is a
+module that this process does not know.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError, RankError
 
-OURS, CHECKPOINTS = "meshwright.", "torch.distributed.checkpoint."
-"""The packages whose structs, dataclasses and enums are read. Ours are imported where they are not yet."""
+OURS = "meshwright."
+"""The package whose structs, dataclasses and enums are read. Its modules are imported where they are not yet."""
 LIST, TUPLE, SET, FROZEN, DICT, SIZE = range(6)
 TENSOR, ARRAY, TORCH, STRUCT, NAMED, RECORD, MEMBER, ERROR, PATH, LARGE, TEXT, COMPLEX = range(6, 18)
 _INTEGERS = range(-(2**63), 2**63)
@@ -250,7 +250,7 @@ def _class(name: str, base: type[Any]) -> Any:
     for it. A named tuple may come from any module that this process has imported: making one runs no code."""
     module, _, qualified = name.partition(":")
     is_ours = module.startswith(OURS) and not module.endswith("__main__")
-    if base is not tuple and not is_ours and not module.startswith(CHECKPOINTS):
+    if base is not tuple and not is_ours:
         raise _refused(f"{name} is not plain data of Meshwright")
     found: Any = import_module(module) if is_ours else sys.modules.get(module)
     for part in qualified.split("."):

@@ -4,9 +4,10 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -103,17 +104,27 @@ def write_if_changed(path: Path, data: bytes) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write to a temporary file in the same folder, then rename it to ``path``."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file in the same folder, which is renamed to ``path`` at the end of the ``with`` block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+_RESTORE = "restore the file that names it"
 
 
 def way_out(folder: Path, name: str) -> str:
@@ -135,13 +146,17 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         FileFormatError: the name is absolute, contains ``..``, or is a symbolic link out of the folder.
     """
-    parts = Path(name).parts
-    problem = way_out(folder, name)
-    if not problem and (not parts or Path(name).is_absolute() or ".." in parts):
-        problem = "is no plain path in the folder"
-    if problem:
-        raise FileFormatError(f"{name!r} {problem}", where=str(folder), remedy="restore the file that names it")
+    if problem := way_out(folder, name):
+        raise FileFormatError(f"{name!r} {problem}", where=str(folder), remedy=_RESTORE)
+    check_plain(name, str(folder))
     return folder / name
+
+
+def check_plain(name: str, where: str) -> None:
+    """Raise a FileFormatError if a name in a folder ``where`` is empty, absolute, or contains ``..``."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        raise FileFormatError(f"{name!r} is no plain path in the folder", where=where, remedy=_RESTORE)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from meshwright.optim.frozen_variance import OneBitAdam, ZeroOneAdam
 from meshwright.optim.large_batch import LAMB, LARC, LARS
+from meshwright.optim.masters import MasterWeights
 from meshwright.optim.whole import NeedsShardSums, ShardSum
 
-__all__ = ["LAMB", "LARC", "LARS", "NeedsShardSums", "OneBitAdam", "ShardSum", "ZeroOneAdam"]
+__all__ = ["LAMB", "LARC", "LARS", "MasterWeights", "NeedsShardSums", "OneBitAdam", "ShardSum", "ZeroOneAdam"]

@@ -2,32 +2,34 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from meshwright.comm.groups import from_every_rank
 from meshwright.errors import CheckpointError, DiskError, MeshwrightError
+from meshwright.runtime.object_path import AnyPath, place_of
 
 T = TypeVar("T")
 
 
-def same_path(path: str | os.PathLike[str]) -> tuple[Path, str]:
+def same_path(path: str | os.PathLike[str]) -> tuple[AnyPath, str]:
     """Return the path and its name in error messages. Raise a CheckpointError if ranks give different paths."""
     where = os.fspath(path)
-    check_same("checkpoint", "the path", where)
-    return Path(path), where
+    problem = differing("the path", from_every_rank(where), "checkpoint")
+    if problem is not None:
+        raise problem
+    return place_of(path), where
 
 
-def check_same(where: str, what: str, value: str) -> None:
-    """Raise a CheckpointError on every rank if ``value`` differs between ranks."""
-    every = from_every_rank(value)
+def differing(what: str, every: list[str], where: str) -> CheckpointError | None:
+    """The error to raise if the values of ranks differ; None if they are equal."""
     for rank, other in enumerate(every):
         if other != every[0]:
-            raise CheckpointError(
+            return CheckpointError(
                 f"{what} is {other} on rank {rank}, {every[0]} on rank 0",
                 where=where,
                 remedy="call save and load with the same on every rank",
             )
+    return None
 
 
 def everywhere(where: str, action: Callable[[], T]) -> T:

@@ -1,19 +1,18 @@
 """The contents of a checkpoint, and checks whether a trainer can load it.
 
-torch.distributed.checkpoint stores tensors (parameters, buffers, and optimizer state of a parameter's shape) by name,
-as chunks of whole tensors (``runtime/shards.py``). ``trainer.pt`` holds, as plain data, small values that are the same
+Tensors (parameters, buffers, and optimizer state of a parameter's shape) are stored by name, as chunks of whole tensors
+(``runtime/chunk_files.py``). ``trainer.pt`` holds, as plain data, small values that are the same
 on every rank (step, seed, hyperparameters, positions). ``runtime/manifest.py`` describes the files on the disk.
 ``runtime/resumable.py`` decides in which order they are written and read.
 """
 
+import copy
 import logging
 import pickle
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch.optim import Optimizer
 
 from meshwright.consistency.packing import from_bytes, to_bytes
@@ -21,6 +20,7 @@ from meshwright.errors import CheckpointError
 from meshwright.runtime import manifest, optimizer_state
 from meshwright.runtime.agree import told
 from meshwright.runtime.manifest import Manifest, SavedTensor
+from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.shards import StoredPart, part_of
 from meshwright.runtime.state import LocalParameters
 
@@ -57,19 +57,10 @@ def saved_tensors(parameters: LocalParameters) -> dict[str, SavedTensor]:
 
 def _tensor_names(parameters: LocalParameters) -> list[str]:
     """Names of the parameters, and of the buffers that are in the model's own state dict."""
+    if not parameters.graph.buffers:
+        return [*parameters.graph.parameters]
     persistent = parameters.model.state_dict().keys()
     return [*parameters.graph.parameters, *(name for name in parameters.graph.buffers if name in persistent)]
-
-
-def check_finite(parameters: LocalParameters) -> None:
-    """Raise a CheckpointError if a trainable parameter of this rank holds NaN or infinity: it is not worth saving."""
-    for name, parameter in parameters.trainable.items():
-        if not torch.isfinite(parameter.detach()).all():
-            raise CheckpointError(
-                "it holds NaN or infinite values, and is not saved",
-                where=f"parameter {name}",
-                remedy="load the last checkpoint, and lower the learning rate or clip gradients (max_grad_norm)",
-            )
 
 
 def plain(what: str, value: T) -> T:
@@ -85,12 +76,16 @@ def plain(what: str, value: T) -> T:
     return value
 
 
-def unchecked(what: str, value: T) -> T:
-    """Return the value, which was plain data before, and is part of a copy that this process keeps."""
-    return value
+def copied(value: T) -> T:
+    """A copy of a state that its owner may change. What cannot be copied is returned: it is not plain data, and is
+    refused when it is written."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever it holds, its writing tells what is wrong
+        return value
 
 
-def examined(parameters: LocalParameters, path: Path) -> Manifest:
+def examined(parameters: LocalParameters, path: AnyPath) -> Manifest:
     """Read a checkpoint's manifest, and check that it fits this model. Raise a CheckpointError if the checkpoint is of
     another model or in another precision. Also raise the errors of ``manifest.read``."""
     written, graph = manifest.read(path), parameters.graph

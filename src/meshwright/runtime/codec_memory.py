@@ -28,7 +28,7 @@ from meshwright.ir.placement import Placements, flat_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import CodecState
 from meshwright.optim.frozen_variance import OneBitAdam, ZeroOneAdam
-from meshwright.runtime.shards import Chunk, StoredPart, part_at
+from meshwright.runtime.shards import Chunk, StoredPart, part_at, replica_of
 from meshwright.runtime.state import LocalParameters
 
 _KEPT = ("residual", "momentum")
@@ -220,6 +220,7 @@ class _Piece:
     whole: tuple[int, ...]
     placements: Placements
     groups: dict[str, AxisGroup]
+    unlike: tuple[str, ...]
 
     def value(self) -> Tensor:
         """A copy of the numbers, in the shape of this rank's part."""
@@ -234,8 +235,9 @@ class _Piece:
     def part(self, value: Tensor) -> StoredPart:
         """``value`` as a part of a tensor in a checkpoint."""
         if not self.adds:
-            return StoredPart(value, self.shape, [Chunk((0,), (0,), self.shape)])
-        return part_at(value, self.whole, self.placements, self.groups)
+            replica = replica_of({}, self.groups, self.unlike)
+            return StoredPart(value, self.shape, [Chunk((0,), (0,), self.shape)], replica=replica)
+        return part_at(value, self.whole, self.placements, self.groups, unlike=self.unlike)
 
 
 @dataclass
@@ -250,14 +252,15 @@ def _of_gradients(parameters: LocalParameters, state: CodecState, segment: str, 
     table, at = memory.view(state.rows, -1), 0
     # A momentum of the sum is equal along the coded axis. It is saved once, and is not added up.
     shared = segment == "momentum" and codec_of(state.codec).shares_momentum
-    index, count = _position(state.axes[1:] if shared else state.axes, parameters.groups)
+    unlike = state.axes[1:] if shared else state.axes
+    index, count = _position(unlike, parameters.groups)
     for name, shape in zip(state.parameters, state.shapes, strict=True):
         width = prod(flat_shape(shape, state.rows)) if state.rows > 1 else prod(shape)
         stored = parameters.placements(name)
         placements = {axis: placement for axis, placement in stored.items() if axis not in state.axes}
         yield _Piece(
             _entry(segment, name), table[:, at : at + width], shape, index, count, True,
-            parameters.global_shape(name), placements, parameters.groups,
+            parameters.global_shape(name), placements, parameters.groups, unlike,
         )  # fmt: skip
         at += width
 
@@ -267,9 +270,12 @@ def _of_factors(parameters: LocalParameters, state: CodecState, memory: Tensor) 
     for name, shape in zip(state.parameters, state.shapes, strict=True):
         if (pair := codec.factored(shape)) is not None:
             size = codec.rank * pair[1]
-            index, count = _position(parameters.split_axes(name), parameters.groups)
-            values = memory[at : at + size]
-            yield _Piece(_entry("right", name), values, (size,), index, count, False, (size,), {}, parameters.groups)
+            unlike = parameters.split_axes(name)
+            index, count = _position(unlike, parameters.groups)
+            yield _Piece(
+                _entry("right", name), memory[at : at + size], (size,), index, count, False, (size,), {},
+                parameters.groups, unlike,
+            )  # fmt: skip
             at += size
 
 

@@ -1,7 +1,7 @@
 """Initializes models on the meta device, module by module. Every rank draws the same values."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ class SplitParameter(nn.Parameter):
     data = property(lambda self: self.detach(), lambda self, value: increment_version(self))
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | None = None) -> None:
+def materialize(
+    model: nn.Module, device: torch.device, seed: int, keep: Keep | None = None, loaded: Container[str] = ()
+) -> None:
     """Give initial values to tensors on the meta device. Each module's ``reset_parameters`` is called first, then the
     ``_init_weights`` of the model that contains the module (as in Hugging Face). Children come before their parents.
     The random seed of a module depends on its path. Tensors that already have values keep them.
@@ -36,6 +38,8 @@ def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | 
     children. As soon as a block has its values, ``keep`` takes this rank's part of its parameters, and the parameters
     in the model return to the meta device. Parameters that already had values, or that several modules share, stay
     whole. If a module changes parameters of the blocks inside it, all parameters stay whole.
+
+    Tensors whose names are in ``loaded`` stay as they are: their values come from elsewhere.
 
     Raises:
         CaptureError: nothing initializes a module's tensors.
@@ -50,7 +54,10 @@ def materialize(model: nn.Module, device: torch.device, seed: int, keep: Keep | 
             )
     ties = _ties(model)
     kept = [value for value in (*model.parameters(), *model.buffers()) if not value.is_meta]
-    missing = {path: _missing(module) for path, module in model.named_modules()}
+    missing = {
+        path: [name for name in _missing(module) if (f"{path}.{name}" if path else name) not in loaded]
+        for path, module in model.named_modules()
+    }
     if not any(missing.values()):
         return
     before = [value.clone() for value in kept]

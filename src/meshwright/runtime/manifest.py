@@ -2,13 +2,16 @@
 
     ckpt/
       manifest.json       step, model, plan, and every file of the data with its size and checksum
-      data-9c41d0e2/      the tensors (torch.distributed.checkpoint) and trainer.pt
+      data-9c41d0e2/      the tensors (torch.distributed.checkpoint), their indices, and trainer.pt
       data-77aa01b3/      a save under way: it is not read until the manifest names it
 
 A save that fails or is killed at any point leaves the old manifest and the old data unchanged. The next save removes
 the files of the failed save. Only a directory with a valid manifest is a checkpoint and may be removed. When a
 checkpoint is removed, only files that a save wrote are removed; other files stay. This module only handles files, and
-does not use torch.
+does not use torch. The directory may lie in an object store (``object_path.py``).
+
+Version 1 of the format had no index.json, and checksums of whole files. Such checkpoints are read, and written anew in
+version 2 by ``meshwright checkpoint reshard``.
 """
 
 import hashlib
@@ -16,23 +19,24 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
 from meshwright.errors import CheckpointError, DiskError, FileFormatError
 from meshwright.ir import files
+from meshwright.runtime.object_path import AnyPath, ObjectPath
 
 log = logging.getLogger("meshwright")
 
-MANIFEST = "manifest.json"
+MANIFEST, TRAINER = "manifest.json", "trainer.pt"
 _DATA = re.compile(r"data-[0-9a-f]{8}")
-_DATA_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|trainer\.pt|\.trainer\.pt\..*")
+_DATA_FILE = re.compile(
+    r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|(trainer\.pt|index\.json)|\.(trainer\.pt|index\.json|\.metadata)\..*"
+)
 """Matches the names of files that a save writes into its data directory, and of temporary files that a killed save
 leaves there."""
 _TEMPORARY = f".{MANIFEST}."  # left by files.write_atomically if it was killed
@@ -44,10 +48,11 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Size and checksum of a file as it was written."""
+    """Size and checksum of a file as it was written. Files of tensors have none here: their chunks have theirs in the
+    index."""
 
     num_bytes: int
-    sha256: str
+    sha256: str = ""
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,8 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The description of a checkpoint. ``plan`` is the plan under which it was saved. A checkpoint can be loaded under
     any plan, but the amendments of ``plan`` are restored only under the same plan."""
 
-    VERSION: ClassVar[int] = 1
-    version: int = 1
+    VERSION: ClassVar[int] = 2
+    version: int = 2
     step: int
     model: str
     fingerprint: str
@@ -76,14 +81,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
     plan: dict[str, Any]
+    written_as: int = 2
+    """The version in which it was written."""
     checksum: str = ""
     """SHA-256 of everything else in the manifest."""
 
 
-def begin(path: Path, num_bytes: int) -> str:
-    """Prepare ``path`` for a save of ``num_bytes``, and return a new name for the data directory. Raise a
-    CheckpointError if ``path`` is a file, or a directory with other files. Raise a DiskError if the disk has no
-    room."""
+def begin(path: AnyPath, num_bytes: int) -> None:
+    """Prepare ``path`` for a save of ``num_bytes``. Raise a CheckpointError if ``path`` is a file, or a directory with
+    other files. Raise a DiskError if the disk has no room."""
     remedy = "choose another path: a checkpoint is a directory of its own"
     if path.exists() and not path.is_dir():
         raise CheckpointError("is a file", where=f"{path}", remedy=remedy)
@@ -95,11 +101,18 @@ def begin(path: Path, num_bytes: int) -> str:
     if full := no_room(path, num_bytes):
         raise full
     path.mkdir(parents=True, exist_ok=True)
-    return f"data-{secrets.token_hex(4)}"
 
 
-def no_room(path: Path, num_bytes: int) -> DiskError | None:
-    """Return the error to raise if ``num_bytes`` do not fit on the disk of ``path``, or None if they fit."""
+def new_name(token: str) -> str:
+    """The name of a data directory."""
+    return f"data-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+
+
+def no_room(path: AnyPath, num_bytes: int) -> DiskError | None:
+    """Return the error to raise if ``num_bytes`` do not fit on the disk of ``path``, or None if they fit, or in an
+    object store."""
+    if isinstance(path, ObjectPath):
+        return None
     there = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     free = shutil.disk_usage(there).free
     if free >= num_bytes:
@@ -109,63 +122,94 @@ def no_room(path: Path, num_bytes: int) -> DiskError | None:
     return DiskError(problem, where=f"{path}", remedy="make room there; earlier checkpoints are unchanged")
 
 
-def abandon(path: Path, data: str) -> None:
+def abandon(path: AnyPath, data: str) -> None:
     """Remove the files of a failed save, unless the manifest already names them."""
     with suppress(OSError):  # files that cannot be removed now are removed by the next save
         manifest = path / MANIFEST
         if manifest.is_file() and f'"{data}"' in manifest.read_text():
             return
-        shutil.rmtree(path / data, ignore_errors=True)
-        if not any(path.iterdir()):
+        if (path / data).is_dir():
+            _remove(path / data, [file for file in _entries(path / data) if _DATA_FILE.fullmatch(file.name)])
+        if not any(_entries(path)):
             path.rmdir()
 
 
-def commit(path: Path, manifest: Manifest) -> None:
+def complete(
+    path: AnyPath, described: Manifest, data: str, saved: dict[str, SavedFile], small: dict[str, bytes]
+) -> Manifest:
+    """Complete a save whose files of tensors (``saved``) are written: write the ``small`` files too, and the manifest.
+    Return the manifest."""
+    for name, content in small.items():
+        write(path / data / name, content)
+    every = saved | written(path / data, small)
+    result = msgspec.structs.replace(described, data=data, files=dict(sorted(every.items())))
+    commit(path, result)
+    return result
+
+
+def commit(path: AnyPath, manifest: Manifest) -> None:
     """Complete a save: write ``manifest``, which names the new data directory, and remove the data of earlier saves."""
     _sync(path / manifest.data)
     _sync(path)
     checksum = _checksum(json.loads(files.encode_json(manifest)))
-    files.write_atomically(path / MANIFEST, files.encode_json(msgspec.structs.replace(manifest, checksum=checksum)))
+    write(path / MANIFEST, files.encode_json(msgspec.structs.replace(manifest, checksum=checksum)))
     _sync(path)
     _sync(path.parent)
     _remove_data(path, manifest.data)
 
 
-def read(path: Path) -> Manifest:
+def write(file: AnyPath, data: bytes) -> None:
+    """Write or replace a small file in one move."""
+    if isinstance(file, ObjectPath):
+        file.write_bytes(data)
+    else:
+        files.write_atomically(file, data)
+
+
+def _inside(folder: AnyPath, name: str) -> AnyPath:
+    """The path of a file that a manifest names in its folder. Raise a FileFormatError if it is not plain."""
+    if isinstance(folder, ObjectPath):
+        files.check_plain(name, f"{folder}")
+        return folder / name
+    return files.inside(folder, name)
+
+
+def read(path: AnyPath) -> Manifest:
     """Return the manifest of a checkpoint, and check that its files exist with the saved sizes. Raise a
     DamagedCheckpointError if the manifest is missing or changed, or if a file is missing or has another size. Raise a
     CheckpointError if ``path`` is no checkpoint, or if a newer version of Meshwright wrote it."""
     manifest = _parsed(path)
     for name, saved in manifest.files.items():
         try:
-            file = files.inside(files.inside(path, manifest.data), name)
+            file = _inside(_inside(path, manifest.data), name)
         except FileFormatError as error:
-            raise _damaged(f"it names a file that is not its own: {error.problem}", path / MANIFEST) from None
+            raise damaged(f"it names a file that is not its own: {error.problem}", path / MANIFEST) from None
         if not file.is_file():
-            raise _damaged("the file is missing", file)
+            raise damaged("the file is missing", file)
         if (size := file.stat().st_size) != saved.num_bytes:
-            raise _damaged(f"{size:,} bytes, {saved.num_bytes:,} were written", file)
+            raise damaged(f"{size:,} bytes, {saved.num_bytes:,} were written", file)
     return manifest
 
 
-def written(directory: Path, names: Iterable[str]) -> dict[str, SavedFile]:
+def written(directory: AnyPath, names: Iterable[str]) -> dict[str, SavedFile]:
     """Return the size and checksum of each file."""
     saved_files = {}
     for name in names:
         with (directory / name).open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-            saved_files[name] = SavedFile(num_bytes=file.tell(), sha256=checksum)
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        saved_files[name] = SavedFile(num_bytes=(directory / name).stat().st_size, sha256=checksum)
     return saved_files
 
 
-def verify(directory: Path, saved: dict[str, SavedFile]) -> None:
-    """Raise a DamagedCheckpointError that names the first file whose size or checksum differs from its saved one."""
+def verify(directory: AnyPath, saved: dict[str, SavedFile]) -> None:
+    """Raise a DamagedCheckpointError that names the first file whose size or checksum differs from its saved one. Files
+    without a checksum are not read."""
     for name, expected in saved.items():
-        if written(directory, [name])[name] != expected:
-            raise _damaged("its checksum is not the one that was written", directory / name)
+        if expected.sha256 and written(directory, [name])[name] != expected:
+            raise damaged("its checksum is not the one that was written", directory / name)
 
 
-def steps_in(directory: Path) -> list[str]:
+def steps_in(directory: AnyPath) -> list[str]:
     """Return the names of the checkpoints in a directory, complete or not, with the latest step first. Directories that
     are named like a checkpoint but were not written by a save are left out."""
     if not directory.is_dir():
@@ -175,7 +219,7 @@ def steps_in(directory: Path) -> list[str]:
     return sorted(names, key=lambda name: int(name.removeprefix("step-")), reverse=True)
 
 
-def latest_step(directory: Path) -> int:
+def latest_step(directory: AnyPath) -> int:
     """Return the latest step that has a complete checkpoint in ``directory``, or -1 if there is none."""
     names = (name for name in steps_in(directory) if _is_valid(directory / name))
     return next((int(name.removeprefix("step-")) for name in names), -1)
@@ -186,7 +230,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def prune(directory: Path, newest: str, keep: int) -> list[str]:
+def prune(directory: AnyPath, newest: str, keep: int) -> list[str]:
     """Keep ``newest`` and the ``keep`` - 1 latest checkpoints before it, and remove earlier checkpoints. Later
     checkpoints stay, and their names are returned. A directory without a valid manifest is neither counted nor
     removed."""
@@ -198,7 +242,7 @@ def prune(directory: Path, newest: str, keep: int) -> list[str]:
     return names[:place]
 
 
-def _parsed(path: Path) -> Manifest:
+def _parsed(path: AnyPath) -> Manifest:
     """Return the manifest of ``path`` if its checksum is right. Otherwise raise the errors that ``read`` describes."""
     try:
         data = (path / MANIFEST).read_bytes()
@@ -208,27 +252,37 @@ def _parsed(path: Path) -> Manifest:
         raw = json.loads(data)
         version, checksum = int(raw["version"]), str(raw["checksum"])
     except (ValueError, KeyError, TypeError):
-        raise _damaged(f"{MANIFEST} is not a manifest", path) from None
+        raise damaged(f"{MANIFEST} is not a manifest", path) from None
     if version > Manifest.VERSION:
         raise CheckpointError(
             f"version is {version}, this Meshwright reads up to version {Manifest.VERSION}",
             where=f"{path / MANIFEST}",
             remedy="use the Meshwright that wrote it, or a newer one",
         )
+    if version < 1:
+        raise CheckpointError(
+            f"version is {version}, this Meshwright reads versions 1 to {Manifest.VERSION}",
+            where=f"{path / MANIFEST}",
+            remedy="load another checkpoint",
+        )
     if checksum != _checksum(raw):
-        raise _damaged(f"{MANIFEST} has changed since", path)
+        raise damaged(f"{MANIFEST} has changed since", path)
     try:
-        return files.decode(data, Manifest, where=f"{path / MANIFEST}")
+        current = json.dumps(
+            raw | {"version": Manifest.VERSION, "written_as": version}
+        ).encode()  # version 1 has all of 2
+        return files.decode(current, Manifest, where=f"{path / MANIFEST}")
     except FileFormatError as error:
-        raise _damaged(error.problem, error.where) from None
+        raise damaged(error.problem, error.where) from None
 
 
-def _damaged(problem: str, where: Path | str) -> DamagedCheckpointError:
+def damaged(problem: str, where: AnyPath | str) -> DamagedCheckpointError:
+    """The error to raise if a file is not what was written."""
     remedy = "restore it from a copy, or load another checkpoint"
     return DamagedCheckpointError(f"damaged: {problem}", where=f"{where}", remedy=remedy)
 
 
-def _is_valid(path: Path) -> bool:
+def _is_valid(path: AnyPath) -> bool:
     """Whether the directory is a complete checkpoint that Meshwright wrote."""
     with suppress(CheckpointError):
         _parsed(path)
@@ -236,7 +290,7 @@ def _is_valid(path: Path) -> bool:
     return False
 
 
-def _entries(directory: Path) -> list[Path]:
+def _entries(directory: AnyPath) -> list[AnyPath]:
     """The entries of a directory; none if another process has just removed it."""
     try:
         return list(directory.iterdir())
@@ -244,7 +298,7 @@ def _entries(directory: Path) -> list[Path]:
         return []
 
 
-def _remove_data(path: Path, kept: str = "") -> None:
+def _remove_data(path: AnyPath, kept: str = "") -> None:
     """Remove from a checkpoint the data of all saves, even killed saves, except the data directory ``kept``."""
     for entry in _entries(path):
         if entry.is_symlink():  # its target is not ours
@@ -255,7 +309,7 @@ def _remove_data(path: Path, kept: str = "") -> None:
             entry.unlink(missing_ok=True)
 
 
-def _remove(directory: Path, files_of_saves: Iterable[Path]) -> None:
+def _remove(directory: AnyPath, files_of_saves: Iterable[AnyPath]) -> None:
     """Remove these files, then ``directory`` unless it holds other files."""
     try:
         for file in files_of_saves:
@@ -268,7 +322,7 @@ def _remove(directory: Path, files_of_saves: Iterable[Path]) -> None:
         log.warning("%s cannot be removed: %s", directory, error.strerror)
 
 
-def _absent(path: Path, error: OSError) -> CheckpointError:
+def _absent(path: AnyPath, error: OSError) -> CheckpointError:
     if not path.exists():
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = files.did_you_mean(path.name, beside)
@@ -285,7 +339,7 @@ def _absent(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(problem, where=f"{path}", remedy="check its permissions")
 
 
-def _is_manifest(file: Path) -> bool:
+def _is_manifest(file: AnyPath) -> bool:
     """Whether the file is a manifest of Meshwright. It may be changed or have another version."""
     try:
         raw = json.loads(file.read_bytes())
@@ -294,7 +348,7 @@ def _is_manifest(file: Path) -> bool:
     return isinstance(raw, dict) and {"version", "data", "checksum"} <= raw.keys()
 
 
-def _is_data(directory: Path) -> bool:
+def _is_data(directory: AnyPath) -> bool:
     """Whether a save wrote the directory: its name and the names of all its files have the form that a save uses."""
     named = _DATA.fullmatch(directory.name) is not None and directory.is_dir()
     return named and all(_DATA_FILE.fullmatch(file.name) for file in _entries(directory))
@@ -313,8 +367,10 @@ def _checksum(raw: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _sync(directory: Path) -> None:
+def _sync(directory: AnyPath) -> None:
     """Flush a directory's entries to the disk."""
+    if isinstance(directory, ObjectPath):
+        return
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -131,7 +131,7 @@ class MemoryCopies:
 
     def _copy(self, step: int) -> None:
         trainer = self._trainer
-        parts, state = trainer.contents(self._loader, {}, checks=False)
+        parts, state = trainer.contents(self._loader, {})
         plain = to_bytes(state | self._plan_state())
         signature = tuple((name, part.value.dtype, tuple(part.chunks)) for name, part in parts.items())
         if self._plan is None or signature != self._signature:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm.groups import sum_over
 from meshwright.errors import OptimizerError
+from meshwright.optim.masters import MasterWeights
 from meshwright.optim.whole import NeedsShardSums, ShardSum
 from meshwright.runtime.state import LocalParameters
 
@@ -73,11 +74,13 @@ def make_optimizer(factory: OptimizerFactory, parameters: LocalParameters, *, fu
         for group in optimizer.param_groups:
             if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
                 group["fused"] = all(value.is_floating_point() for value in group["params"])
-    if isinstance(optimizer, NeedsShardSums):
+    inner = optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+    if isinstance(inner, NeedsShardSums):
         if any(map(parameters.is_sharded, parameters)):
+            assert isinstance(optimizer, NeedsShardSums)
             optimizer.sum_shards_with(shard_sum(parameters))
     else:
-        _check_whole(optimizer, parameters)
+        _check_whole(inner, parameters)
     for group in optimizer.param_groups if idle else ():
         group.update({key: [] for key in ("params", "param_names") if key in group})
     return optimizer

@@ -61,7 +61,12 @@ def extract(parameters: LocalParameters, optimizer: Optimizer) -> tuple[dict[str
         }
         for group in optimizer.param_groups
     ]
-    return {"name": type(optimizer).__name__, "groups": groups, "states": states}, parts
+    return {"name": kind_of(optimizer), "groups": groups, "states": states}, parts
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer in checkpoints: its class, or what it says of itself if it wraps another."""
+    return str(getattr(optimizer, "described_as", type(optimizer).__name__))
 
 
 def joined(saved: list[dict[str, Any]]) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def check(parameters: LocalParameters, optimizer: Optimizer, saved: dict[str, An
     state belongs to another optimizer, other parameters or other groups."""
     if saved is None:
         raise CheckpointError("there is no optimizer state", where=where, remedy=LEAVE)
-    name = type(optimizer).__name__
+    name = kind_of(optimizer)
     if saved["name"] != name:
         problem = f"the optimizer state is of {saved['name']}, this trainer has {name}"
         raise CheckpointError(problem, where=where, remedy=f"train on with {saved['name']}; {LEAVE}")
@@ -143,7 +148,7 @@ def _entry(name: str, key: str) -> str:
 
 
 def _where(optimizer: Optimizer) -> str:
-    return f"optimizer {type(optimizer).__name__}"
+    return f"optimizer {kind_of(optimizer)}"
 
 
 def _device(key: str, parameter: nn.Parameter, group: dict[str, Any]) -> torch.device:

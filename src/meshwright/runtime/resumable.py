@@ -2,9 +2,8 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,56 +11,39 @@ import torch
 from torch import Tensor
 
 from meshwright import __version__
-from meshwright.comm.groups import amend, from_every_rank, from_rank_0
-from meshwright.consistency.packing import from_bytes, to_bytes
-from meshwright.errors import CheckpointError, DiskError
+from meshwright.comm.groups import amend, from_rank_0
+from meshwright.consistency.packing import from_bytes
+from meshwright.errors import CheckpointError, DiskError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.amendment import Amendment, amended, base_of
-from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.plan import Plan
-from meshwright.runtime import checkpoint, codec_memory, manifest, optimizer_state, shards
-from meshwright.runtime.agree import check_same, everywhere, same_path, told
+from meshwright.runtime import checkpoint, chunk_files, codec_memory, manifest, optimizer_state
+from meshwright.runtime.agree import everywhere, same_path, told
 from meshwright.runtime.checkpoint import Extra, Stateful
 from meshwright.runtime.codec_memory import CodecMemory
-from meshwright.runtime.guards import CallersTensors
-from meshwright.runtime.loss_check import LossCheck
-from meshwright.runtime.manifest import DamagedCheckpointError, Manifest
-from meshwright.runtime.offload import Offloader
-from meshwright.runtime.precision import LossScale
-from meshwright.runtime.replica import Replica
-from meshwright.runtime.saving import TRAINER, Save, Saver
-from meshwright.runtime.shards import Share, StoredPart
-from meshwright.runtime.state import LocalParameters, full_state_dict, load_state_dict
+from meshwright.runtime.interchange import Interchange, Path_
+from meshwright.runtime.manifest import TRAINER, DamagedCheckpointError, Manifest
+from meshwright.runtime.object_path import AnyPath, place_of
+from meshwright.runtime.saving import Save
+from meshwright.runtime.shards import StoredPart
+from meshwright.runtime.share import Share
+from meshwright.runtime.share_copy import to_host
 
 log = logging.getLogger("meshwright")
 
-OTHER_BYTES = 16 * 2**10
-"""Approximate bytes on the disk that a checkpoint takes in addition to its tensors and ``trainer.pt``."""
 
-Path_ = str | os.PathLike[str]
-
-
-class Resumable:
+class Resumable(Interchange):
     """The part of a trainer that saves and loads checkpoints. All ranks must call each method, with a shared
     directory."""
 
     plan: Plan
-    graph: Graph
-    parameters: LocalParameters
     groups: dict[str, AxisGroup]
-    loss_scale: LossScale | None
     step_number: int
     seed: int
-    rank: int
     metrics: dict[str, Tensor]
-    saver: Saver
-    losses: LossCheck
     _optimizer: torch.optim.Optimizer | None
-    _offloader: Offloader | None
-    replica: Replica | None
     _codecs: CodecMemory
-    _callers: CallersTensors
 
     def save(
         self, path: Path_, *, loader: Stateful | None = None, extra: Extra | None = None, blocking: bool = True
@@ -69,9 +51,12 @@ class Resumable:
         """Write a checkpoint: model, optimizer, step, seed, the loader's position, and ``extra`` (such as
         ``{"scheduler": scheduler}``). An older checkpoint at ``path`` stays until the new one is complete.
 
-        With ``blocking=False`` the data are copied, and then written while training continues. The next save, a load
-        and ``wait_for_save`` first wait until the data are written. If such a save fails, a warning is logged at once,
-        and ``wait_for_save`` raises the error.
+        ``path`` is a directory, or lies in an object store that fsspec reaches (``"s3://bucket/run"``).
+
+        With ``blocking=False`` the data are copied beside the next step, whose update waits for the copies, and then
+        written while training continues. Nothing but steps may change parameters before ``wait_for_save``. The next
+        save, a load and ``wait_for_save`` first wait until the data are written. If such a save fails, a warning is
+        logged at once, and ``wait_for_save`` raises the error.
 
         Raises:
             CheckpointError: this save has failed, or an earlier save with ``blocking=False``. All ranks raise it. The
@@ -88,64 +73,75 @@ class Resumable:
         loader: Stateful | None = None,
         extra: Extra | None = None,
         blocking: bool = True,
-    ) -> Path:
+    ) -> AnyPath:
         """Save a checkpoint as ``directory/step-00000120`` (for step 120), and return this path. When it is complete,
         all earlier checkpoints but the latest ``keep`` - 1 are removed. Raise a CheckpointError if ``keep`` is below
         1."""
         if keep < 1:
             raise CheckpointError(f"keep is {keep}", where=f"{directory}", remedy="keep at least 1 checkpoint")
-        path = Path(directory) / manifest.step_name(self.step_number)
+        path = place_of(directory) / manifest.step_name(self.step_number)
         self._save(path, loader, extra or {}, blocking=blocking, keep=keep)
         return path
 
     def _save(self, path: Path_, loader: Stateful | None, extra: Extra, *, blocking: bool, keep: int) -> None:
         self._settle()
         error = self.saver.wait()
-        path, where = same_path(path)
         if error is not None and not isinstance(error, DiskError):
             raise error
-        parts, state = everywhere(where, lambda: self.contents(loader, extra))
-        check_same(where, "the loader's position", repr(state["loader"]))
-        if "pp" in self.groups and state["optimizer"] is not None:
-            state["optimizer"] = optimizer_state.joined(from_every_rank(state["optimizer"]))
-        if "pp" in self.groups:
-            state["codecs"] = codec_memory.joined(from_every_rank(state["codecs"]))
-        if self.replica is not None:
-            state["replica"] = from_every_rank(self.replica.state())
-        packed, share = to_bytes(state), Share(parts)
-        num_bytes = share.num_bytes + len(packed) + OTHER_BYTES
+        place, parts, failed = place_of(path), dict[str, StoredPart](), None
+        state: dict[str, Any] = {"loader": None, "extra": {}}
         try:
-            data = from_rank_0(lambda: told(where, lambda: manifest.begin(path, num_bytes)))
-        except DiskError as error:
-            if blocking:
-                raise
-            self.saver.fail(error, self.rank)
-            return
-        new_manifest = Manifest(
-            step=self.step_number,
+            parts, state = told(f"{place}", lambda: self.contents(loader, extra))
+        except MeshwrightError as problem:
+            failed = problem
+        codecs = {name for name in parts if name.startswith("codec.")}  # copies already
+        buffers = {f"model.{name}" for name in self.parameters.named_buffers}
+        share = Share(
+            parts,
+            finite={f"model.{name}" for name in self.parameters.trainable},
+            now=None if self.replica is not None else buffers | codecs,
+        )
+        state = to_host(state, self.saver.kind, self.saver.copies)
+        data, earlier = self.saver.new_data()
+        save = Save(
+            place, data, partial(self._described, self.step_number), share, lambda: state,
+            position=repr(state["loader"]), join=self._joined if {"pp"} & {*self.groups} or self.replica else None,
+            keep=keep, board=self.saver.board, earlier=earlier, failed=failed,
+        )  # fmt: skip
+        self.saver.start(save, blocking=blocking)
+
+    def _described(self, step: int) -> Manifest:
+        """The manifest of a save at ``step``, without its files."""
+        return Manifest(
+            step=step,
             model=self.graph.model,
             fingerprint=self.graph.fingerprint,
-            optimizer=type(self._optimizer).__name__ if self._optimizer is not None else None,
+            optimizer=optimizer_state.kind_of(self._optimizer) if self._optimizer is not None else None,
             torch=str(torch.__version__),
             meshwright=__version__,
-            data=data,
+            data="",
             files={},
             tensors=checkpoint.saved_tensors(self.parameters),
             plan=self.plan_as_data(),
         )
-        self.saver.start(
-            Save(path, new_manifest, share, packed, num_bytes, keep=keep, board=self.saver.board), blocking=blocking
-        )
 
-    def contents(
-        self, loader: Stateful | None, extra: Extra, *, checks: bool = True
-    ) -> tuple[dict[str, StoredPart], dict[str, Any]]:
-        """Return this rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``. With
-        ``checks``, raise a CheckpointError if they are not worth saving, or not plain data."""
+    def _joined(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Join the states of all ranks. Ranks of a pipeline hold different parameters, and each rank of a replica has
+        state of its own."""
+        result = dict(states[0])
+        if "pp" in self.groups and result["optimizer"] is not None:
+            result["optimizer"] = optimizer_state.joined([state["optimizer"] for state in states])
+        if "pp" in self.groups:
+            result["codecs"] = codec_memory.joined(state["codecs"] for state in states)
+        if self.replica is not None:
+            result["replica"] = [state["replica"] for state in states]
+        return result
+
+    def contents(self, loader: Stateful | None, extra: Extra) -> tuple[dict[str, StoredPart], dict[str, Any]]:
+        """Return this rank's tensors by their names in the checkpoint, and the contents of ``trainer.pt``. The next
+        update of the parameters changes what belongs to them (tensors, and the optimizer's step counts), and nothing
+        else."""
         self._settle()
-        plain = checkpoint.plain if checks else checkpoint.unchecked
-        if checks:
-            checkpoint.check_finite(self.parameters)
         parts, kept = checkpoint.model_parts(self.parameters), None
         if self._optimizer is not None:
             kept, more = optimizer_state.extract(self.parameters, self._optimizer)
@@ -155,15 +151,18 @@ class Resumable:
         codecs, more = self._codecs.extract(self.parameters)
         self._codecs.rescale(scale)
         parts.update(more)
-        return parts, {
+        state = {
             "codecs": codecs,
             "step": self.step_number,
             "seed": self.seed,
-            "optimizer": plain("the optimizer", kept),
-            "loader": plain("the loader", loader.state_dict()) if loader is not None else None,
+            "optimizer": kept,
+            "loader": checkpoint.copied(loader.state_dict()) if loader is not None else None,
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None,
-            "extra": {name: plain(f"extra {name!r}", stateful.state_dict()) for name, stateful in extra.items()},
+            "extra": {name: checkpoint.copied(stateful.state_dict()) for name, stateful in extra.items()},
         }
+        if self.replica is not None:
+            state["replica"] = checkpoint.copied(self.replica.state())
+        return parts, state
 
     def wait_for_save(self) -> None:
         """Wait until a save with ``blocking=False`` is done.
@@ -193,14 +192,14 @@ class Resumable:
         path, where = same_path(path)
         saved_manifest = from_rank_0(lambda: told(where, lambda: checkpoint.examined(self.parameters, path)))
         directory = path / saved_manifest.data
-        share = dict([*saved_manifest.files.items()][self.rank :: self.plan.mesh.world_size])
-        everywhere(where, lambda: manifest.verify(directory, share))
+        rank, num_ranks = self.rank, self.plan.mesh.world_size
+        index = everywhere(where, lambda: chunk_files.verified(directory, saved_manifest, rank, num_ranks))
         read = (directory / TRAINER).read_bytes
         state: dict[str, Any] = from_rank_0(lambda: told(where, lambda: from_bytes(read())))
         everywhere(where, lambda: checkpoint.check_state(where, self.parameters, taker, state, loader, extra))
         self.restore(
-            state, lambda parts: shards.read(directory, parts), saved_manifest.plan, where=where, loader=loader,
-            extra=extra, optimizer=optimizer,
+            state, lambda parts: everywhere(where, lambda: chunk_files.read_parts(directory, index, parts)),
+            saved_manifest.plan, where=where, loader=loader, extra=extra, optimizer=optimizer,
         )  # fmt: skip
         if self.rank == 0:
             log.info("step %d is loaded from %s", self.step_number, where)
@@ -246,7 +245,7 @@ class Resumable:
 
     def load_latest(
         self, directory: Path_, *, loader: Stateful | None = None, extra: Extra | None = None
-    ) -> Path | None:
+    ) -> AnyPath | None:
         """Load the latest complete checkpoint of ``save_in``. Return its path; None if no save was ever finished.
 
         If a checkpoint is damaged, a warning names it, and the checkpoint before it is tried.
@@ -307,43 +306,8 @@ class Resumable:
         self.plan = msgspec.structs.replace(self.plan, amendments=amended((), amendments))
         amend(self.groups, self.plan.amendments)
 
-    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Return whole tensors on the CPU by the model's own names, on rank 0. Other ranks get an empty dict, unless
-        ``all_ranks``. The ``load_state_dict`` of the plain model takes this dict."""
-        if self.replica is not None:
-            self.replica.settle()
-        return full_state_dict(self.parameters, all_ranks=all_ranks)
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Load the whole tensors of a plain model's state dict, under any layout: the inverse of ``full_state_dict``.
-        Only rank 0's tensors are used. The optimizer's state does not change.
-
-        ``strict=False`` ignores names that the model does not have, and leaves tensors without a new value unchanged.
-
-        Raises:
-            CheckpointError: a tensor is missing, unknown or of another shape. All ranks raise it, and nothing has
-                changed.
-        """
-        self._check_may_load()
-        self._settle()
-        load_state_dict(self.parameters, state_dict, strict=strict)
-        self._callers.accept()
-
-    def _check_may_load(self) -> None:
-        if self.replica is not None:
-            self.replica.check_may_load()
-
-    def _settle(self) -> None:
-        self.losses.settle()
-        if self.loss_scale is not None:
-            self.loss_scale.settle()
-        if self.replica is not None:
-            self.replica.settle()
-        if self._offloader is not None:
-            self._offloader.settle()
-
-
-def _steps_in(directory: Path) -> tuple[list[str], bool]:
+def _steps_in(directory: AnyPath) -> tuple[list[str], bool]:
     """Return the names of a directory's checkpoints, the latest first, and whether any of them was ever finished."""
     names = manifest.steps_in(directory)
     return names, any((directory / name / manifest.MANIFEST).exists() for name in names)

@@ -1,49 +1,68 @@
 """Writes a checkpoint: at once, or in a thread while training continues.
 
-    rank 0    takes its share │ writes it          collects reports ▸ index, manifest ▸ verdict
-    rank 1    takes its share │ writes it ▸ report                                      reads the verdict
-              └ the step waits┘ └ here steps go on, if the save does not block ──────────────────────────
+    rank 0    takes its share │ copies it │ writes it          collects reports ▸ indices, manifest ▸ verdict
+    rank 1    takes its share │ copies it │ writes it ▸ report                                        reads the verdict
+              └ the step waits┘           └ an update may change the parameters from here on ──────────────────────────
 
 Ranks report the result to each other through notes (``comm/board.py``). The thread calls no collectives: on each rank
 they could run at a different point among the collectives of the steps. The verdict is None or an error, and is the same
-on every rank.
+on every rank. All that can fail in a save is told in its report, so that ranks need not meet before it.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import queue
+import secrets
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
+from typing import Any
 
-import msgspec
-from torch.distributed.checkpoint.storage import WriteResult
+from torch import Tensor
 
 from meshwright.comm.board import Board
+from meshwright.comm.groups import from_rank_0
 from meshwright.comm.member import attend
+from meshwright.consistency.packing import from_bytes, to_bytes
 from meshwright.errors import CheckpointError, DiskError, MeshwrightError
-from meshwright.ir import files
-from meshwright.runtime import manifest, shards
-from meshwright.runtime.agree import told
-from meshwright.runtime.manifest import Manifest, SavedFile
-from meshwright.runtime.shards import Share
+from meshwright.runtime import manifest
+from meshwright.runtime.agree import differing, told
+from meshwright.runtime.checkpoint import plain
+from meshwright.runtime.chunk_index import IndexedTensor, joined, small_files
+from meshwright.runtime.device import CopyStream, DeviceKind
+from meshwright.runtime.manifest import TRAINER, Manifest, SavedFile
+from meshwright.runtime.object_path import AnyPath
+from meshwright.runtime.share import NotFiniteError, Share
+from meshwright.runtime.share_copy import ShareCopy
 
 log = logging.getLogger("meshwright")
 
-TRAINER = "trainer.pt"
+OTHER_BYTES = 16 * 2**10
+"""Approximate bytes on the disk that a checkpoint takes in addition to its tensors and ``trainer.pt``."""
 AFTER_ERROR_S = 5.0
 """Maximum seconds to wait for a save when the program ends with an error, because the other ranks may be gone."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A rank's report to rank 0: what the rank has written, or the error that kept it from writing."""
+    """A rank's report to rank 0: what the rank has written, or the error that kept it from writing.
 
-    written: list[WriteResult] = field(default_factory=list)
+    Attributes:
+        where: the path, as the rank was given it.
+        position: the loader's position, as text.
+        state: the rank's own part of ``trainer.pt``, if ranks hold different parts.
+    """
+
+    where: str
+    position: str = ""
+    tensors: dict[str, IndexedTensor] = field(default_factory=dict)
     files: dict[str, SavedFile] = field(default_factory=dict)
+    state: bytes = b""
     error: MeshwrightError | None = None
 
 
@@ -52,82 +71,126 @@ class Save:
     """One save on one rank. It holds all data to be written, and needs nothing else of the trainer.
 
     Args:
-        manifest: the checkpoint's manifest; its ``files`` are filled in later.
-        state: the bytes of ``trainer.pt``.
-        num_bytes: approximate bytes of the checkpoint on the disk.
+        data: the name of the data directory.
+        describe: makes the manifest. Its ``data`` and ``files`` are filled in later.
+        share: this rank's tensors.
+        state: makes this rank's contents of ``trainer.pt``.
+        position: the loader's position, as text, which must be the same on all ranks.
+        join: makes one state of those of all ranks; None: they are all equal.
+        earlier: the ``data`` of the save before; empty if there was none.
+        failed: the error that kept this rank from taking its share.
         keep: number of checkpoints to keep in the parent directory; 0: remove none, as in ``Resumable.save``.
     """
 
-    path: Path
-    manifest: Manifest
+    path: AnyPath
+    data: str
+    describe: Callable[[], Manifest]
     share: Share
-    state: bytes
-    num_bytes: int
+    state: Callable[[], dict[str, Any]]
+    position: str
+    join: Callable[[list[dict[str, Any]]], dict[str, Any]] | None
     keep: int
     board: Board
+    earlier: str
+    failed: MeshwrightError | None = None
 
     def run(self) -> MeshwrightError | None:
         """Write this rank's share, and return the verdict on the shares of all ranks: None, or the error with which the
         save failed. Raise a LostRankError if rank 0 does not answer."""
         try:
-            own_report = self._write_share()
-            verdict = self._conclude(own_report) if self.share.rank == 0 else None
+            packed, own_report = self._write_share()
+            verdict = self._conclude(packed, own_report) if self.share.rank == 0 else None
         except BaseException:  # after Ctrl-C too: the other ranks must not wait
             stopped = CheckpointError(f"rank {self.share.rank} was stopped", where=f"{self.path}")
-            self._tell(SaveReport(error=stopped), stopped)
+            self._tell(SaveReport(f"{self.path}", error=stopped), stopped)
             raise
+        finally:
+            self.share.release()
         self._tell(own_report, verdict)
-        return verdict if self.share.rank == 0 else self.board.read(self._key(0), 0)
-
-    def forget(self) -> None:
-        """Remove the verdict; called when every rank has read it."""
         if self.share.rank == 0:
-            self.board.remove(self._key(0))
+            return verdict
+        verdict = self.board.read(self._key(0), 0)
+        if verdict is not None:  # rank 0 cannot remove it if it was given another path
+            manifest.abandon(self.path, self.data)
+        return verdict
 
     def _key(self, rank: int) -> str:
-        return f"{self.manifest.data}/{'report' if rank else 'verdict'} {rank}"
+        return _key(self.data, rank)
 
     def _tell(self, own_report: SaveReport, verdict: MeshwrightError | None) -> None:
         """Post this rank's note. Rank 0 posts the verdict; other ranks post their reports. If the save failed, rank 0
         first removes the files of the save."""
         if self.share.rank == 0 and verdict is not None:
-            manifest.abandon(self.path, self.manifest.data)
+            manifest.abandon(self.path, self.data)
         self.board.post(self._key(self.share.rank), own_report if self.share.rank else verdict)
 
-    def _write_share(self) -> SaveReport:
-        directory = self.path / self.manifest.data
+    def _write_share(self) -> tuple[bytes, SaveReport]:
+        """Return the contents of ``trainer.pt``, and the report."""
+        directory, where, packed = self.path / self.data, f"{self.path}", b""
+        try:
+            if self.failed is not None:
+                raise self.failed
+            packed = told(where, lambda: to_bytes(self._plain(self.state())))
+            self.share.complete()
+            self.share.release()
+            told(where, lambda: manifest.begin(self.path, self.share.num_bytes + len(packed) + OTHER_BYTES))
+        except MeshwrightError as error:
+            return packed, SaveReport(where, self.position, error=error)
+        own_state = packed if self.join is not None else b""
 
         def write() -> SaveReport:
-            written = self.share.write(directory)
-            return SaveReport(written, manifest.written(directory, shards.files_of(written)))
+            tensors = self.share.write(directory)
+            names = {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+            found = {name: SavedFile(num_bytes=(directory / name).stat().st_size) for name in sorted(names)}
+            return SaveReport(where, self.position, tensors, found, own_state)
 
         try:
-            return told(f"{directory}", write)
+            return packed, told(f"{directory}", write)
+        except NotFiniteError as error:
+            return packed, SaveReport(where, self.position, error=error)
         except MeshwrightError as error:
             problem = f"tensors could not be written (rank {self.share.rank}: {error.problem})"
-            return SaveReport(error=type(error)(problem, where=f"{self.path}", remedy=error.remedy))
+            told_error = type(error)(problem, where=where, remedy=error.remedy)
+            return packed, SaveReport(where, self.position, error=told_error)
 
-    def _conclude(self, own_report: SaveReport) -> MeshwrightError | None:
+    def _plain(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state. Raise a CheckpointError that names the first part that is not plain data."""
+        try:
+            return plain("the trainer", state)
+        except CheckpointError:
+            for name in ("optimizer", "loader"):
+                plain(f"the {name}", state[name])
+            for name, value in state["extra"].items():
+                plain(f"extra {name!r}", value)
+            raise
+
+    def _conclude(self, packed: bytes, own_report: SaveReport) -> MeshwrightError | None:
         """Collect all reports on rank 0, and complete the checkpoint. Return None, or the error that prevented it."""
         try:
             reports = [own_report]
             for rank in range(1, self.share.num_ranks):
                 reports.append(self.board.read(self._key(rank), rank))
                 self.board.remove(self._key(rank))
+            self.board.remove(_key(self.earlier, 0))  # ranks have read it: they report after the save before has ended
+            problem = differing("the path", [report.where for report in reports], "checkpoint")
+            if problem is not None:
+                raise problem
             for report in reports:
                 if report.error is not None:
                     raise report.error
-            told(f"{self.path}", lambda: self._commit(reports))
+            problem = differing("the loader's position", [report.position for report in reports], f"{self.path}")
+            if problem is not None:
+                raise problem
+            told(f"{self.path}", lambda: self._commit(packed, reports))
         except DiskError as error:
-            manifest.abandon(self.path, self.manifest.data)  # first, so that their space counts as free
-            return manifest.no_room(self.path, self.num_bytes) or error
+            manifest.abandon(self.path, self.data)  # first, so that their space counts as free
+            return manifest.no_room(self.path, self.share.num_bytes + len(packed) + OTHER_BYTES) or error
         except MeshwrightError as error:
             return error
-        log.info("step %d is saved in %s", self.manifest.step, self.path)
         return None
 
-    def _commit(self, reports: list[SaveReport]) -> None:
-        directory = self.path / self.manifest.data
+    def _commit(self, packed: bytes, reports: list[SaveReport]) -> None:
+        directory = self.path / self.data
         saved = {name: file for report in reports for name, file in report.files.items()}
         for name in saved:
             if not (directory / name).is_file():
@@ -136,44 +199,77 @@ class Save:
                     where=f"{directory}",
                     remedy="save to a directory that all ranks share",
                 )
-        self.share.write_index(directory, [report.written for report in reports])
-        files.write_atomically(directory / TRAINER, self.state)
-        rest = sorted(entry.name for entry in directory.iterdir() if entry.name not in saved)
-        saved |= manifest.written(directory, rest)
-        manifest.commit(self.path, msgspec.structs.replace(self.manifest, files=dict(sorted(saved.items()))))
+        if self.join is not None:
+            packed = to_bytes(self.join([from_bytes(report.state) for report in reports]))
+        index = joined(report.tensors for report in reports)
+        described = self.describe()
+        manifest.complete(self.path, described, self.data, saved, small_files(index) | {TRAINER: packed})
+        log.info("step %d is saved in %s", described.step, self.path)
         if self.keep and (later := manifest.prune(self.path.parent, self.path.name, self.keep)):
             where, latest = self.path.parent, later[0]
             log.warning("%s holds later steps than the one just saved; load_latest takes %s", where, latest)
 
 
+def _key(data: str, rank: int) -> str:
+    return f"{data}/{'report' if rank else 'verdict'} {rank}"
+
+
 class Saver:
     """Runs the saves of a trainer, one at a time. Every rank calls the same methods in the same order."""
 
-    def __init__(self) -> None:
-        self._last: Save | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, kind: DeviceKind) -> None:
+        self.kind = kind
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._ended = threading.Event()
+        self._ended.set()
         self._error: MeshwrightError | None = None
+        self._copying: ShareCopy | None = None
+        self._memory: dict[int, Tensor] = {}
+        self._count = 0
 
     @cached_property
     def board(self) -> Board:
         """The board on which ranks report the result of a save to each other."""
         return Board(attend())
 
+    @cached_property
+    def copies(self) -> CopyStream | None:
+        """The stream of the device for copies to the host; None if they share their memory."""
+        return self.kind.copies()
+
+    @cached_property
+    def _token(self) -> str:
+        return from_rank_0(lambda: secrets.token_hex(16))
+
+    def new_data(self) -> tuple[str, str]:
+        """The names of the data directories of the next save and of the save before it, the same on all ranks. Ranks
+        meet for the first save only."""
+        self._count += 1
+        names = [manifest.new_name(f"{self._token} {count}") for count in (self._count, self._count - 1)]
+        return names[0], names[1] if self._count > 1 else ""
+
     def start(self, save: Save, *, blocking: bool) -> None:
         """Run ``save``, in a thread unless ``blocking``. If a blocking save fails, raise a CheckpointError on every
-        rank. No other save may be running, and all ranks must have met after the last save."""
-        if self._last is not None:
-            self._last.forget()
-        self._last = save
+        rank. No other save may be running."""
+        if save.failed is None and (self.copies is not None or not blocking):
+            self._copying = save.share.copy(self.kind, self.copies, self._memory)
         if blocking:
             if (error := save.run()) is not None:
                 raise error
             return
-        save.share.stage()
-        if self._thread is None:
-            atexit.register(self._end)
-        self._thread = threading.Thread(target=self._run, args=(save,), name="saves a checkpoint", daemon=True)
-        self._thread.start()
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name="saves checkpoints", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None).atexit = False
+            atexit.register(_wait_at_end, weakref.ref(self))
+        self._ended.clear()
+        self._jobs.put(partial(self._run, save))
+
+    def hold_update(self) -> None:
+        """Called before parameters are updated: the update waits until a running save has copied them."""
+        if self._copying is not None:
+            self._copying.hold()
+            self._copying = None
 
     def fail(self, error: MeshwrightError, rank: int) -> None:
         """Keep the error of a save that does not block until ``wait``. Rank 0 logs a warning, and training
@@ -185,20 +281,30 @@ class Saver:
 
     def wait(self) -> MeshwrightError | None:
         """Wait until no save is running. Return the error of the last save that did not block (only once), or None."""
-        if self._thread is not None:
-            self._thread.join()
+        self._ended.wait()
         error, self._error = self._error, None
         return error
 
     def _run(self, save: Save) -> None:
         try:
-            failed = told(f"{save.path}", save.run)
-        except MeshwrightError as error:
-            failed = error
-        if failed is not None:
-            self.fail(failed, save.share.rank)
+            try:
+                failed = told(f"{save.path}", save.run)
+            except MeshwrightError as error:
+                failed = error
+            if failed is not None:
+                self.fail(failed, save.share.rank)
+        finally:
+            self._ended.set()
 
-    def _end(self) -> None:
-        """Wait for the running save when the program ends."""
-        if self._thread is not None:
-            self._thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run jobs in a thread of their own: a save that starts a thread would wait for it."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _wait_at_end(saver: weakref.ref[Saver]) -> None:
+    """Wait for the running save when the program ends."""
+    if (running := saver()) is not None:
+        running._ended.wait(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)

@@ -1,63 +1,46 @@
-"""Saves and loads tensors that are split over ranks, as chunks of whole tensors, with torch.distributed.checkpoint.
+"""This rank's parts of tensors, as chunks of whole tensors, and which of them this rank writes.
 
 A rank's part is not always one block of the whole. GPT-2's fused weight ``[k, (3 h d)]``, split by heads over two
 ranks, is ``Shard(1, outer=3)``: each rank holds three blocks side by side. DTensor cannot express this placement. So
-each part is given to torch as a list of chunks. A chunk has a place in the whole and a place in the part:
+each part is a list of chunks. A chunk has a place in the whole and a place in the part:
 
     whole    q0 q1 | k0 k1 | v0 v1        rank 0 holds q0 k0 v0, at 0, 2 and 4 of the whole
 
 A Flat part is a range of elements in row-major order. Its chunks are the end of a row, whole rows, and the beginning of
 a row.
 
-All calls of torch's checkpoint code are in this module. These calls use only functions that do not need DTensor.
+Ranks that hold equal parts (replicas) write each byte once. Which of them writes which byte follows from the layout, so
+ranks plan a save without a message. All functions here are pure, and their results are kept for the next save.
 """
 
-import io
+import functools
 import itertools
 import math
-import pickle
-import warnings
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from meshwright.comm.groups import from_every_rank
-from meshwright.errors import CheckpointError
-from meshwright.ir.files import inside
-from meshwright.ir.mesh import AxisGroup, sizes_of
-from meshwright.ir.placement import Placements, Shard, flat_axis, flat_shape, local_shape, unflattened
+from meshwright.ir.mesh import AxisGroup, members, sizes_of
+from meshwright.ir.placement import (
+    Placement,
+    Placements,
+    Shard,
+    flat_axis,
+    flat_shape,
+    is_split,
+    local_shape,
+    unflattened,
+)
 from meshwright.lower.reshard import local_part
 from meshwright.runtime.state import LocalParameters
 
-CHUNK_OVERHEAD_BYTES = 2000
-"""Approximate bytes that torch's file format and index add to a chunk."""
+CHUNK_BYTES = 16 * 2**20
+"""Largest size of a saved chunk. A load needs memory for one chunk besides its parts."""
+SHARED_BYTES = 2**20
+"""Replicas share the writing of a chunk from this size on. One of them writes a smaller chunk."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +60,9 @@ class StoredPart:
     If one axis has a Flat placement, the other axes first cut the whole tensor to a tensor of shape ``local``. The part
     is then a range of the elements of that tensor, from element number ``flat_from`` on. The ``starts`` of the part's
     chunks are positions in that tensor. ``flat_from`` is -1 without a Flat placement.
+
+    ``replica`` is (index, count): ``count`` ranks hold an equal part, and this rank is number ``index`` of them.
+    ``written_here`` is False if ranks of another stage write the tensor.
     """
 
     value: Tensor
@@ -84,6 +70,14 @@ class StoredPart:
     chunks: list[Chunk]
     local: tuple[int, ...] = ()
     flat_from: int = -1
+    replica: tuple[int, int] = (0, 1)
+    written_here: bool = True
+
+    def own_chunks(self, name: str) -> tuple[Chunk, ...]:
+        """The chunks that this rank writes, none of them larger than ``CHUNK_BYTES``."""
+        if not self.written_here:
+            return ()
+        return _own_chunks(tuple(self.chunks), self.replica, self.value.element_size(), name)
 
     def view(self, chunk: Chunk) -> Tensor:
         """Return a view of the chunk's elements."""
@@ -92,10 +86,11 @@ class StoredPart:
             strides = [math.prod(self.local[dim + 1 :]) for dim in range(len(self.local))]
             begin = sum(start * stride for start, stride in zip(chunk.starts, strides, strict=True)) - self.flat_from
             return value.view(-1).as_strided(chunk.sizes, strides, value.storage_offset() + begin)
-        return _block(value, chunk.starts, chunk.sizes)
+        return block(value, chunk.starts, chunk.sizes)
 
 
-def _block(value: Tensor, starts: Iterable[int], sizes: Iterable[int]) -> Tensor:
+def block(value: Tensor, starts: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    """A view of a block of a tensor."""
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         value = value.narrow(dim, start, size)
     return value
@@ -128,23 +123,94 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> StoredPart:
     """Return ``value`` as a ``StoredPart`` that is split like the parameter or buffer ``name``."""
-    return part_at(value, parameters.global_shape(name), parameters.placements(name), parameters.groups)
+    placements, groups = parameters.placements(name), parameters.groups
+    return part_at(value, parameters.global_shape(name), placements, groups, written_here=parameters.counts(name))
 
 
-def part_at(value: Tensor, shape: tuple[int, ...], placements: Placements, groups: dict[str, AxisGroup]) -> StoredPart:
-    """Return ``value`` as this rank's part of a tensor of ``shape`` with these placements."""
+def part_at(
+    value: Tensor,
+    shape: tuple[int, ...],
+    placements: Placements,
+    groups: dict[str, AxisGroup],
+    *,
+    unlike: Iterable[str] = (),
+    written_here: bool = True,
+) -> StoredPart:
+    """Return ``value`` as this rank's part of a tensor of ``shape`` with these placements. ``unlike``: axes along which
+    ranks hold tensors of other names, not replicas."""
+    chunks, local, flat_from = _places(shape, tuple(placements.items()), tuple(groups.items()))
+    replica = replica_of(placements, groups, unlike)
+    return StoredPart(value, shape, chunks, local, flat_from, replica, written_here)
+
+
+def replica_of(placements: Placements, groups: dict[str, AxisGroup], unlike: Iterable[str] = ()) -> tuple[int, int]:
+    """(index, count) of this rank among the ranks that hold an equal part: those along the axes that do not split."""
+    index, count = 0, 1
+    for axis, group in groups.items():
+        if axis != "pp" and len(members(axis)) == 1 and axis not in unlike and not is_split(placements.get(axis)):
+            index, count = index * group.size + group.index, count * group.size
+    return index, count
+
+
+@functools.lru_cache(maxsize=2**16)
+def _places(
+    shape: tuple[int, ...], placed: tuple[tuple[str, Placement], ...], grouped: tuple[tuple[str, AxisGroup], ...]
+) -> tuple[list[Chunk], tuple[int, ...], int]:
+    """The fields ``chunks``, ``local`` and ``flat_from`` of a part."""
+    placements, groups = dict(placed), dict(grouped)
     chunks = chunks_of(shape, unflattened(placements), groups)
     axis = flat_axis(placements)
     if not axis:
-        return StoredPart(value, shape, chunks)
+        return chunks, (), -1
     axis_sizes, at = sizes_of(groups)
     local = local_shape(shape, unflattened(placements), axis_sizes, at)
     size = math.prod(flat_shape(local, groups[axis].size))
     begin = groups[axis].index * size
     boxes = boxes_of(local, min(begin, math.prod(local)), min(begin + size, math.prod(local)))
-    return StoredPart(
-        value, shape, [cut for chunk in chunks for box in boxes if (cut := _within(chunk, box))], local, begin
-    )
+    return [cut for chunk in chunks for box in boxes if (cut := _within(chunk, box))], local, begin
+
+
+@functools.lru_cache(maxsize=2**16)
+def _own_chunks(
+    chunks: tuple[Chunk, ...], replica: tuple[int, int], element_bytes: int, name: str
+) -> tuple[Chunk, ...]:
+    index, count = replica
+    own: list[Chunk] = []
+    for chunk in chunks:
+        dim, rows, row_bytes = _rows(chunk, element_bytes)
+        if count == 1:
+            own += cut_chunk(chunk, element_bytes)
+        elif rows * row_bytes >= SHARED_BYTES and rows >= count:
+            begin, end = rows * index // count, rows * (index + 1) // count
+            own += cut_chunk(_rows_of(chunk, dim, begin, end), element_bytes)
+        elif zlib.crc32(name.encode()) % count == index:
+            own += cut_chunk(chunk, element_bytes)
+    return tuple(own)
+
+
+def cut_chunk(chunk: Chunk, element_bytes: int, limit: int = CHUNK_BYTES) -> list[Chunk]:
+    """Cut a chunk into chunks of at most ``limit`` bytes: rows of its first dim, and so on."""
+    dim, rows, row_bytes = _rows(chunk, element_bytes)
+    if rows * row_bytes <= limit or rows == 1:
+        return [chunk]
+    each = max(1, limit // row_bytes)
+    parts = [_rows_of(chunk, dim, begin, min(begin + each, rows)) for begin in range(0, rows, each)]
+    return [small for part in parts for small in cut_chunk(part, element_bytes, limit)]
+
+
+def _rows(chunk: Chunk, element_bytes: int) -> tuple[int, int, int]:
+    """The first dim of a chunk that has more than one index, how many it has, and the bytes of each."""
+    dim = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), 0)
+    rows = chunk.sizes[dim] if chunk.sizes else 1
+    return dim, rows, math.prod(chunk.sizes) * element_bytes // max(rows, 1)
+
+
+def _rows_of(chunk: Chunk, dim: int, begin: int, end: int) -> Chunk:
+    def moved(places: tuple[int, ...], by: int) -> tuple[int, ...]:
+        return (*places[:dim], places[dim] + by, *places[dim + 1 :])
+
+    sizes = (*chunk.sizes[:dim], end - begin, *chunk.sizes[dim + 1 :])
+    return Chunk(moved(chunk.offsets, begin), moved(chunk.starts, begin), sizes)
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, int], ...]]:
@@ -184,198 +250,3 @@ def _runs(indices: list[int]) -> list[tuple[int, int, int]]:
     breaks = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
     ends = [*breaks, len(indices)]
     return [(indices[start], start, end - start) for start, end in zip([0, *breaks], ends, strict=True) if end > start]
-
-
-class Share:
-    """The chunks that this rank writes. If several ranks hold the same chunk (a replica), only one rank writes it.
-
-    All ranks must create their shares together. Each rank then writes its share alone, and one rank writes the index.
-    ``num_bytes`` is the approximate size of all ranks' shares together.
-    """
-
-    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
-        self._planner = _SavePlanner(parts)
-        # Every rank computes the same plan from the same offers.
-        offers = from_every_rank(self._planner.create_local_plan())
-        self._plans, self._metadata = self._planner.create_global_plan(offers)
-        self.rank, self.num_ranks = dist.get_rank() if dist.is_initialized() else 0, len(offers)
-        items = [item for plan in self._plans for item in plan.items]
-        self.num_bytes = sum((item.tensor_storage_size() or 0) + CHUNK_OVERHEAD_BYTES for item in items)
-
-    def stage(self) -> None:
-        """Copy the share, so that training can continue before the share is written."""
-        self._planner.stage(self._plans[self.rank])
-
-    def write(self, directory: Path) -> list[WriteResult]:
-        """Write the share to a directory, and flush it to the disk. Return the results that ``write_index`` needs."""
-        writer = _Writer(directory)
-        writer.set_up_storage_writer(is_coordinator=self.rank == 0)
-        directory.mkdir(parents=True, exist_ok=True)
-        plan = writer.prepare_global_plan(self._plans)[self.rank]
-        return list(writer.write_data(plan, self._planner).wait())
-
-    def write_index(self, directory: Path, written: list[list[WriteResult]]) -> None:
-        """Write the index of all chunks, which says where each chunk lies. ``written``: the results of ``write``, by
-        rank."""
-        _Writer(directory).finish(self._metadata, written)
-
-
-def files_of(written: list[WriteResult]) -> list[str]:
-    """The names of the files that a rank has written."""
-    return sorted({result.storage_data.relative_path for result in written})
-
-
-def read(directory: Path, parts: Mapping[str, StoredPart]) -> None:
-    """Fill the parts from the saved files, which may have been written with other placements. Every rank must call this
-    function. Raise a CheckpointError on every rank if a rank could not read; some parts may already be filled then."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                dict(parts),
-                storage_reader=_Reader(directory),
-                planner=_LoadPlanner(parts),
-                no_dist=not dist.is_initialized(),
-            )
-    except CheckpointException as error:
-        remedy = "load this or another checkpoint before training on: parameters may be half read"
-        raise _explained(error, directory, remedy) from error
-
-
-def _explained(error: CheckpointException, directory: Path, remedy: str) -> BaseException:
-    rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, KeyboardInterrupt):
-        return KeyboardInterrupt()
-    problem = f"{type(cause).__name__}: {cause}"
-    if isinstance(cause, OSError):
-        problem = cause.strerror or problem
-    elif isinstance(cause, CheckpointError):
-        problem = f"{cause.where}: {cause.problem}"
-    return CheckpointError(f"tensors could not be read (rank {rank}: {problem})", where=f"{directory}", remedy=remedy)
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans a save: every rank offers its chunks. If several chunks are equal (replicas), torch's default planner keeps
-    one of them, and it balances the chunks over ranks."""
-
-    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
-        self._views: dict[MetadataIndex, tuple[StoredPart, Chunk]] = {}
-        self._staged: dict[MetadataIndex, Tensor] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, part in self._parts.items():
-            for chunk in part.chunks:
-                index = MetadataIndex(name, chunk.offsets)
-                self._views[index] = part, chunk
-                data = TensorWriteData(
-                    chunk=_described(chunk),
-                    properties=TensorProperties(dtype=part.value.dtype),
-                    size=torch.Size(part.shape),
-                )
-                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
-
-    def stage(self, plan: SavePlan) -> None:
-        """Copy the chunks that a plan writes; each copy is released when it is written."""
-        for item in plan.items:
-            part, chunk = self._views[item.index]
-            copy = torch.empty(chunk.sizes, dtype=part.value.dtype)
-            self._staged[item.index] = copy.copy_(part.view(chunk))
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        if write_item.index in self._staged:
-            return self._staged.pop(write_item.index)
-        part, chunk = self._views[write_item.index]
-        return part.view(chunk)
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans a load: every rank requests its chunks; each is assembled from the saved chunks that overlap it."""
-
-    def __init__(self, parts: Mapping[str, StoredPart]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, part in self._parts.items():
-            if not part.chunks:
-                continue
-            saved = self.metadata.state_dict_metadata.get(name)
-            wanted = [_described(chunk) for chunk in part.chunks]
-            if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != part.shape:
-                raise CheckpointError(f"there is no tensor of shape {list(part.shape)}", where=name)
-            reads = create_read_items_for_chunk_list(name, saved, wanted)
-            if sum(math.prod(item.lengths) for item in reads) != sum(math.prod(chunk.sizes) for chunk in part.chunks):
-                raise CheckpointError("the saved chunks do not cover the tensor", where=name)
-            items += reads
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        part = self._parts[index.fqn]
-        assert index.index is not None
-        return part.view(part.chunks[index.index])
-
-
-def _described(chunk: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Writes torch's checkpoint files, but no metadata that contains the path of the directory."""
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads torch's checkpoint files. Each saved chunk is read once. Code in the index is not run."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = _IndexUnpickler(file).load()
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files: dict[str, dict[MetadataIndex, list[ReadItem]]] = {}
-        for item in plan.items:
-            name = self.storage_data[item.storage_index].relative_path
-            files.setdefault(name, {}).setdefault(item.storage_index, []).append(item)
-        for name, requests in files.items():
-            with inside(Path(self.path), name).open("rb") as file:
-                for index in sorted(requests, key=lambda storage_index: int(self.storage_data[storage_index].offset)):
-                    place = self.storage_data[index]
-                    file.seek(place.offset)
-                    saved = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-                    for item in requests[index]:
-                        planner.resolve_tensor(item).copy_(_block(saved, item.storage_offsets, item.lengths))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads torch's index, which is a pickle, and refuses classes that do not belong in an index."""
-
-    ALLOWED = frozenset({
-        *(("torch.distributed.checkpoint.metadata", name) for name in (
-            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        )),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-    })  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        symbol = super().find_class(module, name) if (module, name) in self.ALLOWED or module == "torch" else None
-        if (module, name) in self.ALLOWED or isinstance(symbol, torch.dtype):
-            return symbol
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's index")

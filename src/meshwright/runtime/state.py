@@ -1,7 +1,7 @@
 """This rank's parameters and buffers: cut from the caller's module, and gathered whole for a state dict."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from meshwright.comm.groups import broadcast_along, broadcast_tensors, from_rank_0, gather_whole
 from meshwright.errors import ChangedModelError, CheckpointError
 from meshwright.ir.graph import Graph
-from meshwright.ir.mesh import AxisGroup
-from meshwright.ir.placement import Placements, is_split
+from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.placement import Placements, is_split, local_shape
 from meshwright.ir.plan import Plan
 from meshwright.ir.stages import cut
 from meshwright.lower.reshard import local_part
@@ -34,7 +34,14 @@ class LocalParameters:
     """
 
     def __init__(
-        self, model: nn.Module, graph: Graph, plan: Plan, groups: dict[str, AxisGroup], device: torch.device, seed: int
+        self,
+        model: nn.Module,
+        graph: Graph,
+        plan: Plan,
+        groups: dict[str, AxisGroup],
+        device: torch.device,
+        seed: int,
+        loaded: Collection[str] = (),
     ) -> None:
         self.graph, self.groups, self.model, self.device = graph, groups, model, device
         self._placements: dict[str, Placements] = {
@@ -46,12 +53,14 @@ class LocalParameters:
         self.given: dict[str, nn.Parameter] = {}
         self.named_buffers: dict[str, Tensor] = {}
         parts: dict[str, nn.Parameter] = {}
-        materialize(model, device, seed, lambda name, value: self._take(name, value, parts))
+        unset = self._make_room(loaded, parts)
+        materialize(model, device, seed, lambda name, value: self._take(name, value, parts), unset)
         callers = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         if groups:
             with torch.no_grad():
-                every = [*(value for value in callers.values() if not value.is_meta), *buffers.values()]
+                given = {name: value for name, value in (callers | buffers).items() if name not in unset}
+                every = [value for value in given.values() if not value.is_meta]
                 broadcast_tensors(every, device)
         for name in graph.parameters:
             parameter = callers[name]
@@ -66,6 +75,33 @@ class LocalParameters:
         for value in (*self.own.values(), *self.named_buffers.values()):
             if value.device != device:
                 value.data = value.data.to(device)
+
+    def _make_room(self, loaded: Collection[str], parts: dict[str, nn.Parameter]) -> set[str]:
+        """Allocate this rank's parts of the meta parameters ``loaded``, whose values are read later. Return all names
+        of these parameters in the model."""
+        axis_sizes, at = sizes_of(self.groups)
+        named: dict[int, list[tuple[nn.Module, str]]] = {}
+        names: dict[int, list[str]] = {}
+        for path, module in self.model.named_modules():
+            for key, value in module._parameters.items():
+                if value is not None and value.is_meta:
+                    named.setdefault(id(value), []).append((module, key))
+                    names.setdefault(id(value), []).append(f"{path}.{key}" if path else key)
+        unset: set[str] = set()
+        for name, parameter in self.model.named_parameters():
+            if name not in loaded or not parameter.is_meta:
+                continue
+            unset.update(names[id(parameter)])
+            if not self.holds(name):
+                continue
+            shape = local_shape(tuple(parameter.shape), self._placements[name], axis_sizes, at)
+            room = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=self.device), parameter.requires_grad)
+            if self.is_sharded(name):
+                parts[name] = room
+            else:
+                for module, key in named[id(parameter)]:
+                    module._parameters[key] = room
+        return unset
 
     def _take(self, name: str, parameter: nn.Parameter, parts: dict[str, nn.Parameter]) -> bool:
         """Put this rank's part of a parameter into ``parts`` (nothing if only stages of other ranks use the parameter).

@@ -34,6 +34,7 @@ from meshwright.runtime.device import DeviceKind, device_kind, to_device
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
+from meshwright.runtime.interchange import Path_
 from meshwright.runtime.loss_check import UNCHANGED, LossCheck, refuse_unless_finite
 from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
@@ -79,17 +80,15 @@ class Trainer(Resumable):
         rules: Mapping[Target, OperatorRule] | None = None,
         compile: bool = False,
         kind: DeviceKind | None = None,
+        weights: Path_ | None = None,
     ) -> None:
         self.plan = self._ran = plan
         self.step_number = 0
         self.metrics: dict[str, Tensor] = {}
-        self.max_grad_norm = max_grad_norm
-        self.seed = seed
-        self.device = device
+        self.max_grad_norm, self.seed, self.device = max_grad_norm, seed, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.saver = Saver()
         self._kind = kind = kind or device_kind(device)
-        self.losses = LossCheck(kind)
+        self.saver, self.losses = Saver(kind), LossCheck(kind)
         self.replica: Replica | None = None
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank, device) if plan.mesh.world_size > 1 else {}
@@ -97,10 +96,11 @@ class Trainer(Resumable):
         axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
         self.recorder: SpanRecorder | None = SpanRecorder(axes, kind.memory_now)
         # lowering may fail, so it precedes all changes of the caller's model
-        self._compiler = Compiler(device) if compile else None
-        self._codecs = CodecMemory(device)
+        self._compiler, self._codecs = Compiler(device) if compile else None, CodecMemory(device)
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
-        self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed)
+        self.graph = captured.graph
+        names = self.names_of_weights(model, weights, strict=True) if weights is not None else {}
+        self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed, names)
         fused = compile or kind.is_late  # on accelerators: no temporaries of all parameters, and updates can be skipped
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=fused) if optimizer is not None else None
         self.losses.skip_updates_of(self._optimizer)
@@ -111,15 +111,14 @@ class Trainer(Resumable):
         precision = captured.graph.precision
         adapts = self.losses.refused is not None and not self._codecs.has_state
         self.loss_scale = LossScale(precision, device, kind if adapts else None) if precision in LOW else None
-        self._callers = CallersTensors(self.parameters)
-        self._leaves = captured.traced.leaves
+        self._callers, self._leaves = CallersTensors(self.parameters), captured.traced.leaves
         self._split = BatchSplit(self._leaves, lowered.input_placements, self.groups)
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
-        self._num_changes = 0
-        self._last = lowered
-        self.graph = captured.graph
+        self._num_changes, self._last = 0, lowered
+        if weights is not None:
+            self.load_weights(weights)
         for place, change in captured.moved.items() if self.rank == 0 else ():
             log.warning("%s: the model changes it itself (%s); training does not run the model's Python code, so it "
                         "keeps its value", place, change)  # fmt: skip
@@ -223,6 +222,7 @@ class Trainer(Resumable):
 
     def _update(self, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
         """Make an optimizer step with the parameters' gradients."""
+        self.saver.hold_update()
         begun, offloader = time.perf_counter(), self._offloader
         offloader.step(optimizer, list(parameters.values())) if offloader is not None else optimizer.step()
         self._note("optimizer", begun)

@@ -1,0 +1,383 @@
+"""Files of chunks, as torch.distributed.checkpoint has them: each chunk is a file of torch.save, one after the other.
+
+    __0_0.distcp    ┌ head ┬ numbers of chunk 0 ┬ tail ┐┌ head ┬ numbers of chunk 1 ┬ tail ┐ ...
+
+Head and tail (a zip archive around the numbers) depend only on dtype and sizes, but for the checksum of the numbers. So
+a chunk is written from the tensor's own memory, and read into memory that is given, without a copy in between. While
+the disk writes, checksums of the next numbers are computed.
+"""
+
+import io
+import math
+import os
+import queue
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, Any, Self
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime import manifest
+from meshwright.runtime.chunk_index import INDEX, Index, SavedChunk, read_index
+from meshwright.runtime.manifest import DamagedCheckpointError, Manifest, damaged
+from meshwright.runtime.object_path import AnyPath
+from meshwright.runtime.shards import Chunk, StoredPart, block
+
+PIECE_BYTES = 4 * 2**20
+"""Bytes that are written or read at once."""
+PENDING = 8
+"""Largest number of pieces that wait for the disk."""
+SYNC_BYTES = 64 * 2**20
+"""The disk is told to write when this many bytes have gathered in memory."""
+CHANGED = "its checksum is not the one that was written"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The bytes of torch.save around the numbers of a tensor. The checksum of the numbers stands at ``places`` of
+    ``tail``."""
+
+    head: bytes
+    tail: bytes
+    places: tuple[int, int]
+
+    def ending(self, checksum: int) -> bytes:
+        """The tail of numbers with this CRC-32."""
+        tail = bytearray(self.tail)
+        for place in self.places:
+            struct.pack_into("<I", tail, place, checksum)
+        return bytes(tail)
+
+
+def frame_of(dtype: torch.dtype, sizes: Sequence[int]) -> Frame:
+    """The frame of a tensor: torch.save writes an empty one, whose records are put around any other's numbers."""
+    saved = io.BytesIO()
+    torch.save(torch.empty(tuple(sizes), dtype=dtype), saved)
+    archive = io.BytesIO()
+    stream: Any = _Stream(archive.write)
+    with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
+        numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
+        kept = [name for name in given.namelist() if name != numbers and "/." not in name]
+        for name in kept:
+            made.writestr(zipfile.ZipInfo(name), given.read(name))
+        size = given.getinfo(numbers).file_size
+        with made.open(zipfile.ZipInfo(numbers), "w") as entry:
+            begin = archive.tell()
+            for start in range(0, size, PIECE_BYTES):
+                entry.write(bytes(min(PIECE_BYTES, size - start)))
+    whole = archive.getbuffer()
+    tail = bytes(whole[begin + size :])
+    # The numbers' record is the last: its checksum stands in the descriptor behind it, and in the last directory entry.
+    last = tail.rindex(b"PK\x01\x02")
+    return Frame(bytes(whole[:begin]), tail, (4, last + 16))
+
+
+class _Stream:
+    """A file that zipfile cannot seek in."""
+
+    def __init__(self, write: Callable[[bytes], int]) -> None:
+        self.write = write
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def numbers_of(value: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in row-major order."""
+    if not value.numel():
+        return memoryview(b"")
+    numbers: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+class ChunkFile:
+    """A file of chunks that is written. ``name`` is its name in the index.
+
+    The chunks go to the file in a thread. The memory of a tensor must not change until ``close``.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self.name = path.name
+        self._file: IO[bytes] = path.open("wb")
+        self._pieces: queue.Queue[tuple[Any, ...] | None] = queue.Queue(PENDING)
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = threading.Thread(target=self._write_all, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # Python starts no thread when the program ends: this one then waits for the disk
+            self._thread = None
+        self._small = bytearray()
+        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], Frame] = {}
+        self._position = self._unsynced = 0
+
+    def add(self, value: Tensor, offsets: Sequence[int]) -> SavedChunk:
+        """Write a chunk, which begins at ``offsets`` of its whole tensor."""
+        sizes, at = tuple(value.shape), self._position
+        frame = self._frames.get((value.dtype, sizes))
+        if frame is None:
+            frame = self._frames[value.dtype, sizes] = frame_of(value.dtype, sizes)
+        self._put(memoryview(frame.head))
+        numbers, numbers_at, checksum = numbers_of(value), self._position, 0
+        for start in range(0, len(numbers), PIECE_BYTES):
+            piece = numbers[start : start + PIECE_BYTES]
+            checksum = zlib.crc32(piece, checksum)
+            self._put(piece)
+        tail = frame.ending(checksum)
+        self._put(memoryview(tail))
+        frame_checksum = zlib.crc32(tail, zlib.crc32(frame.head))
+        return SavedChunk(
+            tuple(offsets),
+            sizes,
+            self.name,
+            at,
+            self._position - at,
+            numbers_at,
+            len(numbers),
+            checksum,
+            frame_checksum,
+        )
+
+    def _put(self, data: memoryview) -> None:
+        self._position += len(data)
+        if len(data) < PIECE_BYTES // 4:
+            self._small += data
+            if len(self._small) < PIECE_BYTES:
+                return
+            data = memoryview(b"")
+        small, self._small = self._small, bytearray()
+        self._give(small, data)
+
+    def _give(self, *pieces: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._thread is None:
+            self._write(*pieces)
+        else:
+            self._pieces.put(pieces)
+
+    def _write_all(self) -> None:
+        while (pieces := self._pieces.get()) is not None:
+            if self._error is None:
+                try:
+                    self._write(*pieces)
+                except BaseException as error:  # noqa: BLE001 - the thread that gives the pieces raises it
+                    self._error = error
+
+    def _write(self, *pieces: Any) -> None:
+        for piece in pieces:
+            if len(piece):
+                self._file.write(piece)
+                self._unsynced += len(piece)
+        if self._unsynced >= SYNC_BYTES:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._unsynced = 0
+        self._file.flush()
+        if (number := _file_number(self._file)) is not None:
+            os.fdatasync(number)
+
+    def close(self) -> None:
+        """Write what is left, and flush it to the disk."""
+        try:
+            self._give(self._small)
+            self._end()
+            if self._error is not None:
+                raise self._error
+            self._sync()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._end()
+        self._file.close()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _file_number(file: IO[bytes]) -> int | None:
+    """The descriptor of a file of this machine; None for an object of a store."""
+    try:
+        return file.fileno()
+    except (AttributeError, OSError):
+        return None
+
+
+def check_numbers(chunk: SavedChunk, data: Any, file: AnyPath) -> None:
+    """Raise a DamagedCheckpointError if the bytes of a chunk's numbers are not those that were written."""
+    if zlib.crc32(data) != chunk.checksum:
+        raise damaged(CHANGED, file)
+
+
+def verify_chunks(directory: AnyPath, chunks: Iterable[SavedChunk]) -> None:
+    """Raise a DamagedCheckpointError that names the file of the first chunk whose bytes are not those that were
+    written. Chunks without checksums (``numbers_at`` is -1) are not read."""
+    by_file: dict[str, list[SavedChunk]] = {}
+    for chunk in chunks:
+        by_file.setdefault(chunk.file, []).append(chunk)
+    for name, those in by_file.items():
+        with (directory / name).open("rb") as file:
+            for chunk in sorted(those, key=lambda saved: saved.at):
+                if chunk.numbers_at >= 0 and _checksums(file, chunk) != (chunk.checksum, chunk.frame_checksum):
+                    raise damaged(CHANGED, directory / name)
+
+
+def _checksums(file: IO[bytes], chunk: SavedChunk) -> tuple[int, int]:
+    """The checksums of a chunk's numbers and of its frame, as they are in the file."""
+    file.seek(chunk.at)
+    before = chunk.numbers_at - chunk.at
+    frame = _checksum(file, before, 0)
+    numbers = _checksum(file, chunk.numbers_bytes, 0)
+    return numbers, _checksum(file, chunk.num_bytes - before - chunk.numbers_bytes, frame)
+
+
+def _checksum(file: IO[bytes], num_bytes: int, before: int) -> int:
+    """The CRC-32 of the next bytes of a file, behind bytes whose checksum is ``before``."""
+    checksum = before
+    while num_bytes > 0 and (piece := file.read(min(PIECE_BYTES, num_bytes))):
+        checksum, num_bytes = zlib.crc32(piece, checksum), num_bytes - len(piece)
+    return checksum
+
+
+def verified(directory: AnyPath, saved: Manifest, rank: int, num_ranks: int) -> Index:
+    """Read the index of a checkpoint whose files are those that were written. Each of ``num_ranks`` ranks reads and
+    compares a part of the files, and the index.
+
+    Raises:
+        DamagedCheckpointError: a file, or a chunk in it, is not what was written.
+    """
+    index_file = {name: file for name, file in saved.files.items() if name == INDEX}
+    manifest.verify(directory, index_file | dict([*saved.files.items()][rank::num_ranks]))
+    index = read_index(directory, saved)
+    verify_chunks(directory, index.chunks()[rank::num_ranks])
+    return index
+
+
+class ChunkReader:
+    """Reads saved chunks one by one into memory that it uses again.
+
+    Attributes:
+        index: the index of the chunks.
+        num_bytes: the bytes that it has read.
+    """
+
+    def __init__(self, directory: AnyPath, index: Index) -> None:
+        self._directory, self.index = directory, index
+        self._files: dict[str, IO[bytes]] = {}
+        self._open = ExitStack()
+        self._memory = bytearray()
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def fill(self, name: str, part: StoredPart) -> None:
+        """Fill a part from the saved chunks that overlap it. The dtype may differ.
+
+        Raises:
+            CheckpointError: there is no tensor of this name and shape, or its chunks do not cover the part.
+            DamagedCheckpointError: the bytes of a chunk are not those that were written.
+        """
+        saved = self.index.tensors.get(name)
+        if saved is None or saved.shape != part.shape:
+            raise CheckpointError(f"there is no tensor of shape {list(part.shape)}", where=name)
+        missing = sum(math.prod(chunk.sizes) for chunk in part.chunks)
+        for source in saved.chunks:
+            overlaps = [cut for chunk in part.chunks if (cut := overlap(chunk, source.offsets, source.sizes))]
+            if not overlaps:
+                continue
+            value = self.read(source, saved.torch_dtype)
+            for chunk in overlaps:
+                begins = [offset - first for offset, first in zip(chunk.offsets, source.offsets, strict=True)]
+                part.view(chunk).copy_(block(value, begins, chunk.sizes))
+                missing -= math.prod(chunk.sizes)
+        if missing:
+            raise CheckpointError("the saved chunks do not cover the tensor", where=name)
+
+    def read(self, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
+        """The numbers of a chunk. The next call may overwrite them."""
+        path = self._directory / chunk.file
+        if chunk.file not in self._files:
+            self._files[chunk.file] = self._open.enter_context(path.open("rb"))
+        file = self._files[chunk.file]
+        count = math.prod(chunk.sizes)
+        if chunk.numbers_at < 0:
+            file.seek(chunk.at)
+            data = file.read(chunk.num_bytes)
+            self.num_bytes += len(data)
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            if not isinstance(found, Tensor) or tuple(found.shape) != chunk.sizes:
+                raise CheckpointError(f"it holds no tensor of shape {list(chunk.sizes)}", where=f"{path}")
+            return found
+        if not count:
+            return torch.empty(chunk.sizes, dtype=dtype)
+        size = count * dtype.itemsize
+        if size != chunk.numbers_bytes:
+            raise damaged(f"its index says {chunk.numbers_bytes:,} bytes of a chunk that has {size:,}", path)
+        if size > len(self._memory):
+            self._memory = bytearray(size)
+        view = memoryview(self._memory)[:size]
+        file.seek(chunk.numbers_at)
+        read_into(file, view, path)
+        self.num_bytes += size
+        check_numbers(chunk, view, path)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count).view(chunk.sizes)
+
+
+def read_into(file: IO[bytes], view: memoryview, path: AnyPath) -> None:
+    """Fill memory from a file. Raise a DamagedCheckpointError if the file ends before."""
+    filled = 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not count:
+            raise damaged("it ends before its tensors do", path)
+        filled += count
+
+
+def overlap(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
+    """The part of a chunk that lies in a block of the whole tensor; None if they do not overlap."""
+    begins = tuple(max(first, other) for first, other in zip(chunk.offsets, offsets, strict=True))
+    lengths = tuple(
+        min(first + size, other + length) - begin
+        for begin, first, size, other, length in zip(begins, chunk.offsets, chunk.sizes, offsets, sizes, strict=True)
+    )
+    if any(length <= 0 for length in lengths):
+        return None
+    starts = tuple(
+        start + begin - first for start, begin, first in zip(chunk.starts, begins, chunk.offsets, strict=True)
+    )
+    return Chunk(begins, starts, lengths)
+
+
+def read_parts(directory: AnyPath, index: Index, parts: Mapping[str, StoredPart]) -> None:
+    """Fill this rank's parts from saved files, which may have been written with other placements.
+
+    Raises:
+        CheckpointError: a tensor could not be read. Some parts may already be filled then.
+    """
+    remedy = "load this or another checkpoint before training on: parameters may be half read"
+    try:
+        with ChunkReader(directory, index) as reader:
+            for name, part in parts.items():
+                if part.chunks:
+                    reader.fill(name, part)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(error.problem, where=error.where, remedy=remedy) from error
+    except CheckpointError as error:
+        problem = f"tensors could not be read ({error.where}: {error.problem})"
+        raise CheckpointError(problem, where=f"{directory}", remedy=remedy) from error

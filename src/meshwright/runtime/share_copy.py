@@ -1,0 +1,148 @@
+"""Copies of what a save writes, made while training goes on.
+
+    host      save │ forward, backward of the next step ... │ hold ▸ update │
+    copies         │ copy everything that updates write     │               │ checks, checksums, disk ...
+
+Only an update of the parameters writes to most of what is saved. So the copies are made beside the next step's forward
+and backward, and only the update behind them waits for them: on a CPU, the step's thread waits for the saving thread;
+on a CUDA device, the stream of the kernels waits for the stream of the copies, into pinned memory, and no host waits.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime.device import CopyStream, DeviceKind, within
+from meshwright.runtime.shards import Chunk, StoredPart
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk to be copied. ``now``: before the save returns, because more than updates write to it."""
+
+    name: str
+    part: StoredPart
+    chunk: Chunk
+    now: bool
+
+
+@dataclass
+class ShareCopy:
+    """The copies of one save.
+
+    Args:
+        wanted: the chunks.
+        kind: the device on which they lie.
+        copies: the stream of the device for copies; None if host and device have the same memory.
+        memory: pinned memory of earlier saves, by number of the chunk.
+    """
+
+    wanted: list[Wanted]
+    kind: DeviceKind
+    copies: CopyStream | None
+    memory: dict[int, Tensor]
+    _copied: dict[int, Tensor] = field(default_factory=dict)
+    _versions: list[int] = field(default_factory=list)
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self) -> None:
+        """Start the copies. On a CPU, only those are made that cannot wait."""
+        if self.copies is not None:
+            self.copies.wait_for_kernels()
+        with within(self.copies):
+            for number, wanted in enumerate(self.wanted):
+                if self.copies is not None or wanted.now:
+                    self._copied[number] = self._copy(number, wanted)
+        self._versions = [wanted.part.value._version for wanted in self.wanted]
+
+    def finish(self) -> None:
+        """Complete the copies, in the thread that saves.
+
+        Raises:
+            CheckpointError: a tensor was written to meanwhile, and not by an update.
+        """
+        if self.copies is not None:
+            self.copies.synchronize()
+            return
+        for number, wanted in enumerate(self.wanted):
+            if number not in self._copied:
+                self._copied[number] = self._copy(number, wanted)
+        for wanted, version in zip(self.wanted, self._versions, strict=True):
+            if not wanted.now and wanted.part.value._version != version:
+                raise CheckpointError(
+                    "it was changed while it was copied for a save, and is not saved",
+                    where=f"tensor {wanted.name}",
+                    remedy="call trainer.wait_for_save() before changing it between steps, or save with blocking=True",
+                )
+
+    def release(self) -> None:
+        """Let updates go on, also after a failure."""
+        self._done.set()
+
+    def hold(self) -> None:
+        """Make the next update wait for the copies."""
+        if self.copies is not None:
+            self.copies.hold_kernels()
+        else:
+            self._done.wait()
+
+    def values(self) -> Iterator[tuple[Wanted, Tensor]]:
+        """The chunks and their copies, each of which is forgotten when the next is asked for."""
+        for number, wanted in enumerate(self.wanted):
+            yield wanted, self._copied.pop(number)
+
+    def _copy(self, number: int, wanted: Wanted) -> Tensor:
+        source = wanted.part.view(wanted.chunk)
+        if self.copies is None:
+            return torch.empty(wanted.chunk.sizes, dtype=source.dtype).copy_(source)
+        known = self.memory.get(number)
+        if known is None or known.shape != source.shape or known.dtype != source.dtype:
+            known = self.memory[number] = self.kind.pinned(torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        self.copies.keep(wanted.part.value)
+        return known.copy_(source, non_blocking=True)
+
+
+def to_host(state: Mapping[str, Any], kind: DeviceKind, copies: CopyStream | None) -> Any:
+    """A state in which tensors of the device are copies on the host, which are complete when ``copies`` are. All of one
+    dtype are copied at once, so that the host waits for none of them."""
+    if copies is None:
+        return state
+    found: dict[torch.dtype, list[Tensor]] = {}
+
+    def note(value: Tensor) -> Tensor:
+        found.setdefault(value.dtype, []).append(value)
+        return value
+
+    _mapped(state, note, kind)
+    hosts: dict[torch.dtype, Tensor] = {}
+    copies.wait_for_kernels()
+    with within(copies):
+        for dtype, values in found.items():
+            joined = torch.cat([value.detach().reshape(-1) for value in values])
+            hosts[dtype] = kind.pinned(torch.empty(joined.shape, dtype=dtype, device="meta"))
+            hosts[dtype].copy_(joined, non_blocking=True)
+            copies.keep(joined)
+    taken = dict.fromkeys(found, 0)
+
+    def copy_of(value: Tensor) -> Tensor:
+        begin = taken[value.dtype]
+        taken[value.dtype] += value.numel()
+        return hosts[value.dtype][begin : begin + value.numel()].view(value.shape)
+
+    return _mapped(state, copy_of, kind)
+
+
+def _mapped(value: Any, change: Any, kind: DeviceKind) -> Any:
+    """A tree of dicts, lists and tuples in which each tensor of the device is changed."""
+    if isinstance(value, Tensor):
+        return change(value) if value.device.type == kind.device.type else value
+    if isinstance(value, dict):
+        return {key: _mapped(item, change, kind) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change, kind) for item in value)
+    return value
