@@ -6,6 +6,7 @@ from meshwright.api.convolutions import measure_convolutions
 from meshwright.api.data import load
 from meshwright.api.dry_runs import dry_run, dry_run_of
 from meshwright.api.ensembles import joint
+from meshwright.api.hangs import explain_run
 from meshwright.api.machine import (
     calibrate,
     calibrated,
@@ -64,6 +65,7 @@ __all__ = [
     "compare_schedules_of_run",
     "dry_run",
     "dry_run_of",
+    "explain_run",
     "free_port",
     "grid_product",
     "is_busy",

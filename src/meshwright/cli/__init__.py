@@ -17,6 +17,7 @@ from meshwright.cli import (
     collectives,
     demo,
     dryrun,
+    explain,
     jobs,
     launch,
     models,
@@ -44,8 +45,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (
-    demo, train, launch, report, plan, simulate, predict, validate, recompute, verify, dryrun, schedule, collectives,
-    calibrate, clusters, models, jobs,
+    demo, train, launch, report, explain, plan, simulate, predict, validate, recompute, verify, dryrun, schedule,
+    collectives, calibrate, clusters, models, jobs,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
     _settings = EXTRA if _module in (demo, train, launch, plan, simulate, verify, dryrun) else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.device_channel import device_channels
-from meshwright.comm.member import MeasuredCoding, attend, member, naming
+from meshwright.comm.member import MeasuredCoding, attend, member, naming, waiting
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
 from meshwright.comm.transport.base import Channel, Lane, Work, timeout_of
@@ -195,6 +195,7 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
             if isinstance(lane, SharedMemory):
                 lane.while_waiting = state.progress.move
         state.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
+        state.progress.add(state.collectives)
     return state.collectives
 
 
@@ -211,7 +212,7 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
         return collectives(group)
     state = member(group)
     if state.by_mpi is None:
-        state.by_mpi = Mpi(group)
+        state.by_mpi = Mpi(group, state.progress)
     return state.by_mpi
 
 
@@ -220,7 +221,8 @@ def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group, with one tuple of ranks for each box. Ranks of a box share memory. Ranks are numbered
     within the group, and boxes are ordered by their first rank. All ranks of the group must call this."""
     each: list[Any] = [None] * group.size()
-    dist.all_gather_object(each, box(), group)
+    with waiting(group, "boxes_of"):
+        dist.all_gather_object(each, box(), group)
     return tuple(tuple(rank for rank, place in enumerate(each) if place == box_id) for box_id in dict.fromkeys(each))
 
 
@@ -236,7 +238,9 @@ def channels(peers: Iterable[int], device: torch.device = CPU) -> dict[int, Chan
         return {}
     known, progress, attendance = member(world).channels, member(world).progress, member(world).attendance
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
-        known[peer] = PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress)
+        known[peer] = (
+            PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress, world.rank())
+        )
     return {peer: known[peer] for peer in wanted}
 
 
@@ -271,7 +275,7 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
     value of the first rank of stage ``index``."""
     ranks = process_group(group.name)
     index = group.firsts[index] if group.firsts else index
-    with blocking("broadcast", group.name, value.nbytes):
+    with blocking("broadcast", group.name, value.nbytes), waiting(ranks, "broadcast", value):
         dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
@@ -279,7 +283,8 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
 def meet() -> None:
     """Wait until all ranks of the world have called this."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        with waiting(None, "barrier"):
+            dist.barrier()
 
 
 @naming("all ranks of the group")
@@ -288,8 +293,9 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     its first rank."""
     counts = not group.firsts or dist.get_rank() in group.firsts
     value = value.clone() if counts else torch.zeros_like(value)
-    with blocking("all_reduce", group.name, value.nbytes):
-        dist.all_reduce(value, group=process_group(group.name))
+    ranks = process_group(group.name)
+    with blocking("all_reduce", group.name, value.nbytes), waiting(ranks, "all_reduce", value):
+        dist.all_reduce(value, group=ranks)
     return value
 
 
@@ -297,7 +303,8 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
 def sum_of_all(value: Tensor) -> Tensor:
     """Sum a tensor over all ranks of the world, in place."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(value)
+        with waiting(None, "all_reduce", value):
+            dist.all_reduce(value)
     return value
 
 
@@ -314,7 +321,8 @@ def broadcast_tensors(tensors: list[Tensor], device: torch.device = CPU, chunk_b
             while group and sum(tensor.nbytes for tensor in chunk) < chunk_bytes:
                 chunk.append(group.pop(0))
             flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).to(device)
-            dist.broadcast(flat, 0)
+            with waiting(None, "broadcast", flat):
+                dist.broadcast(flat, 0)
             for target, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
                 target.copy_(part.view_as(target))
 
@@ -326,7 +334,9 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
     now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
     if flat := flat_axis(placements):
         parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
-        dist.all_gather(parts, value.contiguous(), process_group(groups[flat].name))
+        ranks = process_group(groups[flat].name)
+        with waiting(ranks, "all_gather", value):
+            dist.all_gather(parts, value.contiguous(), ranks)
         whole = local_shape(shape, unflattened(placements), *sizes_of(groups))
         value = torch.cat([part.view(-1) for part in parts])[: math.prod(whole)].view(whole)
     for axis in reversed(list(groups)):
@@ -338,7 +348,9 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
         if missing := cut.length(0) - cut.length(group.index):
             piece = torch.nn.functional.pad(piece, [0, 0] * (piece.dim() - shard.dim - 2) + [0, missing])
         parts = [torch.empty_like(piece) for _ in range(group.size)]
-        dist.all_gather(parts, piece, process_group(group.name))
+        ranks = process_group(group.name)
+        with waiting(ranks, "all_gather", piece):
+            dist.all_gather(parts, piece, ranks)
         split = [part.narrow(shard.dim + 1, 0, cut.length(index)) for index, part in enumerate(parts)]
         value = torch.cat(split, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
     return value
@@ -364,7 +376,8 @@ def from_rank_0(make: Callable[[], T]) -> T:
             text = f"it failed: {type(error).__name__}: {error}"  # text can always be pickled, errors may not
             words = RankError(text, where="rank 0", remedy="look at the error that rank 0 raised")
             box[1] = error if isinstance(error, MeshwrightError) else words
-    dist.broadcast_object_list(box, src=0)
+    with waiting(None, "from_rank_0"):
+        dist.broadcast_object_list(box, src=0)
     if own is not None or box[1] is not None:
         raise own or box[1]
     result: T = box[0]
@@ -377,5 +390,6 @@ def from_every_rank(value: T) -> list[T]:
     if alone():
         return [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
+    with waiting(None, "from_every_rank"):
+        dist.all_gather_object(every, value)
     return every

@@ -13,16 +13,20 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import pytorch_flight
 from meshwright.comm.attendance import Attendance
 from meshwright.comm.groups import meet
 from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
+from meshwright.ir.flight import EVENTS
 from meshwright.runtime import launchers, meeting_point
-from meshwright.runtime.device import has_cuda, num_cuda_devices, own_device, use
+from meshwright.runtime.device import checked, num_cuda_devices, own_device, use
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
+FLIGHTS = "MESHWRIGHT_FLIGHTS"
+"""The environment variable that names the directory of the ranks' flight recorders."""
 BOX_PORT = 29511
 """The port of the store in an emulated box, where no other program uses ports."""
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl"}
@@ -60,7 +64,7 @@ def start(device: torch.device | str | None = None, within: Within | None = None
     start it only for this subset of the launched ranks.
 
     It is shut down at the end of the program. Ranks wait at most ``MESHWRIGHT_TIMEOUT_S`` seconds (default: 600) for
-    each other.
+    each other. ``MESHWRIGHT_FLIGHTS`` names the directory that keeps their flight recorders.
 
     Returns:
         The device of this rank.
@@ -69,12 +73,13 @@ def start(device: torch.device | str | None = None, within: Within | None = None
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
     _take_over()
-    device = _device(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
+    device = checked(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
     use(device)
     if device.type == "cpu":
         keep_memory()
     if not dist.is_initialized() and (within.size if within is not None else _number("WORLD_SIZE", "1")) > 1:
         backend = BACKENDS.get(device.type, "gloo")
+        os.environ.setdefault(pytorch_flight.BUFFER, f"{EVENTS}")
         if within is None:
             _join(backend)
         else:
@@ -82,9 +87,14 @@ def start(device: torch.device | str | None = None, within: Within | None = None
             dist.init_process_group(
                 backend, store=within.store, rank=within.rank, world_size=within.size, timeout=timeout()
             )
-        atexit.register(_finish_at_exit, attend(), keeps_store())
-    attend()
+        atexit.register(_finish_at_exit, attend(_flights()), keeps_store())
+    attend(_flights())
     return device
+
+
+def _flights() -> Path | None:
+    folder = os.environ.get(FLIGHTS, "")
+    return Path(folder) if folder else None
 
 
 def what_is_launched() -> Launched:
@@ -167,7 +177,7 @@ def join_by_file(path: str, interface: str) -> None:
         "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
         timeout=timeout(),
     )  # fmt: skip
-    atexit.register(_finish_at_exit, attend(), False)
+    atexit.register(_finish_at_exit, attend(_flights()), False)
 
 
 def meet_at(address: str, interface: str) -> None:
@@ -180,19 +190,6 @@ def meet_at(address: str, interface: str) -> None:
 def timeout() -> timedelta:
     """The time that ranks wait for each other."""
     return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
-
-
-def _device(device: torch.device | str) -> torch.device:
-    kinds = ("cpu", "cuda") if has_cuda() else ("cpu",)
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError):
-        torch_device = None
-    if torch_device is None or torch_device.type not in kinds:
-        raise LaunchError(
-            f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
-        )
-    return torch_device
 
 
 def finish() -> None:
