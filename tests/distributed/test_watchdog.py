@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from meshwright import api
 from meshwright.comm import backend, groups, member  # noqa: F401 - backend gives the collective operators their kernels
 from meshwright.comm.watchdog import Watchdog
+from meshwright.emulation.network import LINK, run_in_boxes
 from meshwright.errors import LostRankError, RankError
 from meshwright.ops import collectives
 from tests.distributed.pool import Ranks, RanksFailedError
@@ -55,11 +59,13 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def lines_with(dog: Watchdog, words: str) -> tuple[str, ...]:
+def lines_with(dog: Watchdog, *words: str) -> tuple[str, ...]:
     """The report about this rank's wait, as soon as these words are in it."""
-    while words not in "".join(lines := dog.lines()):
+    while True:
+        lines = dog.lines()
+        if all(each in "".join(lines) for each in words):
+            return lines
         time.sleep(0.01)
-    return lines
 
 
 def store_flag(name: str) -> None:
@@ -177,6 +183,69 @@ def test_a_killed_rank_is_named_and_its_record_stays(ranks: Ranks, algorithm: st
     found = api.explain_run(tmp_path)
     assert found.ranks[1].condition == "ended"
     assert [event.what for event in found.ranks[1].flight.events][-1] == "all_reduce of 5 x float32 (first)"
+
+
+def cut(sockets_of: str) -> str:
+    """Rank 1 cuts the connections of gloo while rank 0 waits, and goes on with something else."""
+    watchdog()
+    group = group_of([0, 1], "native")
+    reduce(group, "native", "first")
+    if dist.get_rank() == 1:
+        await_flag("waits")
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+                if each.family == socket.AF_INET and each.getpeername()[1] != int(sockets_of):
+                    each.shutdown(socket.SHUT_RDWR)
+        await_flag("given up")
+        return ""
+    threading.Timer(0.5, store_flag, ("waits",)).start()
+    with pytest.raises(LostRankError) as error:
+        reduce(group, "native", "second")
+    store_flag("given up")
+    return str(error.value)
+
+
+def test_a_cut_connection_is_told_from_a_dead_rank(ranks: Ranks) -> None:
+    ranks(2, dist.barrier)
+    assert ranks._store is not None  # its connections stay
+    told = ranks(2, cut, str(ranks._store.port), timeout=60)[0]
+    assert "Connection closed by peer" in told, told
+    assert "rank 1: it " in told, told
+    assert "its process has ended" not in told, told
+    assert "for #2 all_reduce of 5 x float32 (second); rank 1 has not begun it" in told
+
+
+def cut_the_link(folder: Path) -> tuple[str, ...]:
+    """Rank 1 cuts the link of its box, until rank 0 has seen that."""
+    world, seen = dist.group.WORLD, folder / "seen"
+    assert world is not None
+    dog = member.member(world).watchdog
+    assert dog is not None
+    reduce(world.group_name, "native", "first")
+    lines: list[tuple[str, ...]] = []
+
+    def look() -> None:
+        if world.rank() == 0:
+            lines.append(lines_with(dog, "all ranks have come", "is cut or loses packets"))
+            seen.touch()
+        else:
+            until(seen.exists)
+            subprocess.run(["ip", "link", "set", LINK, "up"], check=True)
+
+    if world.rank() == 1:
+        subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+    thread = threading.Thread(target=look)
+    thread.start()
+    reduce(world.group_name, "native", "second")
+    thread.join()
+    return lines[0] if lines else ()
+
+
+@pytest.mark.usefixtures("networks")
+def test_a_cut_link_between_boxes_is_told_from_a_slow_rank(tmp_path: Path) -> None:
+    lines = run_in_boxes(cut_the_link, tmp_path, boxes=(0, 1), rates_bits_per_s=(1e8, 1e8), directory=tmp_path / "run")
+    assert "all ranks have come, and what they send does not arrive: look at the links between" in lines[0], lines
+    assert any("for #2 all_reduce of 5 x float32 (second)" in line for line in lines), lines
 
 
 # --- ranks that differ -----------------------------------------------------------------------------------------------

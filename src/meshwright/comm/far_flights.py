@@ -18,8 +18,8 @@ import msgspec
 from meshwright.ir.flight import Flight, Notes, Seen
 from meshwright.ir.hang import STALE_S
 
-EVERY_S, ANSWER_S = 1.0, 0.3
-"""Seconds between two rounds, and those that ranks have for an answer before it is read."""
+EVERY_S, LOOK_S = 1.0, 0.05
+"""Seconds between two rounds, and between two looks for answers."""
 EVENTS = 32
 """The newest events that an answer holds."""
 _FOREVER = timedelta(days=10000)
@@ -65,13 +65,20 @@ class FarFlights:
                     self._asked_s = time.monotonic()
                 number = self._round
                 self._store.set(f"flights/{number}", "asked")
-                time.sleep(ANSWER_S)
-                for rank in self._ranks:
-                    if self._store.check([f"flights/{number}/{rank}"]):
-                        with suppress(msgspec.MsgspecError):
-                            read = msgspec.json.decode(self._store.get(f"flights/{number}/{rank}"), type=Flight)
-                            self._answers[rank] = time.monotonic(), Seen(read, "ended" if read.ended_s else "runs")
-                time.sleep(EVERY_S - ANSWER_S)
+                end_s, left = time.monotonic() + EVERY_S, set(self._ranks)
+                while (wait_s := end_s - time.monotonic()) > 0:
+                    time.sleep(min(wait_s, LOOK_S if left else wait_s))
+                    left -= {rank for rank in left if self._takes_answer(number, rank)}
+
+    def _takes_answer(self, number: int, rank: int) -> bool:
+        """Take a rank's answer of a round, if it has come."""
+        key = f"flights/{number}/{rank}"
+        if not self._store.check([key]):
+            return False
+        with suppress(msgspec.MsgspecError):
+            read = msgspec.json.decode(self._store.get(key), type=Flight)
+            self._answers[rank] = time.monotonic(), Seen(read, "ended" if read.ended_s else "runs")
+        return True
 
     def _answer(self) -> None:
         with suppress(RuntimeError):

@@ -126,7 +126,7 @@ class Watchdog:
                 self._pytorch_s = now_s
                 self._look_at_pytorch()
             return
-        if waited_s > NOTES_S and now_s - self._noted_s > 10 * NOTES_S:
+        if waited_s > NOTES_S and now_s - self._noted_s > 2 * NOTES_S:
             self._noted_s = now_s
             self.recorder.note(self._notes())
         if now_s >= self._next_s:
@@ -229,7 +229,8 @@ class Watchdog:
         then_s, before = self._connections
         now_s, now = time.monotonic(), connections()
         self._connections = now_s, now
-        links = described(before, now, now_s - then_s) if before else described(now, now, 0.0)
+        is_recent = now_s - then_s < 10 * NOTES_S  # else it is of an earlier wait
+        links = described(before, now, now_s - then_s) if is_recent else described(now, now, 0.0)
         return Notes(time_s=now_s, stack=main_stack(), links=links, pytorch=tuple(map(str, pytorch_flight.pending())))
 
 

@@ -273,5 +273,5 @@ def _lines(seen: Mapping[int, Seen], hang: Hang) -> Iterator[str]:
             yield f"  rank {rank} is at" + "".join(f"\n      {line}" for line in notes.stack)
         elif callers := [line for line in notes.stack if not any(part in line for part in _LIBRARIES)]:
             yield f"  rank {rank} waits in {callers[-1]}"
-        for line in (*(notes.links if hang.kind == "link" else ()), *notes.pytorch):
+        for line in (*(notes.links if hang.kind in ("link", "silent") else ()), *notes.pytorch):
             yield f"  rank {rank}: {line}"

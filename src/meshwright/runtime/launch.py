@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -90,6 +91,18 @@ def start(device: torch.device | str | None = None, within: Within | None = None
         atexit.register(_finish_at_exit, attend(_flights()), keeps_store())
     attend(_flights())
     return device
+
+
+@contextlib.contextmanager
+def keeping_flights(folder: Path) -> Iterator[None]:
+    """Let ranks that are started within this context keep their flight recorders in ``folder``."""
+    before = os.environ.get(FLIGHTS)
+    os.environ[FLIGHTS] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(FLIGHTS)
+        os.environ.update({FLIGHTS: before} if before is not None else {})
 
 
 def _flights() -> Path | None:
@@ -288,13 +301,7 @@ def share_cores(num_ranks: int) -> int:
 
 def check_port(port: int) -> None:
     """Raise a LaunchError if another program uses the port on this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            where = "train.port" if not launched() else "MASTER_PORT"
-            raise meeting_point.port_taken(port, error.strerror or str(error), where) from None
+    meeting_point.check_port(HOST, port, "train.port" if not launched() else "MASTER_PORT")
 
 
 def _number(name: str, default: str) -> int:
