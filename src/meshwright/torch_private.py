@@ -17,6 +17,7 @@ try:
     from torch._C import _DisableTorchDispatch as DisableTorchDispatch
     from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
     from torch._C import _dispatch_keys as dispatch_keys
+    from torch._C import _distributed_c10d
     from torch._C import _EnableTorchFunction as EnableTorchFunction
     from torch._C import _set_throw_on_mutable_data_ptr as throw_on_data_pointer
     from torch._C import _set_warn_deprecated_on_mutable_data_ptr as warn_on_data_pointer
@@ -52,8 +53,8 @@ __all__ = [
     "CHECKPOINT_GENERATORS",
     "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
     "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
-    "device_of_objects", "disable_current_modes", "dispatch_keys", "has_kernel", "inductor", "is_profiling", "pytree",
-    "record_begin", "record_end", "resolve_process_group", "sequence_number",
+    "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder", "has_kernel", "inductor",
+    "is_profiling", "pytree", "record_begin", "record_end", "resolve_process_group", "sequence_number",
     "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
 ]  # fmt: skip
 
@@ -61,6 +62,15 @@ __all__ = [
 def device_of_objects(group: torch.distributed.ProcessGroup) -> torch.device:
     """The device on which a group carries objects: the CPU if the group has a backend for it."""
     return torch.device(_device_of_objects(group))
+
+
+def dump_flight_recorder() -> str:
+    """The operations that PyTorch's own flight recorder holds, as JSON; empty if it records none."""
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return ""
+    data = dump()
+    return data.decode(errors="replace") if isinstance(data, bytes) else str(data)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ import meshwright as mw
 from meshwright.comm.backend import TOGETHER_BYTES, gather_parts_start, reduce_to_parts_start, wait
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import collectives
+from meshwright.comm.member import member
 from meshwright.comm.transport import mpi
 from meshwright.errors import ClusterError, RankError
 from meshwright.ir.cluster import Cluster, CollectiveTiming
@@ -151,7 +152,7 @@ def mpi_gives_the_same() -> int:
     """MPI's collectives beside ours; how many were compared."""
     world = dist.group.WORLD
     assert world is not None
-    theirs, ours, size, done = mpi.Mpi(world), collectives(world), world.size(), 0
+    theirs, ours, size, done = mpi.Mpi(world, member(world).progress), collectives(world), world.size(), 0
     for dtype in (torch.float32, torch.float64, torch.int64):
         for num in (0, 1, 1000):
             value = (torch.arange(size * num).view(size, num) * (world.rank() + 1)).to(dtype)

@@ -209,7 +209,9 @@ def _stream(kind: str, slots: int, sizes: tuple[int, ...]) -> bool:
     progress = RankStreams()
     channel: Channel
     channel = (
-        PointToPoint(_world(), 1 - me, progress) if kind == "point to point" else Stream(_connected(slots), progress)
+        PointToPoint(_world(), 1 - me, progress)
+        if kind == "point to point"
+        else Stream(_connected(slots), progress, me)
     )
     into = [torch.empty(size, dtype=torch.int64) for size in sizes]
     works = [channel.receive(one, "early") for one in into[: len(into) // 2]]
@@ -240,7 +242,7 @@ def _between(kind: str, slots: int) -> list[int]:
         else:
             lane = SharedMemory.connect(_world().get_group_store(), "between", me, peer, 60.0, slots)
             assert lane is not None
-            found[peer] = Stream(lane, progress)
+            found[peer] = Stream(lane, progress, me)
     number, large = torch.zeros(1, dtype=torch.int64), torch.arange(2 * MESSAGE_BYTES)
     if me == 1:
         heard = []

@@ -7,6 +7,7 @@ from meshwright.api.convolutions import measure_convolutions
 from meshwright.api.data import load
 from meshwright.api.dry_runs import dry_run, dry_run_of
 from meshwright.api.ensembles import joint
+from meshwright.api.hangs import explain_run
 from meshwright.api.machine import (
     calibrate,
     calibrated,
@@ -69,6 +70,7 @@ __all__ = [
     "compare_schedules_of_run",
     "dry_run",
     "dry_run_of",
+    "explain_run",
     "export_checkpoint",
     "free_port",
     "grid_product",

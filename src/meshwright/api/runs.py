@@ -161,6 +161,7 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
     ):  # members of an ensemble start with different values and read samples in different orders
         run = msgspec.structs.replace(run, train=msgspec.structs.replace(run.train, seed=run.train.seed + replica))
     status = Status(directory, rank)
+    stack.enter_context(launch.keeping_flights(directory / "ranks"))
     status.set("while reading the data")
     progress.begin("reading the data")
     source = build.Source(run)

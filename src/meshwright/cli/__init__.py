@@ -18,6 +18,7 @@ from meshwright.cli import (
     collectives,
     demo,
     dryrun,
+    explain,
     jobs,
     launch,
     models,
@@ -46,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (
-    demo, train, launch, watch, report, plan, simulate, predict, validate, recompute, verify, dryrun, schedule,
+    demo, train, launch, watch, report, explain, plan, simulate, predict, validate, recompute, verify, dryrun, schedule,
     collectives, calibrate, clusters, models, jobs,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module

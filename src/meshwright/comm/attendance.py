@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.flight_recorder import FlightRecorder
 from meshwright.comm.transport.base import Trouble, timeout_of
 from meshwright.comm.transport.process import Process, box
 from meshwright.comm.transport.shared_memory import ENDED, SharedMemory
@@ -30,7 +31,7 @@ _TAG = 2
 
 class Attendance:
     """Tells one rank of the world which other ranks are gone, and why. ``lanes`` are this rank's channels of shared
-    memory to other ranks."""
+    memory to other ranks. ``recorder``, if set, records how this rank ends."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._rank, self._others = world.rank(), [rank for rank in range(world.size()) if rank != world.rank()]
@@ -40,6 +41,7 @@ class Attendance:
         self._box = box()
         self._processes: dict[int, Process | None] = {}
         self.lanes: list[SharedMemory] = []
+        self.recorder: FlightRecorder | None = None
         self._store.set(f"attendance/{self._rank}", f"{os.getpid()} {self._box}")
 
     def is_first(self, name: str) -> bool:
@@ -127,6 +129,10 @@ class Attendance:
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             note = Trouble(f"rank {self._rank}", f"it has failed with {said}")
         self._leave(self._rank, note)
+        if self.recorder is not None:
+            self.recorder.leave(
+                note.problem if note.where == f"rank {self._rank}" else f"{note.problem} ({note.where})"
+            )
         for lane in self.lanes:
             lane.leave()
 

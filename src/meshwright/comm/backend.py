@@ -18,21 +18,19 @@ from meshwright.comm import halo
 from meshwright.comm.coding import Coding
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
-from meshwright.comm.member import GroupState, MeasuredCoding, culprit, member, naming
-from meshwright.comm.record import blocking, current, place
-from meshwright.comm.transport.base import OWN_ERROR, UnderWay, Work, first_line
+from meshwright.comm.member import GroupState, MeasuredCoding, member, naming, waiting
+from meshwright.comm.record import blocking, place
+from meshwright.comm.started import HALO, attach, wait
+from meshwright.comm.transport.base import UnderWay, Work
 from meshwright.comm.transport.mpi import Mpi
 from meshwright.comm.transport.native import Native
 from meshwright.compress.coder import draw_of
-from meshwright.errors import LostRankError
 from meshwright.ir.placement import flat_shape
 from meshwright.ir.shapes import shapes_of
 from meshwright.schedules.collectives import hierarchy
 from meshwright.schedules.collectives.choice import MPI, NATIVE
 from meshwright.schedules.collectives.operations import ALGORITHMS
 
-_WORK = "_meshwright_work"
-"""The attribute of a tensor that holds its ``_Flight`` while a collective on the tensor is under way."""
 TOGETHER_BYTES = 128 * 2**10
 """Parts of tensors up to this size are copied into one joint message; larger parts are sent alone. Between CPUs,
 sending a message takes about as long as copying this many bytes into the joint message and out of it."""
@@ -74,23 +72,8 @@ class _Ranks(NamedTuple):
     def in_flight(self, value: Tensor, work: Work | None, what: str, label: str = "", num_bytes: int = -1) -> Tensor:
         """Attach ``work`` to ``value``, so that ``wait`` finds it. ``num_bytes`` is the size of the collective's whole
         vector, if it differs from the size of ``value``."""
-        state, num_bytes = self.mine, value.nbytes if num_bytes < 0 else num_bytes
-        state.begun = number = state.begun + 1
-        setattr(value, _WORK, _Flight(work, what, self, time.perf_counter(), label, place(), number, num_bytes))
-        return value
-
-
-class _Flight(NamedTuple):
-    """A collective under way: the work to wait for, and its description for traces and errors."""
-
-    work: Work | None
-    what: str
-    ranks: _Ranks
-    started: float
-    label: str
-    place: object
-    number: int
-    num_bytes: int
+        num_bytes = value.nbytes if num_bytes < 0 else num_bytes
+        return attach(value, work, what, label, num_bytes, self.group, self.mine, self.begun)
 
 
 def _ranks(name: str) -> _Ranks:
@@ -275,13 +258,12 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
     """Send the next ``counts[r].sum()`` rows of ``rows`` to each rank r of a group. Returns the received rows and their
     counts, both in order of the senders."""
     ranks, theirs = process_group(group), torch.empty_like(counts)
-    during = member(ranks).progress.during
-    with blocking("all_to_all", group, counts.nbytes):
-        during(lambda: dist.all_to_all_single(theirs, counts.contiguous(), group=ranks))
+    with blocking("all_to_all", group, counts.nbytes), waiting(ranks, "all_to_all", counts):
+        dist.all_to_all_single(theirs, counts.contiguous(), group=ranks)
     sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
     result = rows.new_empty(sum(received), *rows.shape[1:])
-    with blocking("all_to_all", group, rows.nbytes):
-        during(lambda: dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ranks))
+    with blocking("all_to_all", group, rows.nbytes), waiting(ranks, "all_to_all", rows, is_alike=False):
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ranks)
     return result, theirs
 
 
@@ -311,7 +293,7 @@ def halo_exchange_start(
 ) -> Tensor:
     """Start to fetch the rows of ``dim`` that this rank's part reads but other parts own."""
     ranks, part = _ranks(group), halo.HaloPart(dim, tuple(zip(lows, highs, strict=True)), edges, index)
-    return ranks.in_flight(*halo.exchange(value, part, ranks.group, fill), "halo", label)
+    return ranks.in_flight(*halo.exchange(value, part, ranks.group, fill), HALO, label)
 
 
 def halo_reduce_start(
@@ -319,7 +301,7 @@ def halo_reduce_start(
 ) -> Tensor:
     """Start to sum rows over the parts. The part that owns a row receives the terms of the row and adds them up."""
     ranks, part = _ranks(group), halo.HaloPart(dim, tuple(zip(lows, highs, strict=True)), edges, index)
-    return ranks.in_flight(*halo.reduce(value, part, ranks.group), "halo", label)
+    return ranks.in_flight(*halo.reduce(value, part, ranks.group), HALO, label)
 
 
 def halo_return_start(
@@ -327,50 +309,13 @@ def halo_return_start(
 ) -> Tensor:
     """Start to send ``strips``, the terms for rows that other parts own, to the owners; receive terms for own rows."""
     ranks, part = _ranks(group), halo.HaloPart(dim, tuple(zip(lows, highs, strict=True)), edges, index)
-    return ranks.in_flight(*halo.give_back(strips, part, ranks.group), "halo", label)
+    return ranks.in_flight(*halo.give_back(strips, part, ranks.group), HALO, label)
 
 
 def add_rows(value: Tensor, rows: Tensor, dim: int, start: int) -> Tensor:
     """Add ``rows`` to ``value`` in place, from position ``start`` of ``dim`` on."""
     value.narrow(dim, start, rows.shape[dim]).add_(rows)
     return value
-
-
-def wait(value: Tensor) -> Tensor:
-    """Wait until the collective that computes ``value`` is done.
-
-    Raises:
-        LostRankError: torch.distributed's collective was not done within the timeout, or lost a rank.
-    """
-    flight: _Flight | None = value.__dict__.pop(_WORK, None)
-    if flight is not None:
-        waiting = time.perf_counter()
-        if flight.work is not None:
-            try:
-                flight.ranks.mine.progress.during(flight.work.wait)
-            except RuntimeError as error:
-                raise _lost(flight, value, error) from error
-        done = time.perf_counter()
-        ranks = flight.ranks
-        if ranks.mine.watch is not None:
-            ranks.mine.watch.note(flight.what, flight.num_bytes, done - waiting + flight.started - ranks.begun)
-        if (recorder := current()) is not None:
-            received = flight.work.num_bytes if isinstance(flight.work, UnderWay) else None
-            times = (ranks.begun, flight.started, waiting, done)
-            recorder.collective(flight.what, ranks.name, times, value.nbytes if received is None else received)
-    return value
-
-
-def _lost(flight: _Flight, value: Tensor, error: RuntimeError) -> LostRankError:
-    """The error of torch.distributed as a LostRankError that also names the collective that this rank waited for."""
-    text, lost = flight.ranks.mine.told(flight.label, flight.place), culprit()
-    problem = f"{lost.problem}, and this rank waits" if lost else first_line(error)
-    what = f"{flight.what} of {value.numel()} x {str(value.dtype).removeprefix('torch.')}" + f" ({text})" * bool(text)
-    return LostRankError(
-        f"{problem}\n     rank {dist.get_rank()} is in #{flight.number} {what}, native",
-        where=lost.where if lost else flight.ranks.mine.axis or f"group {flight.ranks.name}",
-        remedy=OWN_ERROR,
-    )
 
 
 KERNELS: Mapping[str, Callable[..., object]] = {

@@ -16,6 +16,8 @@ Wait = Callable[[Any], None]
 class Run(ABC):
     """A collective that has been started. ``wait`` finishes it, after those that were started before it."""
 
+    moves_streams = True
+    """The lanes on which it waits keep all streams of the rank moving."""
     __slots__ = ("_wait", "done", "kind", "label", "number", "tag")
 
     def __init__(self, kind: Any, number: int, label: str, wait: Wait) -> None:
@@ -37,6 +39,10 @@ class Run(ABC):
     def go_on(self) -> None:
         """Run all remaining steps."""
 
+    def advance(self) -> bool:
+        """Run the next steps that need not wait, if this kind of collective can. Returns whether any was run."""
+        return False
+
     def text(self) -> str:
         """The collective in words, for errors."""
         return f"#{self.number} {self.kind.say(self.label).decode()}"
@@ -50,7 +56,7 @@ class Run(ABC):
 class DenseRun(Run):
     """A collective of plain elements that has been started."""
 
-    __slots__ = ("_early", "_finish", "_kept", "_means", "_memory")
+    __slots__ = ("_early", "_finish", "_kept", "_left", "_means", "_memory")
     kind: Kind
 
     def __init__(
@@ -69,10 +75,13 @@ class DenseRun(Run):
             self._means, self._memory = kind.arrays, kind.array(memory)
         self._finish = finish
         self._early = 0
+        self._left: tuple[LaneStep, ...] | None = None  # once ``advance`` was called: the steps that are left
 
     @property
     def has_sent(self) -> bool:
         """Whether all messages of this collective are sent, so that the next collective may send messages."""
+        if self._left is not None:
+            return not any(step[0] == PUT for step in self._left)
         return self.done or (self._early == len(self.kind.first) and not self.kind.rest_puts)
 
     def begin(self) -> None:
@@ -88,13 +97,32 @@ class DenseRun(Run):
 
     def go_on(self) -> None:
         """Run all remaining steps."""
-        kind, left = self.kind, self.kind.rest
-        if self._early < kind.num_first:
-            early = set(kind.ahead[: self._early])
-            left = tuple(step for index, step in enumerate(kind.steps) if index not in early)
-        self._do(left)
-        for lane in kind.lanes:
+        self._do(self._remaining() if self._left is None else self._left)
+        for lane in self.kind.lanes:
             lane.settle(self.tag)
+        self._end()
+
+    def advance(self) -> bool:
+        """Run the next steps that need not wait for room or for a message. All lanes must be of shared memory."""
+        left = self._remaining() if self._left is None else self._left
+        num = 0
+        while num < len(left) and _needs_no_wait(left[num]):
+            self._do(left[num : num + 1])
+            num += 1
+        self._left = left[num:]
+        if not self._left:
+            self._end()
+        return num > 0 or self.done
+
+    def _remaining(self) -> tuple[LaneStep, ...]:
+        """The steps that ``begin`` has not run."""
+        kind = self.kind
+        if self._early == kind.num_first:
+            return kind.rest
+        early = set(kind.ahead[: self._early])
+        return tuple(step for index, step in enumerate(kind.steps) if index not in early)
+
+    def _end(self) -> None:
         if self._finish is not None:
             self._finish()
         self.done = True
@@ -122,6 +150,14 @@ class DenseRun(Run):
     def _into(self, begin: int, end: int) -> Any:
         memory = self._memory
         return memory.into(begin, end) if isinstance(memory, Written) else memory[begin:end]
+
+
+def _needs_no_wait(step: LaneStep) -> bool:
+    """Whether a step finds room for its message, or its message has come."""
+    what, lane = step[:2]
+    if what == PUT:
+        return bool(lane.has_room())
+    return what not in (ADD, KEEP) or bool(lane.has_come())
 
 
 class Written:

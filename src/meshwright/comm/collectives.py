@@ -1,5 +1,6 @@
 """Runs the steps of collectives among the ranks of a group: one executor for every kind of lane."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ class Collectives:
             if isinstance(lane, SharedMemory):
                 lane.look = self._look
         self._open: deque[Run] = deque()
+        self._turn = threading.Lock()  # held while a thread runs steps
         self._kinds: dict[_Key, Kind] = {}
         self._coded_kinds: dict[coded.Key, coded.CodedKind] = {}
         self._number, self._said = 0, b""
@@ -284,28 +286,60 @@ class Collectives:
         """Report the collective, and send its first messages unless earlier collectives have messages to send."""
         kind, label, number = run.kind, run.label, run.number
         words = kind.said.get(label) or kind.say(label)
-        if words is not self._said:
-            self._said = words
-            for lane in self._each:
-                lane.tell(number, words)
-        if not self._open or all(earlier.has_sent for earlier in self._open):
-            try:
-                run.begin()
-            except MeshwrightError as error:
-                self._fail(error, run)
-        self._open.append(run)
+        with self._turn:
+            if words is not self._said:
+                self._said = words
+                for lane in self._each:
+                    lane.tell(number, words)
+            if not self._open or all(earlier.has_sent for earlier in self._open):
+                try:
+                    run.begin()
+                except MeshwrightError as error:
+                    self._fail(error, run)
+            self._open.append(run)
         return run
 
     def _finish(self, run: Run) -> None:
-        while not run.done:
-            first = self._open[0]
-            try:
-                first.go_on()
-            except MeshwrightError as error:
-                self._fail(error, first)
-            for lane in self._each:
-                lane.finished(first.number)
-            self._open.popleft()
+        with self._turn:
+            if self._failed is not None and not run.done:
+                raise self._failed
+            while not run.done:
+                first = self._open[0]
+                try:
+                    first.go_on()
+                except MeshwrightError as error:
+                    self._fail(error, first)
+                self._close_first()
+
+    def _close_first(self) -> None:
+        run = self._open.popleft()
+        for lane in self._each:
+            lane.finished(run.number)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether collectives have been started that ``move`` can advance."""
+        return self._all_shared and bool(self._open) and self._failed is None
+
+    def move(self) -> bool:
+        """Run steps of the collectives that have been started, as far as they need not wait, unless a thread runs one
+        now. Returns whether any step was run."""
+        if not self.is_under_way or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            moved = False
+            while self._open and self._failed is None:
+                run = self._open[0]
+                try:
+                    moved |= run.advance()
+                except MeshwrightError as error:
+                    self._fail(error, run)
+                if not run.done:
+                    break
+                self._close_first()
+            return moved
+        finally:
+            self._turn.release()
 
     def _fail(self, error: MeshwrightError, run: Run) -> NoReturn:
         """Raise an error, now and for every later collective, because it is unknown which messages are still on their

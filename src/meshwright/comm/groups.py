@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from meshwright.comm import collective_kind, watch
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.device_channel import device_channels
 from meshwright.comm.exchange_notes import bytes_of_first, gather_everywhere
-from meshwright.comm.member import MeasuredCoding, attend, member, naming
+from meshwright.comm.member import MeasuredCoding, attend, member, naming, waiting
 from meshwright.comm.notes import from_bytes, to_bytes
 from meshwright.comm.record import blocking
 from meshwright.comm.transport import stream
@@ -197,6 +197,7 @@ def collectives(group: dist.ProcessGroup) -> Collectives:
             if isinstance(lane, SharedMemory):
                 lane.while_waiting = state.progress.move
         state.collectives = Collectives(me, group.size(), lanes, f"rank {called[me]}")
+        state.progress.add(state.collectives)
     return state.collectives
 
 
@@ -213,7 +214,7 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
         return collectives(group)
     state = member(group)
     if state.by_mpi is None:
-        state.by_mpi = Mpi(group)
+        state.by_mpi = Mpi(group, state.progress)
     return state.by_mpi
 
 
@@ -221,7 +222,8 @@ def carrier(group: dist.ProcessGroup, algorithm: str) -> Collectives | Native | 
 def boxes_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of a group, with one tuple of ranks for each box. Ranks of a box share memory. Ranks are numbered
     within the group, and boxes are ordered by their first rank. All ranks of the group must call this."""
-    each = gather_everywhere(box(), group)
+    with waiting(group, "boxes_of"):
+        each = gather_everywhere(box(), group)
     return tuple(tuple(rank for rank, place in enumerate(each) if place == box_id) for box_id in dict.fromkeys(each))
 
 
@@ -237,7 +239,9 @@ def channels(peers: Iterable[int], device: torch.device = CPU) -> dict[int, Chan
         return {}
     known, progress, attendance = member(world).channels, member(world).progress, member(world).attendance
     for peer, lane in _connected(world, "channel", wanted - set(known), stream.SLOTS).items():
-        known[peer] = PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress)
+        known[peer] = (
+            PointToPoint(world, peer, progress, attendance) if lane is None else Stream(lane, progress, world.rank())
+        )
     return {peer: known[peer] for peer in wanted}
 
 
@@ -272,7 +276,7 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
     value of the first rank of stage ``index``."""
     ranks = process_group(group.name)
     index = group.firsts[index] if group.firsts else index
-    with blocking("broadcast", group.name, value.nbytes):
+    with blocking("broadcast", group.name, value.nbytes), waiting(ranks, "broadcast", value):
         dist.broadcast(value, dist.get_global_rank(ranks, index), ranks)
 
 
@@ -280,7 +284,8 @@ def broadcast_along(value: Tensor, group: AxisGroup, index: int) -> None:
 def meet() -> None:
     """Wait until all ranks of the world have called this."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        with waiting(None, "barrier"):
+            dist.barrier()
 
 
 @naming("all ranks of the group")
@@ -289,8 +294,9 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
     its first rank."""
     counts = not group.firsts or dist.get_rank() in group.firsts
     value = value.clone() if counts else torch.zeros_like(value)
-    with blocking("all_reduce", group.name, value.nbytes):
-        dist.all_reduce(value, group=process_group(group.name))
+    ranks = process_group(group.name)
+    with blocking("all_reduce", group.name, value.nbytes), waiting(ranks, "all_reduce", value):
+        dist.all_reduce(value, group=ranks)
     return value
 
 
@@ -298,7 +304,8 @@ def sum_over(value: Tensor, group: AxisGroup) -> Tensor:
 def sum_of_all(value: Tensor) -> Tensor:
     """Sum a tensor over all ranks of the world, in place."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(value)
+        with waiting(None, "all_reduce", value):
+            dist.all_reduce(value)
     return value
 
 
@@ -315,7 +322,8 @@ def broadcast_tensors(tensors: list[Tensor], device: torch.device = CPU, chunk_b
             while group and sum(tensor.nbytes for tensor in chunk) < chunk_bytes:
                 chunk.append(group.pop(0))
             flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).to(device)
-            dist.broadcast(flat, 0)
+            with waiting(None, "broadcast", flat):
+                dist.broadcast(flat, 0)
             for target, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
                 target.copy_(part.view_as(target))
 
@@ -327,7 +335,9 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
     now = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
     if flat := flat_axis(placements):
         parts = [torch.empty_like(value) for _ in range(groups[flat].size)]
-        dist.all_gather(parts, value.contiguous(), process_group(groups[flat].name))
+        ranks = process_group(groups[flat].name)
+        with waiting(ranks, "all_gather", value):
+            dist.all_gather(parts, value.contiguous(), ranks)
         whole = local_shape(shape, unflattened(placements), *sizes_of(groups))
         value = torch.cat([part.view(-1) for part in parts])[: math.prod(whole)].view(whole)
     for axis in reversed(list(groups)):
@@ -339,7 +349,9 @@ def gather_whole(value: Tensor, shape: tuple[int, ...], placements: Placements, 
         if missing := cut.length(0) - cut.length(group.index):
             piece = torch.nn.functional.pad(piece, [0, 0] * (piece.dim() - shard.dim - 2) + [0, missing])
         parts = [torch.empty_like(piece) for _ in range(group.size)]
-        dist.all_gather(parts, piece, process_group(group.name))
+        ranks = process_group(group.name)
+        with waiting(ranks, "all_gather", piece):
+            dist.all_gather(parts, piece, ranks)
         split = [part.narrow(shard.dim + 1, 0, cut.length(index)) for index, part in enumerate(parts)]
         value = torch.cat(split, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
     return value
@@ -357,8 +369,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
         return make()
     world: Any = dist.group.WORLD
     made: Any = None
-    own: Exception | None = None
-    note = b""
+    own, note = cast("Exception | None", None), b""
     if world.rank() == 0:
         try:
             made = make()
@@ -368,15 +379,15 @@ def from_rank_0(make: Callable[[], T]) -> T:
             text, remedy = f"it failed: {type(error).__name__}: {error}", "look at the error that rank 0 raised"
             words = RankError(text, where="rank 0", remedy=remedy)
             note = to_bytes((None, error if isinstance(error, MeshwrightError) else words))
-    note = bytes_of_first(note, world)
+    with waiting(None, "from_rank_0"):
+        note = bytes_of_first(note, world)
     if own is not None:
         raise own
     if world.rank():
         made, failure = from_bytes(note)
         if failure is not None:
             raise failure
-    result: T = made
-    return result
+    return cast("T", made)
 
 
 @naming("all ranks")
@@ -385,4 +396,5 @@ def from_every_rank(value: T) -> list[T]:
     if alone():
         return [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     world: Any = dist.group.WORLD
-    return gather_everywhere(value, world)
+    with waiting(None, "from_every_rank"):
+        return gather_everywhere(value, world)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from meshwright.errors import LaunchError
 from meshwright.runtime.memory import ResidentMemory, has_resident_memory
 
 CPU = torch.device("cpu")
@@ -184,6 +185,24 @@ def own_device(local_rank: int) -> torch.device:
     if not has_cuda():
         return torch.device("cpu")
     return torch.device("cuda", local_rank if num_cuda_devices() > 1 else 0)
+
+
+def checked(device: torch.device | str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        LaunchError: there is no such device here.
+    """
+    kinds = ("cpu", "cuda") if has_cuda() else ("cpu",)
+    try:
+        torch_device = torch.device(device)
+    except (RuntimeError, TypeError):
+        torch_device = None
+    if torch_device is None or torch_device.type not in kinds:
+        raise LaunchError(
+            f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
+        )
+    return torch_device
 
 
 def use(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -13,17 +14,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import pytorch_flight
 from meshwright.comm.attendance import Attendance
 from meshwright.comm.groups import meet
 from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
+from meshwright.ir.flight import EVENTS
 from meshwright.runtime import launchers, meeting_point
-from meshwright.runtime.device import has_cuda, num_cuda_devices, own_device, use
+from meshwright.runtime.device import checked, num_cuda_devices, own_device, use
 from meshwright.runtime.kept_memory import VARIABLE
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
 
 HOST = "127.0.0.1"
+FLIGHTS = "MESHWRIGHT_FLIGHTS"
+"""The environment variable that names the directory of the ranks' flight recorders."""
 BOX_PORT = 29511
 """The port of the store in an emulated box, where no other program uses ports."""
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl"}
@@ -61,7 +66,7 @@ def start(device: torch.device | str | None = None, within: Within | None = None
     start it only for this subset of the launched ranks.
 
     It is shut down at the end of the program. Ranks wait at most ``MESHWRIGHT_TIMEOUT_S`` seconds (default: 600) for
-    each other.
+    each other. ``MESHWRIGHT_FLIGHTS`` names the directory that keeps their flight recorders.
 
     Returns:
         The device of this rank.
@@ -70,12 +75,13 @@ def start(device: torch.device | str | None = None, within: Within | None = None
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
     _take_over()
-    device = _device(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
+    device = checked(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
     use(device)
     if device.type == "cpu":
         keep_memory()
     if not dist.is_initialized() and (within.size if within is not None else _number("WORLD_SIZE", "1")) > 1:
         backend = BACKENDS.get(device.type, "gloo")
+        os.environ.setdefault(pytorch_flight.BUFFER, f"{EVENTS}")
         if within is None:
             _join(backend)
         else:
@@ -83,9 +89,26 @@ def start(device: torch.device | str | None = None, within: Within | None = None
             dist.init_process_group(
                 backend, store=within.store, rank=within.rank, world_size=within.size, timeout=timeout()
             )
-        atexit.register(_finish_at_exit, attend(), keeps_store())
-    attend()
+        atexit.register(_finish_at_exit, attend(_flights()), keeps_store())
+    attend(_flights())
     return device
+
+
+@contextlib.contextmanager
+def keeping_flights(folder: Path) -> Iterator[None]:
+    """Let ranks that are started within this context keep their flight recorders in ``folder``."""
+    before = os.environ.get(FLIGHTS)
+    os.environ[FLIGHTS] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(FLIGHTS)
+        os.environ.update({FLIGHTS: before} if before is not None else {})
+
+
+def _flights() -> Path | None:
+    folder = os.environ.get(FLIGHTS, "")
+    return Path(folder) if folder else None
 
 
 def what_is_launched() -> Launched:
@@ -167,7 +190,7 @@ def join_by_file(path: str, interface: str) -> None:
         "gloo", init_method=f"file://{path}", rank=launched_rank(), world_size=_number("WORLD_SIZE", "1"),
         timeout=timeout(),
     )  # fmt: skip
-    atexit.register(_finish_at_exit, attend(), False)
+    atexit.register(_finish_at_exit, attend(_flights()), False)
 
 
 def meet_at(address: str, interface: str) -> None:
@@ -180,19 +203,6 @@ def meet_at(address: str, interface: str) -> None:
 def timeout() -> timedelta:
     """The time that ranks wait for each other."""
     return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
-
-
-def _device(device: torch.device | str) -> torch.device:
-    kinds = ("cpu", "cuda") if has_cuda() else ("cpu",)
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError):
-        torch_device = None
-    if torch_device is None or torch_device.type not in kinds:
-        raise LaunchError(
-            f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
-        )
-    return torch_device
 
 
 def finish() -> None:
@@ -294,13 +304,7 @@ def share_cores(num_ranks: int) -> int:
 
 def check_port(port: int) -> None:
     """Raise a LaunchError if another program uses the port on this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            where = "train.port" if not launched() else "MASTER_PORT"
-            raise meeting_point.port_taken(port, error.strerror or str(error), where) from None
+    meeting_point.check_port(HOST, port, "train.port" if not launched() else "MASTER_PORT")
 
 
 def _number(name: str, default: str) -> int:

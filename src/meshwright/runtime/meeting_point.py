@@ -144,6 +144,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def check_port(host: str, port: int, where: str) -> None:
+    """Raise a LaunchError if another program uses a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise port_taken(port, error.strerror or str(error), where) from None
+
+
 def is_taken(error: BaseException | None) -> bool:
     """Whether the error, or one of its causes, says that a port is taken."""
     while error is not None:

@@ -255,7 +255,7 @@ def _rank(
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *WARNINGS})
-    launch.take_environment(environment)
+    launch.take_environment({launch.FLIGHTS: f"{directory / 'ranks'}", **environment})
     np.random.seed()  # every fork has a copy of the server's generator; Python reseeds its own
     rank = launch.launched_rank()
     try:

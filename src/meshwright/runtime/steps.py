@@ -9,6 +9,7 @@ from torch import Tensor
 from meshwright.capture.builder import Capture
 from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
+from meshwright.comm.member import name_sources
 from meshwright.comm.record import WAIT, current
 from meshwright.errors import PlanError, Problem, ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
@@ -81,6 +82,7 @@ class Step:
         codecs: CodecMemory | None = None,
     ) -> None:
         graph = captured.graph
+        name_sources(graph.operators)
         scalars = {"loss": graph.loss, **graph.metrics}
         self._dtypes = {name: getattr(torch, graph.tensors[tensor].dtype) for name, tensor in scalars.items()}
         self._device = device

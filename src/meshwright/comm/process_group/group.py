@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from meshwright.comm.member import attend, leave, member
 from meshwright.comm.process_group import operations
 from meshwright.comm.process_group.identity import NamedGroup
 from meshwright.comm.process_group.in_order import Collective, InOrder
@@ -24,8 +25,11 @@ from meshwright.comm.process_group.monitored import monitored_barrier
 from meshwright.comm.process_group.other_devices import OtherDevices
 from meshwright.comm.process_group.tensors import check, check_sizes, reduction_of
 from meshwright.comm.process_group.work import GroupError
+from meshwright.comm.transport.progress import RankStreams
 
 _Tensors = Sequence[Tensor]
+ALIKE = ("all_reduce", "broadcast", "barrier", "_all_gather_base", "_reduce_scatter_base", "reduce")
+"""Collectives for which all ranks must give tensors of equal sizes."""
 
 
 class MeshwrightGroup(NamedGroup):
@@ -64,6 +68,7 @@ class MeshwrightGroup(NamedGroup):
         self._messages.close()
         self._others.shutdown()
         self._links.leave()
+        leave(self)
 
     def abort(self) -> None:
         """Leave the group at once: what has been started fails."""
@@ -319,8 +324,18 @@ class MeshwrightGroup(NamedGroup):
         work = Collective(what, steps, value, self._in_order, timeout_s if timeout_s >= 0 else self._timeout_s)
         work.profile(f"{self.profiled_as}:{what}", shapes)
         self._number += 1
+        work.record = self._record(what, shapes)
         self._in_order.start(work, handed_over=getattr(opts, "asyncOp", True))
         return work
+
+    def _record(self, what: str, tensors: Sequence[Tensor]) -> tuple[RankStreams, int] | None:
+        """Record a collective in this rank's flight recorder, which the world's first collective makes."""
+        if dist.group.WORLD is None or attend() is None:
+            return None
+        state, num = member(self), sum(tensor.numel() for tensor in tensors)
+        dtype = tensors[0].dtype if tensors else None
+        event = state.record(self, what, num, dtype, self._label, is_alike=what in ALIKE, ranks=self._links.ranks)
+        return state.progress, event
 
     def _elsewhere(self, method: str, tensors: _Tensors, *args: Any) -> Any:
         """The work of the backend that carries tensors of another device than CPUs; None for CPUs."""

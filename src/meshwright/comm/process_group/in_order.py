@@ -16,6 +16,8 @@ import torch
 
 from meshwright.comm.process_group.links import Links
 from meshwright.comm.process_group.work import GroupError, GroupWork
+from meshwright.comm.transport.progress import RankStreams
+from meshwright.errors import LostRankError
 
 
 class InOrder:
@@ -110,6 +112,7 @@ class Collective(GroupWork):
     ) -> None:
         super().__init__(what, value)
         self._steps: Callable[[Links], object] | None = steps
+        self.record: tuple[RankStreams, int] | None = None  # where it is recorded, and the number of the event
         self._in_order, self._timeout_s = in_order, timeout_s
 
     def run(self, links: Links) -> None:
@@ -117,6 +120,10 @@ class Collective(GroupWork):
         steps, self._steps = self._steps, None
         assert steps is not None, "a collective runs once"
         failure: BaseException | None = GroupError("it was interrupted", where=self.what)
+        streams, event = self.record or (None, 0)
+        recorder = streams.recorder if streams is not None else None
+        if recorder is not None:
+            recorder.wait(event)
         try:
             links.set_timeout(self._timeout_s)
             with torch.inference_mode():  # else tensors made in inference mode could not be written
@@ -124,7 +131,11 @@ class Collective(GroupWork):
             failure = None
         except Exception as error:  # noqa: BLE001 - whoever waits for the collective raises it
             failure = error
+            if streams is not None and isinstance(error, LostRankError):
+                failure = streams.explained(error)
         finally:
+            if recorder is not None:
+                (recorder.end if failure is None else recorder.fail)(event)
             self.mark(failure)
 
     def _run(self) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from meshwright.comm.attendance import close
 from meshwright.comm.collective_kind import SLOTS
 from meshwright.comm.collectives import Collectives
+from meshwright.comm.member import check_verdict
 from meshwright.comm.process_group.work import GroupError
 from meshwright.comm.transport.base import Lane
 from meshwright.comm.transport.connection import shared_lanes
@@ -61,6 +62,8 @@ class Links:
             inner = dist.PrefixStore("gloo", store)
             self.gloo = dist.ProcessGroupGloo(inner, rank, len(ranks), timedelta(seconds=timeout_s))
         lanes: dict[int, Lane] = {peer: self._lane(peer) for peer in range(len(ranks)) if peer != rank}
+        for lane in self.shared.values():
+            lane.while_waiting = check_verdict
         self.collectives = Collectives(rank, len(ranks), lanes, f"rank {ranks[rank]}")
 
     @property

@@ -53,12 +53,19 @@ def wait_for_any(groups: Sequence[Sequence[Arrival]]) -> None:
     """
     begun, looks = time.monotonic(), 0
     due_s = CHECK_S
+    awaited: list[Arrival] = []
     while not any(all(arrival.has_come() for arrival in group) for group in groups):
         looks += 1
         if looks <= LOOKS:
             continue
+        if not awaited:
+            awaited = [arrival for group in groups for arrival in group if not arrival.has_come()]
+            for arrival in awaited:
+                arrival.awaited(True)
         time.sleep(POLL_S)
         if (waited_s := time.monotonic() - begun) > due_s:
             due_s = waited_s + CHECK_S
             for arrival in [arrival for group in groups for arrival in group if not arrival.has_come()]:
                 arrival.check(waited_s)
+    for arrival in awaited:
+        arrival.awaited(False)

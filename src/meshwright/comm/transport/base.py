@@ -25,6 +25,11 @@ class Work(Protocol):
         ...
 
 
+def moves_streams(work: Work) -> bool:
+    """Whether waiting for a work keeps all streams of the rank moving, as lanes of shared memory do."""
+    return bool(getattr(work, "moves_streams", False))
+
+
 class UnderWay:
     """A Work that waits for other works, then calls ``finish``. It keeps the tensors ``kept`` alive.
 
@@ -42,6 +47,12 @@ class UnderWay:
     ) -> None:
         self._finish, self._kept, self._works, self.num_bytes = finish, kept, works, num_bytes
 
+    @property
+    def moves_streams(self) -> bool:
+        """Whether ``wait`` keeps all streams of the rank moving: it waits only for works that do."""
+        works = [work for work in self._works if work is not None]
+        return bool(works) and all(moves_streams(work) for work in works)
+
     def wait(self) -> None:
         """Wait for the works, one after the other, then call ``finish``."""
         for work in self._works:
@@ -53,9 +64,10 @@ class UnderWay:
 
 class Arrival(UnderWay):
     """A message under way. ``come`` says, without waiting, whether the message has arrived. ``check`` receives the
-    number of seconds for which this rank has waited. It raises an error if the message will not arrive."""
+    number of seconds for which this rank has waited. It raises an error if the message will not arrive. ``awaited``
+    records that this rank waits for the message (True), or goes on without it (False)."""
 
-    __slots__ = ("_come", "check")
+    __slots__ = ("_come", "awaited", "check")
 
     def __init__(
         self,
@@ -64,9 +76,10 @@ class Arrival(UnderWay):
         come: Callable[[], bool],
         check: Callable[[float], None],
         works: Iterable[Work | None] = (),
+        awaited: Callable[[bool], object] = lambda waits: None,
     ) -> None:
         super().__init__(finish, *kept, works=works)
-        self._come, self.check = come, check
+        self._come, self.check, self.awaited = come, check, awaited
 
     def has_come(self) -> bool:
         """Whether ``wait`` would return immediately."""
@@ -74,7 +87,7 @@ class Arrival(UnderWay):
 
     def then(self, finish: Callable[[], object], *kept: Tensor) -> "Arrival":
         """The same message. ``finish`` is called after its arrival."""
-        return Arrival(finish, *kept, come=self._come, check=self.check, works=(self,))
+        return Arrival(finish, *kept, come=self._come, check=self.check, works=(self,), awaited=self.awaited)
 
 
 class Trouble(NamedTuple):

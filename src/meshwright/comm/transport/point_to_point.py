@@ -24,6 +24,7 @@ from meshwright.comm.transport.base import (
     first_line,
     late,
 )
+from meshwright.comm.transport.channel_record import ChannelRecord
 from meshwright.comm.transport.progress import RankStreams
 
 T = TypeVar("T")
@@ -43,31 +44,40 @@ class PointToPoint:
     ) -> None:
         self._group, self._peer, self._progress, self._attendance = group, peer, progress, attendance
         self._name = dist.get_global_rank(group, peer)
+        self._messages = ChannelRecord(progress, dist.get_global_rank(group, group.rank()), self._name)
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send a tensor."""
+        event = self._messages.sent(tensor)
         work = self._group.send([tensor], self._peer, 0)
-        return UnderWay(partial(self.wait, work, "it takes nothing", "a message to it"), tensor)
+        return UnderWay(partial(self.wait, work, "it takes nothing", "a message to it", event), tensor)
 
     def receive(self, into: Tensor, label: str = "") -> Arrival:
         """Start to receive into a tensor."""
+        event = self._messages.expected(into, label)
         work = Watched(self._group.recv([into], self._peer, 0).wait)
-        wait = partial(self.wait, work, "it has sent nothing", label or "a message")
-        return Arrival(wait, into, come=work.has_come, check=lambda waited_s: None)
+        wait = partial(self.wait, work, "it has sent nothing", label or "a message", event)
+        return Arrival(
+            wait, into, come=work.has_come, check=lambda waited_s: None, awaited=self._messages.awaited(event)
+        )
 
-    def wait(self, work: "Work | Watched", otherwise: str, what: str) -> None:
+    def wait(self, work: "Work | Watched", otherwise: str, what: str, event: int = 0) -> None:
         """Wait for ``work``. Errors say that ``what`` is due; if the peer is only late, they also say ``otherwise``.
+        ``event`` is the record of the message.
 
         Raises:
             LostRankError: the peer is late or gone, or has given up because another rank is gone.
         """
-        try:
-            self._progress.during(work.wait)
-        except RuntimeError as error:
-            trouble = self._attendance.culprit() if self._attendance is not None else None
-            if trouble is not None:
-                raise trouble.error(f"{what} is due") from error
-            raise late(self._name, f"{otherwise}, and {what} is due: {first_line(error)}") from error
+        with self._messages.waiting(event):
+            try:
+                self._progress.during(work.wait)
+            except RuntimeError as error:
+                has_verdict = self._progress.verdict is not None
+                trouble = self._attendance.culprit() if self._attendance is not None and not has_verdict else None
+                if trouble is not None:
+                    raise trouble.error(f"{what} is due") from error
+                raise late(self._name, f"{otherwise}, and {what} is due: {first_line(error)}") from error
+        self._messages.end(event)
 
 
 class TorchLane(Lane):
@@ -190,6 +200,8 @@ class TorchLane(Lane):
         try:
             return call()
         except RuntimeError as error:
+            if self._progress.verdict is not None:
+                raise self._progress.verdict from error
             if (trouble := self.trouble(0)) is not None:
                 raise trouble.error() from error
             raise late(self._name, f"{otherwise}: {first_line(error)}") from error

@@ -25,22 +25,24 @@ class Process:
     """Another process of this box. ``number`` is its process id.
 
     A descriptor (``pidfd``) identifies the process. If the kernel or the container refuses a descriptor, the start time
-    in ``/proc`` identifies the process, and ``refused`` holds the reason. ``descriptor`` becomes readable when the
-    process ends; it is -1 if it was refused.
+    in ``/proc`` identifies the process, and ``refused`` holds the reason. So it does without ``by_descriptor``.
+    ``descriptor`` becomes readable when the process ends; it is -1 if there is none.
 
     Raises:
         ProcessLookupError: there is no such process.
     """
 
-    def __init__(self, number: int) -> None:
-        self.descriptor, self.refused = -1, ""
+    def __init__(self, number: int, *, by_descriptor: bool = True) -> None:
+        self.number, self.descriptor, self.refused = number, -1, ""
         self._stat = Path(f"/proc/{number}/stat")
         try:
-            self.descriptor = os.pidfd_open(number)
+            if by_descriptor:
+                self.descriptor = os.pidfd_open(number)
         except ProcessLookupError:
             raise
         except (AttributeError, OSError) as error:  # reasons: an old C library, an old kernel, a container's filter
             self.refused = f"pidfd_open: {error}"
+        if self.descriptor < 0:
             self._state, self._began = self._look()
             if not self._state:
                 raise ProcessLookupError(f"no process {number}") from None
@@ -53,6 +55,10 @@ class Process:
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
+
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger has stopped the process."""
+        return self._look()[0] in ("T", "t")
 
     def _look(self) -> tuple[str, str]:
         """The process's state and start time; two empty texts if it is gone."""

@@ -28,8 +28,6 @@ SLEEP_S = 0.5
 NAP_S = 0.001
 """Length of the first sleep in seconds. It is short, because the peer may not have noticed that it must wake this
 rank."""
-FLUSH_S = 0.0005
-"""Length of a sleep in seconds while ``while_waiting`` has more to do, such as sending queued messages."""
 SPINS, YIELDS = 100, 16
 """The number of checks for a change before a rank sleeps: ``SPINS`` without a pause, then ``YIELDS`` after yielding its
 core. All these checks together take less time than a sleep."""
@@ -51,21 +49,20 @@ class _Timespec(ctypes.Structure):
 class SharedMemory(Lane):
     """A lane through memory that two ranks share. ``connect`` makes the lane.
 
-    While this rank waits, it calls ``while_waiting`` (if set), which returns whether it has more to do. Every
-    ``SLEEP_S`` seconds it calls ``look`` (if set), which raises an error if waiting is in vain. ``blame`` returns why a
-    peer has ended.
+    While this rank waits, it calls ``while_waiting`` (if set), which returns the seconds after which to call it again.
+    Every ``SLEEP_S`` seconds it calls ``look`` (if set), which raises an error if waiting is in vain. ``blame`` returns
+    why a peer has ended.
     """
 
     def __init__(
         self, own_segment: Segment, peer_segment: Segment, slots: int, peer: int, process: Process, timeout_s: float
     ) -> None:
-        self.while_waiting: Callable[[], bool] | None = None
+        self.while_waiting: Callable[[], float] | None = None
         self.look: Callable[[], None] | None = None
         self.blame: Callable[[int], Trouble] = lambda rank: Trouble(f"rank {rank}", ENDED)
         self.peer, self.timeout_s = peer, timeout_s
         self._mine, self._theirs, self._slots, self.process = own_segment, peer_segment, slots, process
         self._futex = ctypes.CDLL(None).syscall
-        self._long, self._nap, self._short = (_Timespec(int(s), int(s % 1 * 1e9)) for s in (SLEEP_S, NAP_S, FLUSH_S))
         self._num_put = 0
         self._num_taken = 0
 
@@ -153,6 +150,10 @@ class SharedMemory(Lane):
             self.look()
         deadline = time.monotonic() + self.timeout_s - waited_s
         self._check_peer(self._theirs.published, self._num_taken + 1, deadline, what)
+
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return not (self._theirs.consumed.value - self._num_put + self._slots - 1) & _BEHIND
 
     def has_come(self) -> bool:
         """Whether the next message has arrived."""
@@ -278,15 +279,16 @@ class SharedMemory(Lane):
             if not (word.value - number) & _BEHIND:
                 return
         now = time.monotonic()
-        deadline, look, sleep = now + self.timeout_s, now + SLEEP_S, self._nap
+        deadline, look, sleep_s = now + self.timeout_s, now + SLEEP_S, NAP_S
         sleeping = self._mine.sleeping
         try:
             sleeping.value = 1
             while ((seen := word.value) - number) & _BEHIND:
-                if self.while_waiting is not None and self.while_waiting():
-                    sleep = self._short
+                if self.while_waiting is not None:
+                    sleep_s = min(sleep_s, self.while_waiting())
+                sleep = _Timespec(0, int(sleep_s * 1e9))
                 self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAIT, seen, ctypes.byref(sleep))
-                sleep = self._long
+                sleep_s = SLEEP_S
                 if word.value == seen and time.monotonic() >= look:
                     if self.look is not None:
                         self.look()
