@@ -12,8 +12,11 @@ from meshwright.api.machine import (
     calibration_file,
     is_busy,
     learn_from_runs,
+    measure_gpus,
     measure_machine,
+    measured_kind,
     recalibrate,
+    save_cluster,
 )
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
 from meshwright.api.plans import capture, plan, simulate
@@ -75,7 +78,9 @@ __all__ = [
     "load_cluster",
     "matmul",
     "measure_convolutions",
+    "measure_gpus",
     "measure_machine",
+    "measured_kind",
     "meeting",
     "num_cores",
     "num_devices",
@@ -88,6 +93,7 @@ __all__ = [
     "recompute_alpa",
     "run_ranks",
     "run_replicas",
+    "save_cluster",
     "searches_of",
     "simulate",
     "simulate_run",

@@ -192,6 +192,8 @@ def _device(device: torch.device | str) -> torch.device:
         raise LaunchError(
             f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
         )
+    if torch_device.type == "cuda" and torch_device.index is None:
+        return own_device(_number("LOCAL_RANK", "0"))
     return torch_device
 
 
