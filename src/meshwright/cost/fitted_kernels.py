@@ -14,6 +14,8 @@ from meshwright.ir.kernel import Product
 DEPTHS = (0.0, 30.0, 60.0, 100.0, 145.0, 200.0, 300.0, 450.0, 700.0)
 OPERANDS = (0.0, 2.0, 4.0, 5.6, 8.0, 12.0, 18.0, 27.0, 40.0)
 """The values of ``extra_depth`` and ``operand_cost`` that are tried."""
+TURNS = 6
+"""How often ``matmul_fraction`` is corrected by the mean deviation."""
 
 
 class FittedKernels(msgspec.Struct, frozen=True):
@@ -31,11 +33,11 @@ def fitted_kernels(device: Device, kernels: Kernels, products: Sequence[tuple[Pr
     """
     best: FittedKernels | None = None
     for extra_depth, operand_cost in every_pair(DEPTHS, OPERANDS):
-        tried = msgspec.structs.replace(
-            kernels, extra_depth=extra_depth, operand_cost=operand_cost, matmul_fraction=1.0
-        )
-        fraction = min(1.0, math.exp(-statistics.fmean(_deviations(device, tried, products))))
-        tried = msgspec.structs.replace(tried, matmul_fraction=fraction)
+        tried = msgspec.structs.replace(kernels, extra_depth=extra_depth, operand_cost=operand_cost)
+        for _ in range(TURNS):  # again, because products that memory bounds do not follow the fraction
+            off = statistics.fmean(_deviations(device, tried, products))
+            fraction = min(1.0, tried.matmul_fraction * math.exp(-off))
+            tried = msgspec.structs.replace(tried, matmul_fraction=fraction)
         deviation = math.sqrt(statistics.fmean(off * off for off in _deviations(device, tried, products)))
         if best is None or deviation < best.deviation:
             best = FittedKernels(tried, deviation)

@@ -125,11 +125,35 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], device: torch.device, n
         return None
     (call,) = bare  # torch.compile's wrapper is not needed; it costs 0.1 ms with cold caches
 
+    expected = [(value.dtype, value.stride()) for value in examples]
+    unchecked = device.type != "cpu"
+
     def region(*arguments: Tensor) -> tuple[Tensor, ...]:
+        nonlocal unchecked
+        if unchecked:
+            _check_arguments(name, arguments, expected)
+            unchecked = False
         return tuple(call(list(arguments)))
 
     region.__name__ = region.__qualname__ = name
     return region
+
+
+def _check_arguments(name: str, arguments: Sequence[Tensor], expected: Sequence[tuple[torch.dtype, Any]]) -> None:
+    """Check that an accelerator's operators have made what fake tensors of the CPU had foretold. A kernel would read
+    other dtypes and strides as if they were those for which it was compiled.
+
+    Raises:
+        CompileError: they have not.
+    """
+    for index, (value, (dtype, stride)) in enumerate(zip(arguments, expected, strict=True)):
+        if value.dtype != dtype or value.stride() != stride:
+            found = f"{str(value.dtype).removeprefix('torch.')} with strides {value.stride()}"
+            raise CompileError(
+                f"{name}, input {index} ({'x'.join(map(str, value.shape))}): it is {found}, and was compiled as "
+                f"{str(dtype).removeprefix('torch.')} with strides {tuple(stride)}",
+                where="compile", remedy="train without compile, and report it",
+            )  # fmt: skip
 
 
 def _example(value: Tensor, device: torch.device) -> Tensor:

@@ -4,13 +4,14 @@ A dry run has a kind of its own (``runtime/rehearsal.py``), which stands in for 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.comm.record import Timeline
 from meshwright.runtime.memory import ResidentMemory, has_resident_memory
 
 CPU = torch.device("cpu")
@@ -77,6 +78,9 @@ class DeviceKind(Protocol):
     def event(self) -> Event | None:
         """The current point of the device's work; None if the device does not run behind the host."""
 
+    def timeline(self) -> Timeline | None:
+        """The clock of the device; None if the device does not run behind the host."""
+
 
 class CpuKind:
     """A CPU: all work is done when its call returns."""
@@ -101,6 +105,10 @@ class CpuKind:
 
     def event(self) -> Event | None:
         """None: there is nothing to wait for."""
+        return None
+
+    def timeline(self) -> Timeline | None:
+        """None: work is done when its call returns."""
         return None
 
 
@@ -130,6 +138,26 @@ class CudaKind:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def timeline(self) -> Timeline | None:
+        """Events on the stream of the kernels."""
+        return _CudaTimeline(self.device)
+
+
+class _CudaTimeline:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def times_s(self, marks: Sequence[Any]) -> list[float]:
+        last = self.mark()
+        last.synchronize()
+        now_s = time.perf_counter()
+        return [now_s - float(mark.elapsed_time(last)) / 1e3 for mark in marks]
 
 
 class _CudaCopies:
