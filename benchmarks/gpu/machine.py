@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from benchmarks.gpu import needs
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.findings import Line
 from meshwright.bench.machine import this_machine, versions
@@ -17,7 +16,7 @@ from meshwright.ir.result import Check
 def run(context: Context) -> None:
     """Note devices and versions, and compare a matrix product on the device with one on the CPU."""
     found = versions()
-    found["cuda"], found["commit"] = str(torch.version.cuda), needs.commit() or "(unknown)"
+    found["cuda"] = str(torch.version.cuda)
     if context.device.type == "cuda":
         found["cudnn"] = str(torch.backends.cudnn.version())
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -7,11 +7,13 @@ import shutil
 from datetime import date
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.gpu.findings import Line, broken, lines_of
 from benchmarks.gpu.parts import Part
 from meshwright.bench.lint import lint
 from meshwright.ir import files
-from meshwright.ir.result import Finding, Machine, Result, Settings, series_of
+from meshwright.ir.result import Check, Finding, Machine, Result, Settings, series_of
 
 COMMAND = "make gpu"
 TIMED = (
@@ -56,9 +58,13 @@ class Results:
         self._machine = line.machine or self._machine
         self._versions |= line.versions
         self._settings |= line.settings
-        if line.finding is not None:
-            self._findings.append(line.finding)
-            self.exit_code |= line.finding.verdict == "fail"
+        finding = line.finding
+        if finding is None:
+            return
+        if self._rehearsed and not isinstance(finding, Check):  # times of small sizes on a CPU
+            finding = msgspec.structs.replace(finding, verdict="reported")
+        self._findings.append(finding)
+        self.exit_code |= finding.verdict == "fail"
 
     def write(self) -> None:
         """Write the results so far."""
