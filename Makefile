@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-checkpoints bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-checkpoints bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix gpu gpu-wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,15 @@ audit: ## ask the advisory databases about every pinned package, with pip-audit 
 
 clusters: $(STAMP) ## start a Slurm and a Ray of two nodes on this machine, and run the tests that need them and several hosts (as root; apt-get, ray)
 	@$(BIN)/pytest -m clusters tests/clusters tests/end_to_end/test_hosts.py
+
+# Any Python that has PyTorch with CUDA, and nothing that would have to be downloaded: benchmarks/gpu/needs.py says what it lacks.
+GPU_PYTHON ?= 3.12
+
+gpu: ## what holds on the GPUs here, in 9 minutes: tests, parity, speed beside PyTorch, predictions (PYTHON=..., GPU="--output DIR")
+	@$(PYTHON) -m benchmarks.gpu $(GPU)
+
+gpu-wheels: ## collect what `make gpu` needs beside PyTorch, for a machine without a network (GPU_PYTHON=3.12: its Python)
+	@$(PYTHON) -m benchmarks.gpu.needs --python $(GPU_PYTHON)
 
 matrix: $(STAMP) ## the tests of whole products and many random cases; every combination of techniques, and every model under every layout, against one process
 	@rc=0; $(PYTEST) -m "(product or hypothesis) and not clusters" --hypothesis-profile=matrix --timeout=3600 || rc=1; \

@@ -42,6 +42,8 @@ except ImportError as error:
         f"Meshwright works with PyTorch 2.13 to 2.15; this is {torch.__version__}, which lacks an internal: {error}"
     ) from error
 
+FAKE_DEVICE = "_fake_device" if "fake_device" in vars(FakeTensor) else "fake_device"
+"""The attribute of a fake tensor that holds its device: it is a property of the class since 2.12."""
 CHECKPOINT_GENERATORS = tuple(
     name
     for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
@@ -50,7 +52,7 @@ CHECKPOINT_GENERATORS = tuple(
 """The generators that a non-reentrant ``torch.utils.checkpoint.checkpoint`` may call: the first in 2.13, the second in
 2.15."""
 __all__ = [
-    "CHECKPOINT_GENERATORS",
+    "CHECKPOINT_GENERATORS", "FAKE_DEVICE",
     "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
     "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
     "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder", "has_kernel", "inductor",

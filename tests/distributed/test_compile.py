@@ -12,7 +12,7 @@ from torch._inductor.config import patch
 
 import meshwright as mw
 from meshwright.errors import CompileError
-from meshwright.lower.regions import WORTH, Compiler, Region
+from meshwright.lower.regions import WORTH, Compiler, Region, _check_arguments
 from meshwright.models import GPT, GPTConfig, classification_loss, language_model_loss
 from meshwright.ops import collectives
 from tests.distributed import oracle
@@ -207,3 +207,72 @@ def test_classification_is_compiled_too() -> None:
         )
 
     assert loss(True) == pytest.approx(loss(False), rel=1e-6)
+
+
+# --- regions as on a GPU ----------------------------------------------------------------------------------------------
+
+
+def test_wide_regions_end_at_what_a_compiler_must_not_touch() -> None:
+    """On a GPU, products and norms belong to regions; attention, random numbers and in-place operators stay."""
+    ours = torch.ops.meshwright
+
+    def function(x: torch.Tensor, w: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        a = torch.nn.functional.gelu(x @ w) @ w
+        mask = ours.bernoulli(a, 0.5, 1, 2)
+        b = (a * mask) @ w + x
+        total.add_(b)
+        return [(b @ w).exp() + total, b]
+
+    values = [torch.randn(64, 64).double() * 0.1 for _ in range(2)]
+    zeros = torch.zeros(64, 64).double()
+    expected = function(values[0], values[1], zeros.clone())
+    graph = graph_of(function, *values, zeros)
+    for node, value in zip(graph.find_nodes(op="placeholder"), (*values, values[0]), strict=True):
+        node.meta["val"] = value
+    Compiler(torch.device("cpu"), wide=True).compile(graph)
+    names = [name for name in targets(graph) if name not in ("getitem", "contiguous.default")]
+    assert names == ["region_0", "bernoulli.default", "region_1", "add_.Tensor", "region_2"]
+    found = run(graph, *values, torch.zeros(64, 64).double())
+    for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(one, other)
+
+
+def test_a_kernel_is_not_given_what_it_was_not_compiled_for() -> None:
+    expected = [(torch.bfloat16, (4, 1))]
+    _check_arguments("region_0", [torch.zeros(2, 4, dtype=torch.bfloat16)], expected)
+    with pytest.raises(CompileError, match="region_0, input 0 \\(2x4\\): it is float32 with strides \\(4, 1\\)"):
+        _check_arguments("region_0", [torch.zeros(2, 4)], expected)
+    with pytest.raises(CompileError, match="was compiled as bfloat16 with strides \\(4, 1\\)"):
+        _check_arguments("region_0", [torch.zeros(4, 2, dtype=torch.bfloat16).t()], expected)
+
+
+def interpreted(inner: fx.Graph, values: object, device: object, name: str) -> Region:
+    """A region that is not compiled: its graph runs operator by operator."""
+    module = fx.GraphModule(nn.Module(), inner)
+    return lambda *arguments: tuple(module(*arguments))
+
+
+def test_steps_of_wide_regions_equal_uncompiled_ones_and_equal_layers_share_regions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshwright.runtime.trainer.Compiler", functools.partial(Compiler, wide=True))
+    monkeypatch.setattr("meshwright.lower.regions._compiled", interpreted)
+    num_regions = []
+    for layers in (3, 4):
+        config = GPTConfig(layers=layers, width=32, heads=2, vocabulary=64, sequence_length=64)
+        torch.manual_seed(3)
+        text = torch.randint(64, (4, 65))
+        batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+        losses: dict[bool, list[float]] = {}
+        made = []
+        for compile in (False, True):
+            torch.manual_seed(4)
+            trainer = mw.parallelize(
+                GPT(config).double(), language_model_loss, batch, plan=mw.Layout(), compile=compile,
+                optimizer=oracle.OPTIMIZERS["AdamW"], device="cpu",
+            )  # fmt: skip
+            losses[compile] = [float(trainer.step(batch)) for _ in range(3)]
+            made.append(trainer.num_kernels)
+        assert losses[True] == pytest.approx(losses[False], rel=1e-9)
+        num_regions.append(made[-1])
+    assert num_regions[0] == num_regions[1] > 4

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import meshwright as mw
 from meshwright.comm.clock import Offset, clock_offsets
+from meshwright.comm.record import COMPUTE, SpanRecorder
 from meshwright.ir.summary import summarize
 from meshwright.ir.trace import Trace
 from tests.distributed import oracle
@@ -129,3 +132,51 @@ def steps_without_notes() -> int:
 
 def test_without_a_recorder_nothing_is_noted(ranks: Ranks) -> None:
     assert ranks(2, steps_without_notes) == [0, 0]
+
+
+# --- devices that run behind the host ---------------------------------------------------------------------------------
+
+
+class Behind:
+    """A host's clock that a test sets, and a device that does at 100 + 2 t what the host launches at t."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def times_s(self, marks: Sequence[Any]) -> list[float]:
+        return [100.0 + 2.0 * mark for mark in marks]
+
+
+def test_spans_of_a_device_have_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Behind()
+    monkeypatch.setattr("meshwright.comm.record.time", clock)
+    recorder = SpanRecorder({"group": "dp"}, memory=lambda: 7, timeline=clock)
+    recorder.clear()
+    clock.now_s = 1.0
+    recorder.mark()  # where a phase begins within a function
+    clock.now_s = 4.0
+    recorder.span(COMPUTE, "forward", 0.0, 1.0)
+    recorder.span(COMPUTE, "backward", 1.0, 3.0)
+    recorder.sample()
+    recorder.collective("all_reduce", "group", (2.0, 2.5, 3.5, 4.0), 8)
+    found = {(span.stream, span.what): (span.start_s, span.end_s) for span in recorder.trace(0).spans[:3]}
+    assert found == {
+        (COMPUTE, "forward"): (100.0, 102.0), (COMPUTE, "backward"): (102.0, 106.0),
+        ("communication", "all_reduce dp"): (104.0, 108.0),
+    }  # fmt: skip
+    assert [sample.time_s for sample in recorder.trace(0).memory] == [108.0]
+
+
+def test_waits_for_data_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Behind()
+    monkeypatch.setattr("meshwright.comm.record.time", clock)
+    recorder = SpanRecorder(timeline=clock)
+    recorder.waited_for_data(1.0, 2.0)
+    recorder.clear()
+    (span,) = recorder.trace(0).spans
+    assert (span.start_s, span.end_s) == (1.0, 2.0)

@@ -13,6 +13,7 @@ import torch
 
 import meshwright as mw
 from meshwright import api, cli
+from meshwright.api.gpus import LEAST_SPREAD, gpu_cluster, gpu_name
 from meshwright.api.machine import known_cluster
 from meshwright.catalog import with_software
 from meshwright.cost.collective import Group, Network
@@ -21,10 +22,12 @@ from meshwright.cost.program import step_work
 from meshwright.errors import ClusterError, FileFormatError, LaunchError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, CollectiveTiming
+from meshwright.ir.kernel import Product
 from meshwright.ir.kind import COMPUTE, KINDS, OPERANDS
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import MLP, classification_loss
-from meshwright.runtime import between, calibrate, launch, memory
+from meshwright.runtime import between, calibrate, calibrate_gpus, launch, memory
+from meshwright.runtime import device as devices
 from meshwright.runtime.between import Places, Sizes
 from meshwright.runtime.calibrate import Effort
 from meshwright.runtime.machine import machine_name
@@ -406,3 +409,48 @@ def test_without_a_cluster_the_cuda_device_at_hand_is_planned_for(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     here = known_cluster(None, torch.device("cuda"))
     assert (here.name, here.device.name, here.device.memory_bytes) == ("h100-dgx", "h100", Properties.total_memory)
+
+
+# --- GPUs, whose code runs on a CPU here ------------------------------------------------------------------------------
+
+FEW = calibrate_gpus.Effort(
+    products=(Product(64, 64, 64), Product(32, 64, 16)), elements=(2**14,), lengths=(16, 32), heads=2, width=16,
+    copied_bytes=2**12,
+)  # fmt: skip
+
+
+def test_measurements_of_a_gpu_make_a_cluster_that_loads(tmp_path: Path) -> None:
+    found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
+    assert found is not None
+    h100 = devices.Properties("NVIDIA H100 80GB HBM3", 84_943_715_697, 132, 1)
+    cluster = gpu_cluster(msgspec.structs.replace(found, properties=h100))
+    api.save_cluster(cluster, tmp_path / "gpus.toml")
+    assert mw.Cluster.load(tmp_path / "gpus.toml") == cluster
+    assert (cluster.num_devices, cluster.device.kind, cluster.device.origin) == (1, "gpu", "measured")
+    assert cluster.device.peak_flops_per_s["bfloat16"] == 989e12, "a slower device does not lower the data sheet's peak"
+    assert cluster.device.kernels is not None
+    assert cluster.device.kernels.launch_s == found.launch_s
+    measured = {"attention", "attention_backward", "pointwise", "norm", "update"}
+    assert measured <= set(cluster.device.efficiency)
+    assert cluster.software.spread.step >= LEAST_SPREAD
+    assert not stale_reason(cluster, "NVIDIA H100 80GB HBM3")
+    assert "another machine" in stale_reason(cluster, "NVIDIA H200")
+
+
+def stale_reason(cluster: Cluster, reported: str) -> str:
+    return stale(cluster, time.time() + 60, machine=gpu_name(reported))
+
+
+def test_a_gpu_that_the_catalog_lacks_has_its_best_rates_as_peaks() -> None:
+    found = calibrate_gpus.measure(FEW, lambda what: None, "cpu")
+    assert found is not None
+    cluster = gpu_cluster(msgspec.structs.replace(found, properties=devices.Properties("A B1", 2**34, 40, 2)))
+    best = max(2.0 * row.product.m * row.product.n * row.product.k / row.seconds for row in found.products)
+    assert max(cluster.device.peak_flops_per_s.values()) == pytest.approx(best)
+    assert (cluster.num_devices, cluster.device.memory_bytes) == (1, 2**34)
+
+
+def test_there_is_no_gpu_to_calibrate() -> None:
+    with pytest.raises(LaunchError, match="there is no device 'cuda' here") as error:
+        api.calibrate(device="cuda")
+    assert error.value.remedy == "use cpu"

@@ -1,6 +1,8 @@
 """One CUDA device: the same losses and parameters as eager PyTorch there (experimental until these have passed)."""
 
 import copy
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +10,14 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright import api
+from meshwright.api.gpus import gpu_cluster
 from meshwright.api.machine import known_cluster
 from meshwright.errors import NonFiniteLossError
+from meshwright.ir.kernel import Product
 from meshwright.models import GPT, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss
+from meshwright.runtime import calibrate_gpus
+from meshwright.runtime.calibrate_gpus import Effort
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -70,3 +77,57 @@ def test_batches_that_are_fetched_ahead_lie_in_pinned_memory() -> None:
         for (batch,) in loader:
             assert batch.is_pinned()
             assert batch.cuda(non_blocking=True).sum() == batch.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_compiled_steps_equal_uncompiled_ones(dtype: torch.dtype) -> None:
+    config = GPTConfig(layers=3, width=64, heads=2, vocabulary=128, sequence_length=64)
+    torch.manual_seed(0)
+    text = torch.randint(128, (4, 65))
+    batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+    losses = []
+    for compile in (False, True):
+        torch.manual_seed(1)
+        model = GPT(config).to(dtype)
+        trainer = mw.parallelize(
+            model, language_model_loss, batch, compile=compile, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)
+        )
+        losses.append(torch.stack([trainer.step(batch) for _ in range(4)]).cpu())
+        assert (trainer.num_kernels > 0) == compile
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
+
+
+def test_verify_compares_on_the_device() -> None:
+    model, loss_fn, batch = _cases()[0]
+    rows = mw.verify(model, loss_fn, batch, mw.Layout(microbatches=2), device="cuda")
+    assert all(row.ok for row in rows), rows
+
+
+def test_calibration_makes_a_cluster_of_this_device(tmp_path: Path) -> None:
+    effort = Effort(
+        products=(Product(1024, 1024, 1024), Product(256, 1024, 512)), elements=(2**16, 2**20), lengths=(128, 256),
+        heads=2, width=64, copied_bytes=2**20,
+    )  # fmt: skip
+    found = calibrate_gpus.measure(effort, lambda what: None)
+    assert found is not None
+    cluster = gpu_cluster(found)
+    assert cluster.device.name
+    assert cluster.device.kernels is not None
+    assert 1e-7 < cluster.device.kernels.kernel_s < 1e-4
+    assert 1e-7 < cluster.device.kernels.launch_s < 1e-3
+    api.save_cluster(cluster, tmp_path / "gpu.toml")
+    assert mw.Cluster.load(tmp_path / "gpu.toml") == cluster
+
+
+def test_spans_are_timed_by_the_device() -> None:
+    model, loss_fn, batch = _cases()[0]
+    trainer = mw.parallelize(
+        model, loss_fn, batch, plan=mw.Layout(microbatches=2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    for _ in range(3):
+        trainer.step(batch)
+    spans = [span for span in trainer.trace().spans if span.stream == "compute"]
+    assert spans
+    assert all(span.start_s <= span.end_s for span in spans)
+    assert all(early.end_s <= late.start_s + 1e-6 for early, late in itertools.pairwise(spans))

@@ -9,6 +9,7 @@ import torch
 from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
 from meshwright.cost.convnet import layer_cost
+from meshwright.cost.fitted_kernels import fitted_kernels
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.errors import ClusterError
 from meshwright.ir.convnet import NetLayer
@@ -192,3 +193,41 @@ def test_a_dtype_that_the_device_does_not_have_is_named() -> None:
         ClusterError, match=r"device tpu-v4: there is no peak for 'float64'\n  -> use float32 or bfloat16"
     ):
         Rates(load_device("tpu-v4")).matmul_s(64, 64, 64, dtype="float64")
+
+
+# --- constants that are fitted to measured products -------------------------------------------------------------------
+
+MEASURED = [
+    Product(m, n, k)
+    for m, n, k in (
+        (8192, 8192, 8192), (8192, 2048, 8192), (8192, 6144, 2048), (2048, 2048, 2048), (1024, 1024, 1024),
+        (256, 2048, 2048), (512, 512, 512), (8192, 50304, 2048),
+    )
+]  # fmt: skip
+
+
+def test_fitted_constants_are_those_that_made_the_times() -> None:
+    h100 = load_device("h100")
+    assert h100.kernels is not None
+    made = msgspec.structs.replace(h100.kernels, matmul_fraction=0.8, extra_depth=200.0, operand_cost=8.0)
+    rates = Rates(msgspec.structs.replace(h100, kernels=made))
+    times = [(size, "bfloat16", rates.matmul_s(size.m, size.n, size.k)) for size in MEASURED]
+    found = fitted_kernels(h100, h100.kernels, times)
+    assert (found.kernels.extra_depth, found.kernels.operand_cost) == (made.extra_depth, made.operand_cost)
+    assert found.kernels.matmul_fraction == pytest.approx(made.matmul_fraction, rel=1e-3)
+    assert found.deviation < 1e-3
+
+
+def test_what_no_constants_explain_is_the_deviation() -> None:
+    h100 = load_device("h100")
+    assert h100.kernels is not None
+    rates = Rates(h100)
+    factors = [1.0, 1.3, 0.8, 1.1, 0.9, 1.25, 0.75, 1.05]
+    times = [
+        (size, "bfloat16", factor * rates.matmul_s(size.m, size.n, size.k))
+        for size, factor in zip(MEASURED, factors, strict=True)
+    ]
+    found = fitted_kernels(h100, h100.kernels, times)
+    assert 0.03 < found.deviation < 0.25
+    assert found.kernels.matmul_fraction <= 1.0
+    assert found.kernels.kernel_s == h100.kernels.kernel_s

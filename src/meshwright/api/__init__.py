@@ -14,8 +14,11 @@ from meshwright.api.machine import (
     calibration_file,
     is_busy,
     learn_from_runs,
+    measure_gpus,
     measure_machine,
+    measured_kind,
     recalibrate,
+    save_cluster,
 )
 from meshwright.api.other_ranks import can_use, ranks_here, too_large
 from meshwright.api.planned_runs import plan_run, searches_of, simulate_run
@@ -84,7 +87,9 @@ __all__ = [
     "load_cluster",
     "matmul",
     "measure_convolutions",
+    "measure_gpus",
     "measure_machine",
+    "measured_kind",
     "meeting",
     "num_cores",
     "num_devices",
@@ -100,6 +105,7 @@ __all__ = [
     "reshard_checkpoint",
     "run_ranks",
     "run_replicas",
+    "save_cluster",
     "searches_of",
     "simulate",
     "simulate_run",

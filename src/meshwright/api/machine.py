@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from meshwright.api import gpus
+from meshwright.api.gpus import gpu_cluster, gpu_name
 from meshwright.catalog import load_cluster, reported_cluster, with_software
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.transport import mpi
@@ -23,8 +25,8 @@ from meshwright.planner.learn import LearnedCluster
 from meshwright.planner.learn_ledgers import learn_ledgers
 from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
-from meshwright.runtime import launch
-from meshwright.runtime.device import properties
+from meshwright.runtime import calibrate_gpus, launch
+from meshwright.runtime.device import has_cuda, num_cuda_devices, properties
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
@@ -38,9 +40,10 @@ def calibrate(
     *,
     again: bool = True,
     measured_by: Callable[[], Cluster | None] | None = None,
+    device: str = "",
 ) -> Cluster:
-    """Measure this machine's cores and the links between them, without running any model; takes less than a
-    minute.
+    """Measure this machine's GPUs, or its cores if it has none, and the links between them, without running any model;
+    takes less than a minute.
 
     Under a launcher (torchrun on one or several machines, or mpirun) every rank must call this function, and the links
     between these ranks are measured. Under mpirun, the collectives of MPI are measured too. Rank 0 writes the file.
@@ -49,18 +52,22 @@ def calibrate(
         path: where the cluster file is written; default: this user's cache, where ``calibrated`` finds it.
         again: measure even if the existing calibration still holds.
         measured_by: a top-level function that every rank runs to measure, for example to show progress.
+        device: ``"cuda"`` or ``"cpu"``; default: ``"cuda"`` if this machine has GPUs (experimental).
 
     Raises:
-        LaunchError: the ranks could not be started, or the file cannot be written.
+        LaunchError: the ranks could not be started, the file cannot be written, or there is no such device.
     """
-    target = Path(path) if path is not None else calibration_file()
-    if not again and path is None and (known := calibrated()) is not None:
+    kind = measured_kind(device)
+    target = Path(path) if path is not None else calibration_file(kind)
+    if not again and path is None and (known := calibrated(kind)) is not None:
         return known
+    measure = measured_by or (measure_machine if kind == "cpu" else measure_gpus)
     if launch.launched():
-        measured = (measured_by or measure_machine)()
+        measured = measure()
         return from_rank_0(lambda: save_cluster(measured, target))
     scratch = Path(tempfile.mkdtemp(prefix="meshwright-calibrate-"))
-    cluster = run_ranks(measured_by or measure_machine, num_ranks=calibration.num_ranks(), directory=scratch)
+    num_ranks = calibration.num_ranks() if kind == "cpu" else num_cuda_devices()
+    cluster = run_ranks(measure, num_ranks=num_ranks, directory=scratch)
     shutil.rmtree(scratch)  # after an error the folder stays, because it holds the ranks' output
     return save_cluster(cluster, target)
 
@@ -136,9 +143,31 @@ def save_cluster(cluster: Cluster | None, target: Path) -> Cluster:
     return cluster
 
 
+def measured_kind(device: str) -> str:
+    """The kind of device to calibrate; raises a LaunchError if there is none of the kind that is asked for."""
+    known = ("cuda", "cpu") if has_cuda() else ("cpu",)
+    if device and device not in known:
+        raise LaunchError(f"there is no device {device!r} here", where="device", remedy=f"use {' or '.join(known)}")
+    return device or known[0]
+
+
 def measure_machine(progress: Progress | None = None) -> Cluster | None:
-    """Measure on every rank of a calibration. Return the cluster on rank 0, None on other ranks."""
+    """Measure cores on every rank of a calibration. Return the cluster on rank 0, None on other ranks."""
     progress = progress or Silent()
+    cluster = calibration.measure(calibration.Effort(), _told_once(progress))
+    progress.end()
+    return cluster
+
+
+def measure_gpus(progress: Progress | None = None) -> Cluster | None:
+    """Measure GPUs on every rank of a calibration. Return the cluster on rank 0, None on other ranks."""
+    progress = progress or Silent()
+    found = calibrate_gpus.measure(calibrate_gpus.Effort(), _told_once(progress))
+    progress.end()
+    return gpu_cluster(found) if found is not None else None
+
+
+def _told_once(progress: Progress) -> Callable[[str], None]:
     shown = ""
 
     def advance(what: str) -> None:
@@ -147,15 +176,13 @@ def measure_machine(progress: Progress | None = None) -> Cluster | None:
             progress.begin(what)
             shown = what
 
-    cluster = calibration.measure(calibration.Effort(), advance)
-    progress.end()
-    return cluster
+    return advance
 
 
-def calibrated() -> Cluster | None:
-    """The last calibration of this machine. None if there is none, or if it no longer holds (another machine, another
-    version of torch, or too old)."""
-    path = calibration_file()
+def calibrated(kind: str = "cpu") -> Cluster | None:
+    """The last calibration of this machine's cores, or with ``cuda`` of its GPUs. None if there is none, or if it no
+    longer holds (another machine, another version of torch, or too old)."""
+    path = calibration_file(kind)
     if not path.exists():
         return None
     try:
@@ -163,7 +190,8 @@ def calibrated() -> Cluster | None:
     except MeshwrightError as error:  # damaged, or of another version: the machine can be measured again
         log.warning("%s cannot be used: %s", path, error)
         return None
-    reason = stale(cluster, time.time())
+    machine = gpu_name(properties(torch.device("cuda", 0)).name) if kind == "cuda" else ""
+    reason = stale(cluster, time.time(), machine=machine)
     if reason:
         log.info("%s is stale: %s", path, reason)
         return None
@@ -175,14 +203,15 @@ def is_busy(measurement: Calibration) -> bool:
     return measurement.spread > BUSY_SPREAD
 
 
-def calibration_file() -> Path:
-    """The default file in which ``calibrate`` keeps this machine's calibration."""
-    return launch.cache_directory() / "this-machine.toml"
+def calibration_file(kind: str = "cpu") -> Path:
+    """The default file in which ``calibrate`` keeps the calibration of this machine's cores, or with ``cuda`` of its
+    GPUs."""
+    return launch.cache_directory() / ("this-machine.toml" if kind == "cpu" else f"{gpus.NAME}.toml")
 
 
 def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
     """The given cluster. If none is given, the cluster is this machine: on a CPU its calibration, or ``cpu-local`` if
-    there is no calibration; on CUDA one box of this machine's devices.
+    there is no calibration; on CUDA the calibration too, or one box of this machine's devices as the catalog has them.
 
     A cluster that names no software profile gets Meshwright's own profile.
 
@@ -201,6 +230,10 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
+    measured = calibrated("cuda")
+    if measured is not None and num_ranks <= measured.num_devices:
+        return measured
+    log.info("%s was not measured: predictions rest on the catalog, and are wide (`meshwright calibrate`)", device)
     return _ours(reported_cluster(*properties(device)))
 
 

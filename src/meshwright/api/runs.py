@@ -60,10 +60,10 @@ LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
 """Files of a finished run: the trace of its last step, the predicted trace, and the comparison of both."""
 
 
-def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Verification, ...]:
+def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[Verification, ...]:
     """Call ``verify`` for the run of a RUN.toml. Every rank must call it."""
     progress.begin("reading the data")
-    launch.start("cpu")
+    launch.start(device)
     return verify(
         build.model(run),
         build.loss_function(run),
@@ -74,6 +74,7 @@ def verify_run(run: Run, steps: int, progress: Progress) -> tuple[Verification, 
         steps=steps,
         seed=run.train.seed,
         strict=run.layout.strict,
+        device=device,
         progress=progress,
     )
 

@@ -102,9 +102,10 @@ def parallelize(
         rules: maps your own operators to their rules.
         strict: refuse a step with an operator that no rule splits. Otherwise such an operator runs whole on every rank,
             and the plan says so.
-        compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler. SGD, Adam, AdamW
-            and Adagrad then use PyTorch's fused kernels. Results are equal except for rounding. The first use of a
-            model takes some seconds to a minute longer; inductor caches its kernels. Works on the CPU only.
+        compile: join operators into kernels with torch.compile's inductor, which needs a C++ compiler on a CPU, and
+            Triton on a GPU (experimental). SGD, Adam, AdamW and Adagrad then use PyTorch's fused kernels. Results are
+            equal except for rounding. The first use of a model takes some seconds to a minute longer; inductor caches
+            its kernels.
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
 
@@ -179,15 +180,21 @@ def verify(
     seed: int = 0,
     rules: Rules | None = None,
     strict: bool = False,
+    device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> tuple[Verification, ...]:
     """Compare the plan on these ranks with one process of eager PyTorch: forward, backward, and ``steps`` updates.
 
-    Both sides run copies of the model in float64 on the CPU, whatever the plan's precision, with dropout off. The
-    default optimizer is AdamW. Every rank must call it, and gets the same rows. The ``ok`` of a row says whether the
-    difference is at most 1e-9 times the largest value (or 1e-9 if that value is below 1).
+    Both sides run copies of the model in float64, whatever the plan's precision, with dropout off. The default
+    optimizer is AdamW. Every rank must call it, and gets the same rows. The ``ok`` of a row says whether the difference
+    is at most 1e-9 times the largest value (or 1e-9 if that value is below 1).
+
+    Args:
+        device: where both sides run: ``"cpu"``, or ``"cuda"`` (each rank's own GPU; that of rank 0 also holds the
+            reference). Many GPUs of workstations compute in float64 at a small fraction of their speed.
 
     Raises:
+        LaunchError: there is no such device here.
         CaptureError: the step cannot be traced, or draws random numbers.
         LayoutError, PlanError, FileFormatError, OptimizerError, RankError: as ``parallelize``; LayoutError also if
             batch norm takes statistics over parts of the batch.
@@ -205,14 +212,14 @@ def verify(
     progress.begin("capturing and planning")
     copy = in_float64(model, seed)
     if not isinstance(plan, Layout) and plan != "auto":
-        launch.start("cpu")
+        launch.start(device)
         computed_in = from_rank_0(lambda: precision_of(plan, None))
         graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in)
         plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules))
     elif isinstance(plan, Layout):
         plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
-        copy, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device="cpu",
+        copy, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device=device,
         rules=rules, strict=strict,
     )  # fmt: skip
     _check_comparable(trainer)
@@ -222,7 +229,9 @@ def verify(
     def against_eager() -> tuple[Verification, ...]:
         progress.begin("one process", steps)
         twin = in_float64(model, seed)
-        return compare(record, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress))
+        return compare(
+            record, eager_steps(twin, loss_fn, doubled, steps, factory, max_grad_norm, progress, trainer.device)
+        )
 
     rows = from_rank_0(against_eager)
     progress.end()

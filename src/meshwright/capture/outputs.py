@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.torch_private import (
+    FAKE_DEVICE,
     DisableTorchDispatch,
     DisableTorchFunction,
     FakeTensor,
@@ -99,7 +100,7 @@ class _Form:
             if self.alias is not None:
                 value.set_(tensors[self.alias].untyped_storage(), self.offset, self.shape, self.stride)
         fake: FakeTensor = _as_subclass(
-            FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=self.attributes["_fake_device"]
+            FakeTensor, value, False, dispatch_device=True, device_for_backend_keys=self.attributes[FAKE_DEVICE]
         )
         mode = tensors[0].fake_mode
         if mode._allow_unsafe_data_ptr_access:

@@ -30,6 +30,7 @@ def calibrate(
         None, help="Where to write the cluster file; default: the user's cache, for this machine."
     ),
     if_stale: bool = typer.Option(False, "--if-stale", help="Measure only if the last calibration no longer holds."),
+    device: str = typer.Option("", help="What to measure: cuda or cpu; default: cuda if there are GPUs."),
     learn: list[Path] = typer.Option(
         [], "--from", metavar="RUNS.csv|RUN_DIR", help="Learn from a table of runs, or from runs of `meshwright train`."
     ),
@@ -37,8 +38,8 @@ def calibrate(
     software: str = typer.Option("", help="With --from a table: the software profile of rows without a profile."),
     as_json: bool = display.JSON,
 ) -> None:
-    """Measure this machine's cores and the links between them, in less than a minute, best while nothing else runs.
-    With --from, learn from runs instead: how their software differs."""
+    """Measure this machine's GPUs or cores and the links between them, in less than a minute, best while nothing else
+    runs. With --from, learn from runs instead: how their software differs."""
     if learn:
         if if_stale:
             raise ClusterError("runs do not become stale", where="--if-stale", remedy="leave it out")
@@ -50,14 +51,16 @@ def calibrate(
     from meshwright import api
 
     with display.cursor_kept():
-        measured = api.calibrate(output, again=not if_stale, measured_by=measure_rank)
+        kind = api.measured_kind(device)
+        measure = measure_rank if kind == "cpu" else measure_rank_gpus
+        measured = api.calibrate(output, again=not if_stale, measured_by=measure, device=kind)
     if api.launched_rank() > 0:
         return
     if as_json:
         display.print_json(measured)
         return
     _print(measured)
-    display.console().print(f"\nwritten to {output or api.calibration_file()}")
+    display.console().print(f"\nwritten to {output or api.calibration_file(kind)}")
 
 
 def calibrate_once() -> None:
@@ -67,7 +70,7 @@ def calibrate_once() -> None:
     if api.calibrated() is None:
         display.console().print("measuring this machine, once (meshwright calibrate)")
         with display.cursor_kept():
-            api.calibrate(measured_by=measure_rank)
+            api.calibrate(measured_by=measure_rank, device="cpu")
 
 
 def measure_rank() -> "Cluster | None":
@@ -75,6 +78,13 @@ def measure_rank() -> "Cluster | None":
     from meshwright import api
 
     return display.on_rank(api.measure_machine)
+
+
+def measure_rank_gpus() -> "Cluster | None":
+    """Measure this rank's GPU. Every rank of a calibration calls this function."""
+    from meshwright import api
+
+    return display.on_rank(api.measure_gpus)
 
 
 def _learn(paths: list[Path], cluster: str, software: str, output: Path | None, as_json: bool) -> None:
@@ -142,8 +152,10 @@ def _print(cluster: "Cluster") -> None:
     from meshwright import api
 
     terminal, device = display.console(), cluster.device
-    peaks = ", ".join(f"{peak / 1e9:.1f} GFLOP/s {dtype}" for dtype, peak in device.peak_flops_per_s.items())
-    cores = "1 core" if cluster.num_devices == 1 else f"{cluster.num_devices} cores"
+    unit, name = (1e9, "GFLOP/s") if device.kind == "cpu" else (1e12, "TFLOP/s")
+    peaks = ", ".join(f"{peak / unit:.1f} {name} {dtype}" for dtype, peak in device.peak_flops_per_s.items())
+    what = "core" if device.kind == "cpu" else "GPU"
+    cores = f"1 {what}" if cluster.num_devices == 1 else f"{cluster.num_devices} {what}s"
     terminal.print(f"{device.name}: {cores} of {peaks}")
     conditions = [f"{c.threads} threads" if c.ranks == 1 else f"{c.ranks} at once" for c in device.conditions]
     first = "best of the peak"
@@ -154,8 +166,8 @@ def _print(cluster: "Cluster") -> None:
     terminal.print(table)
     for level in cluster.levels:
         rate = 1 / level.beta_s_per_byte / 1e9
-        what = "cores" if level is cluster.levels[0] and level.name == "box" else "boxes"
-        terminal.print(f"messages between {what}: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
+        joined = f"{what}s" if level is cluster.levels[0] and level.name == "box" else "boxes"
+        terminal.print(f"messages between {joined}: {level.alpha_s * 1e6:.0f} us and {rate:.2f} GB/s")
     calibration = cluster.calibration
     if calibration is not None:
         drift = f"{calibration.drift:.0%} (standard deviation)"

@@ -26,6 +26,7 @@ def verify(
     strict: bool = STRICT,
     trust: bool = TRUST,
     steps: int = typer.Option(3, min=1, help="Training steps to compare."),
+    device: str = typer.Option("cpu", help="Where both sides run: cpu, or cuda (each rank's own GPU)."),
     as_json: bool = display.JSON,
 ) -> int:
     """Train in parallel and in one process, both in float64, and compare forward, backward and update."""
@@ -33,11 +34,11 @@ def verify(
     from meshwright import api
 
     if api.launched():
-        rows = display.on_rank(api.verify_run, run, steps)
+        rows = display.on_rank(api.verify_run, run, steps, device)
     else:
         num_ranks = run.num_ranks(api.num_devices())
         with display.cursor_kept():
-            rows = api.run_ranks(display.on_rank, api.verify_run, run, steps, num_ranks=num_ranks)
+            rows = api.run_ranks(display.on_rank, api.verify_run, run, steps, device, num_ranks=num_ranks)
     if api.launched_rank() == 0:
         _print(rows, as_json)
     return 0 if all(row.ok for row in rows) else 1

@@ -1,73 +1,52 @@
-"""Compiles runs of neighbouring element-wise operators, norms and softmaxes to one kernel per run, called a region.
+"""Compiles runs of neighbouring operators, called regions.
 
     mm, add, layer_norm, mm, log_softmax, nll_loss, exp, mul, scatter_add, mm
         [ region     ]      [ region                                  ]
 
-The compiler is inductor, the backend of torch.compile. All other operators stay unchanged and in their order: matrix
-products, attention, random numbers, in-place operators, and collectives, which a compiler must not reorder
-(docs/decisions/0020).
+The compiler is inductor, the backend of torch.compile. On a CPU, a region is a run of element-wise operators, norms and
+softmaxes, and becomes one kernel. On a GPU, matrix products, convolutions and all other operators of PyTorch belong to
+regions too, so that a region is all that lies between two calls of the following operators. These stay unchanged and in
+their order on all devices: attention, random numbers, in-place operators, and collectives, which a compiler must not
+reorder (docs/decisions/0020, 0061).
 """
 
 import math
 import operator
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from meshwright.errors import CompileError
-from meshwright.ops import collectives
-from meshwright.ops.pointwise import is_pointwise
-from meshwright.ops.view import VIEWS
+from meshwright.lower.joined import FREE, WORTH, joins, joins_widely, regions_of, size_of
 from meshwright.torch_private import inductor
 
 aten = torch.ops.aten
 
-_FREE = VIEWS | {operator.getitem, aten.reshape.default, aten.contiguous.default}
-"""Operators that move no data inside a kernel."""
-_JOINED = frozenset(
-    {
-        aten.native_layer_norm.default, aten._fused_rms_norm.default, aten._softmax.default, aten._log_softmax.default,
-        aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
-        aten.scatter_add.default, aten.gather.default,
-    }
-)  # fmt: skip
-"""Operators that are not element-wise, but run faster when they are joined with element-wise operators."""
-_SLOW = frozenset({aten.gelu.default, aten.gelu_backward.default, aten.erf.default, aten.clone.default})
-"""Element-wise operators that stay outside regions: they are faster alone (erf: 1.5 times), or a compiler may replace
-them by their input."""
-_MADE = frozenset(
-    {aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.zeros.default}
-)
-"""Operators that make a tensor without reading values of another tensor. They can be placed anywhere in a graph."""
-
-WORTH = 4096
-"""The smallest number of elements in a region's largest result for which the region is compiled. With fewer elements,
-calling the kernel takes longer than running the operators."""
+TRITON_CAPABILITY = (7, 0)
+"""The oldest compute capability of a GPU for which Triton compiles."""
 Region = Callable[..., tuple[Tensor, ...]]
 
 
 class Compiler:
     """Compiles regions to kernels; equal regions share a kernel. Each trainer has one compiler.
 
+    ``wide``: regions have all operators that inductor can compile, as on a GPU, and not only those that it makes faster
+    on a CPU.
+
     Raises:
-        CompileError: no C++ compiler is installed, or the device is not a CPU.
+        CompileError: the C++ compiler or Triton is not installed, or the GPU is too old for Triton.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise CompileError(
-                f"steps are compiled for the CPU only, not for {device.type}", where="compile", remedy="leave it out"
-            )
-        try:
-            self.compiler = inductor().get_cpp_compiler()
-        except inductor().InvalidCxxCompiler:
-            raise CompileError(
-                "there is no C++ compiler",
-                where="compile",
-                remedy="install g++ (or clang), or name one in the environment variable CXX; or train without compile",
-            ) from None
+    def __init__(self, device: torch.device, *, wide: bool | None = None) -> None:
+        self.device = device
+        self.wide = device.type != "cpu" if wide is None else wide
+        if device.type == "cpu":
+            _check_cpp()
+        else:
+            _check_triton(device)
         self._known: dict[str, Region | None] = {}
 
     @property
@@ -77,18 +56,45 @@ class Compiler:
 
     def compile(self, graph: fx.Graph) -> None:
         """Replace every region of the graph with a call of its kernel. Every node needs ``meta["val"]``."""
-        for node in graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
+        for node in () if self.wide else graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
             _share_exponential(graph, node)
-        for members in _regions(graph):
-            _Extraction(graph, members).replace(self._kernel)
+        for members in regions_of(graph, joins_widely if self.wide else joins):
+            _Extraction(graph, members, self.device).replace(self._kernel)
         graph.eliminate_dead_code(_is_impure)
 
     def _kernel(self, inner: fx.Graph, values: Sequence[Tensor]) -> Region | None:
         shapes = [(tuple(value.shape), value.stride(), value.dtype) for value in values]
         key = f"{inner}{shapes}{torch.get_num_threads()}"
         if key not in self._known:
-            self._known[key] = _compiled(inner, values, f"region_{len(self._known)}")
+            self._known[key] = _compiled(inner, values, self.device, f"region_{len(self._known)}")
         return self._known[key]
+
+
+def _check_cpp() -> None:
+    try:
+        inductor().get_cpp_compiler()
+    except inductor().InvalidCxxCompiler:
+        raise CompileError(
+            "there is no C++ compiler",
+            where="compile",
+            remedy="install g++ (or clang), or name one in the environment variable CXX; or train without compile",
+        ) from None
+
+
+def _check_triton(device: torch.device) -> None:
+    if find_spec("triton") is None:
+        raise CompileError(
+            f"steps on {device.type} are compiled by Triton, which is not installed",
+            where="compile",
+            remedy="pip install triton, of the version that this PyTorch names; or train without compile",
+        )
+    if (found := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
+        least = ".".join(map(str, TRITON_CAPABILITY))
+        raise CompileError(
+            f"Triton compiles for GPUs of compute capability {least} and later; this one has {found[0]}.{found[1]}",
+            where="compile",
+            remedy="train without compile",
+        )
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -99,7 +105,7 @@ def _is_impure(node: fx.Node) -> bool:
     return bool(schema.is_mutable) if schema is not None else node.target is not operator.getitem
 
 
-def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | None:
+def _compiled(inner: fx.Graph, values: Sequence[Tensor], device: torch.device, name: str) -> Region | None:
     """The kernel of a region; None if one of its results would share memory with an input."""
     tool = inductor()
     bare: list[Callable[[list[Tensor]], Sequence[Tensor]]] = []
@@ -109,8 +115,9 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
         bare.append(kernel.current_callable)
         return kernel
 
-    examples = [_example(value) for value in values]
-    with torch.no_grad(), tool.patch(compile_threads=1):
+    examples = [_example(value, device) for value in values]
+    options = {"compile_threads": 1} if device.type == "cpu" else {}  # a GPU's many kernels are compiled side by side
+    with torch.no_grad(), tool.patch(**options):
         function: Any = tool.compile_fx(fx.GraphModule(torch.nn.Module(), inner), examples, inner_compile=compiled)
         results = function(*examples)
     given = {value.untyped_storage().data_ptr() for value in examples}
@@ -118,15 +125,39 @@ def _compiled(inner: fx.Graph, values: Sequence[Tensor], name: str) -> Region | 
         return None
     (call,) = bare  # torch.compile's wrapper is not needed; it costs 0.1 ms with cold caches
 
+    expected = [(value.dtype, value.stride()) for value in examples]
+    unchecked = device.type != "cpu"
+
     def region(*arguments: Tensor) -> tuple[Tensor, ...]:
+        nonlocal unchecked
+        if unchecked:
+            _check_arguments(name, arguments, expected)
+            unchecked = False
         return tuple(call(list(arguments)))
 
     region.__name__ = region.__qualname__ = name
     return region
 
 
-def _example(value: Tensor) -> Tensor:
-    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+def _check_arguments(name: str, arguments: Sequence[Tensor], expected: Sequence[tuple[torch.dtype, Any]]) -> None:
+    """Check that an accelerator's operators have made what fake tensors of the CPU had foretold. A kernel would read
+    other dtypes and strides as if they were those for which it was compiled.
+
+    Raises:
+        CompileError: they have not.
+    """
+    for index, (value, (dtype, stride)) in enumerate(zip(arguments, expected, strict=True)):
+        if value.dtype != dtype or value.stride() != stride:
+            found = f"{str(value.dtype).removeprefix('torch.')} with strides {value.stride()}"
+            raise CompileError(
+                f"{name}, input {index} ({'x'.join(map(str, value.shape))}): it is {found}, and was compiled as "
+                f"{str(dtype).removeprefix('torch.')} with strides {tuple(stride)}",
+                where="compile", remedy="train without compile, and report it",
+            )  # fmt: skip
+
+
+def _example(value: Tensor, device: torch.device) -> Tensor:
+    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return example.fill_(1)
 
 
@@ -147,7 +178,7 @@ def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
     forward = next((user for user in x.users if user.target is aten.gelu.default), None)
     if forward is None or backward < forward or forward.kwargs or backward.kwargs:
         return
-    if x.meta["val"].dtype != torch.float32 or _size(forward) < WORTH:
+    if x.meta["val"].dtype != torch.float32 or size_of(forward) < WORTH:
         return
 
     def emit(target: Any, *args: Any) -> fx.Node:
@@ -171,73 +202,6 @@ def _share_exponential(graph: fx.Graph, backward: fx.Node) -> None:
     backward.target, backward.args = aten.mul.Tensor, (gradient, slope)
 
 
-# --- operators of a region --------------------------------------------------------------------------------------------
-
-
-def _joins(node: fx.Node) -> bool:
-    """Whether an operator may be part of a region."""
-    if node.op != "call_function" or node.target in _FREE or node.target in _SLOW or node.kwargs.keys() & {"out"}:
-        return False
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    if not all(isinstance(output, Tensor) and output.numel() for output in values if output is not None):
-        return False
-    if node.target is aten._to_copy.default:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        assert isinstance(value, Tensor)
-        return bool(value.dtype != source.meta["val"].dtype) and set(node.kwargs) <= {"dtype"}
-    if node.target is aten.scatter_add.default:
-        return _is_one_a_row(node)
-    if node.target is aten.native_layer_norm.default:
-        return node.args[2] is not None
-    return node.target in _JOINED or is_pointwise(node.target)  # type: ignore[arg-type]
-
-
-def _is_one_a_row(node: fx.Node) -> bool:
-    """Whether a scatter adds a single number to each row, as in the gradient of a cross-entropy."""
-    into, dim, index = node.args[:3]
-    assert isinstance(into, fx.Node)
-    assert isinstance(index, fx.Node)
-    rows, index_shape = into.meta["val"].shape, index.meta["val"].shape
-    return dim in (-1, len(rows) - 1) and tuple(index_shape) == (*rows[:-1], 1)
-
-
-def _is_light(node: fx.Node) -> bool:
-    """Whether a region may continue past this node, so that the region's kernel runs after the node. Such a node takes
-    almost no time."""
-    if node.target in _MADE:
-        return True
-    value = node.meta.get("val")
-    return node.target is collectives.WAIT and isinstance(value, Tensor) and value.numel() == 1
-
-
-def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The runs of operators that can be one kernel: no operator outside a run reads results of the run before the run
-    ends."""
-    runs: list[list[fx.Node]] = []
-    members: list[fx.Node] = []
-    produced: set[fx.Node] = set()  # results of the run, and views of them
-    for node in graph.nodes:
-        depends = not produced.isdisjoint(node.all_input_nodes)
-        if _joins(node):
-            members.append(node)
-            produced.add(node)
-        elif node.op == "call_function" and node.target in _FREE:
-            if depends:
-                produced.add(node)
-        elif node.op == "call_function" and not (_is_light(node) and not depends):
-            runs.append(members)
-            members, produced = [], set()
-    runs.append(members)
-    return [run for run in runs if len(run) > 1 and max(map(_size, run)) >= WORTH]
-
-
-def _size(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return max(out.numel() for out in (value if isinstance(value, tuple | list) else (value,)) if out is not None)
-
-
 # --- a region as a graph of its own -----------------------------------------------------------------------------------
 
 
@@ -245,11 +209,11 @@ class _Extraction:
     """Copies a region's operators into a graph of their own, with the views of their results and the views that only
     they read."""
 
-    def __init__(self, graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-        self.graph, self.members, self.inside = graph, members, set(members)
+    def __init__(self, graph: fx.Graph, members: Sequence[fx.Node], device: torch.device) -> None:
+        self.graph, self.members, self.inside, self.device = graph, members, set(members), device
         self.absorbed: set[fx.Node] = set()
         for node in reversed(graph.nodes):
-            free = node.op == "call_function" and node.target in _FREE
+            free = node.op == "call_function" and node.target in FREE
             if node.target is operator.getitem:
                 free = node.args[0] in self.inside
             if free and node.users and all(user in self.inside or user in self.absorbed for user in node.users):
@@ -294,7 +258,7 @@ class _Extraction:
         views: list[fx.Node] = []
         node = self.members[0]
         while node is not last:
-            if node.op == "call_function" and node.target in _FREE and self._is_view_of_member(node):
+            if node.op == "call_function" and node.target in FREE and self._is_view_of_member(node):
                 views.append(node)
             node = node.next
         return [node for node in views if node not in self.absorbed and not self._is_result(node)]
@@ -318,7 +282,7 @@ class _Extraction:
         """An input with the strides for which the kernel was compiled: the executor's values may have other strides."""
         value = node.meta["val"]
         root = node
-        while root.op == "call_function" and root.target in _FREE and isinstance(root.args[0], fx.Node):
+        while root.op == "call_function" and root.target in FREE and isinstance(root.args[0], fx.Node):
             root = root.args[0]
         if root.op != "placeholder" or not value.is_contiguous():
             return node
@@ -357,7 +321,7 @@ class _Extraction:
         return self.inner.call_function(node.target, args, dict(kwargs))  # type: ignore[arg-type]
 
     def _is_view_of_member(self, node: fx.Node) -> bool:
-        while node.op == "call_function" and node.target in _FREE and isinstance(node.args[0], fx.Node):
+        while node.op == "call_function" and node.target in FREE and isinstance(node.args[0], fx.Node):
             node = node.args[0]
         return node in self.inside
 
@@ -377,8 +341,8 @@ class _Extraction:
         """Emit a scatter of one number per row as element-wise operators."""
         into, _, index, values = args
         value = node.meta["val"]
-        columns = self.inner.call_function(aten.arange.default, (value.shape[-1],), {"device": value.device})
+        columns = self.inner.call_function(aten.arange.default, (value.shape[-1],), {"device": self.device})
         here = self.inner.call_function(aten.eq.Tensor, (columns, index))
-        zero = self.inner.call_function(aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
+        zero = self.inner.call_function(aten.full.default, ([], 0), {"dtype": value.dtype, "device": self.device})
         added = self.inner.call_function(aten.where.self, (here, values, zero))
         return self.inner.call_function(aten.add.Tensor, (into, added))

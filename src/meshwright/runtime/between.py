@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshwright.comm.backend  # noqa: F401 - gives the collective operators their kernels
+from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, boxes_of, broadcast_along, channels, from_every_rank, meet
 from meshwright.comm.transport import mpi
 from meshwright.comm.transport.base import Channel
@@ -23,6 +24,7 @@ from meshwright.errors import LaunchError
 from meshwright.ir.cluster import NETWORK, CollectiveTiming, Operation
 from meshwright.ir.mesh import AxisGroup, Mesh
 from meshwright.ops import collectives
+from meshwright.runtime.device import CPU, Stopwatch
 from meshwright.runtime.measured import BOX
 from meshwright.schedules.collectives.choice import CHOSEN, LONG_BYTES, MPI, NATIVE, candidates, in_pieces
 from meshwright.schedules.collectives.hierarchy import equal_boxes
@@ -94,41 +96,45 @@ def boxes_of_world() -> Places:
     return Places(len(boxes), each)
 
 
-def between(sizes: Sizes, places: Places, advance: Advance) -> list[CollectiveTiming]:
-    """Measure messages and collectives at every level. Every rank must call it."""
-    *_, rows = sweeps(sizes, places, advance)
+def between(sizes: Sizes, places: Places, advance: Advance, device: torch.device = CPU) -> list[CollectiveTiming]:
+    """Measure messages and collectives of tensors on ``device`` at every level. Every rank must call it."""
+    *_, rows = sweeps(sizes, places, advance, device)
     return rows
 
 
-def sweeps(sizes: Sizes, places: Places, advance: Advance) -> Iterator[list[CollectiveTiming]]:
+def sweeps(
+    sizes: Sizes, places: Places, advance: Advance, device: torch.device = CPU
+) -> Iterator[list[CollectiveTiming]]:
     """After each sweep, yield all rows, each with the median of its times so far. Every rank must call it."""
     seconds: dict[CollectiveTiming, list[float]] = {}
-    pairs, groups = list(_pairs(places, dist.get_rank())), list(_groups(places, dist.get_rank()))
-    memory = torch.zeros(max(sizes.bytes) // 4)  # shared by all calls: new memory is slower at first
+    rank, settle = dist.get_rank(), Stopwatch(device).settle
+    pairs, groups = list(_pairs(places, rank, device)), list(_groups(places, rank, device))
+    memory = torch.zeros(max(sizes.bytes) // 4, device=device)  # shared by all calls: new memory is slower at first
     for _ in range(sizes.sweeps):
-        for row in _sweep(sizes, memory, pairs, groups, advance):
+        for row in _sweep(sizes, memory, pairs, groups, advance, settle):
             seconds.setdefault(msgspec.structs.replace(row, time_s=1.0), []).append(row.time_s)
         yield [msgspec.structs.replace(row, time_s=statistics.median(times)) for row, times in seconds.items()]
 
 
 def _sweep(
-    sizes: Sizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance
-) -> Iterator[CollectiveTiming]:
+    sizes: Sizes, memory: Tensor, pairs: Sequence[_Pair], groups: Sequence[_Group], advance: Advance,
+    settle: Call,
+) -> Iterator[CollectiveTiming]:  # fmt: skip
     for level, channel, first in pairs:
         for size in sizes.bytes:
             advance(f"send of {size} bytes")
-            seconds = _in_step(_ping_pong(channel, first, _vector(memory, size)), sizes) / 2
+            seconds = _in_step(_ping_pong(channel, first, _vector(memory, size)), sizes, settle) / 2
             yield _row("send", "channel", level, 2, size, seconds)
     for level_group in groups:
         boxes = equal_boxes(level_group.fan_outs) if level_group.fan_outs else ""
         for operation in sizes.operations:
             names: tuple[str, ...] = (NATIVE,)
-            if operation in CHOSEN:
+            if operation in CHOSEN and memory.device.type == "cpu":  # NCCL chooses by itself
                 names = (*candidates(operation, level_group.group.size, boxes), *((MPI,) if mpi.is_there() else ()))
-            yield from _by_size(level_group, operation, names, sizes, memory, advance)
+            yield from _by_size(level_group, operation, names, sizes, memory, advance, settle)
 
 
-def _pairs(places: Places, rank: int) -> Iterator[_Pair]:
+def _pairs(places: Places, rank: int, device: torch.device) -> Iterator[_Pair]:
     """Yield for each level: its name, the channel to this rank's partner (or None), and whether this rank sends
     first."""
     num_boxes, each = places
@@ -137,15 +143,18 @@ def _pairs(places: Places, rank: int) -> Iterator[_Pair]:
             first = index % 2 == 0
             there = not first or index + 1 < count
             peer = rank + stride if first else rank - stride
-            yield level, channels([peer])[peer] if there else None, first
+            yield level, channels([peer] if there else [], device).get(peer), first
 
 
-def _groups(places: Places, rank: int) -> Iterator[_Group]:
+def _groups(places: Places, rank: int, device: torch.device) -> Iterator[_Group]:
     count, each = places
     text = OURS if not mpi.is_there() else f"all_reduce {OURS}, 1 {MPI}"
+    text = text if device.type == "cpu" else NATIVE
 
     def made(mesh: Mesh) -> AxisGroup:
-        return axis_groups(mesh, rank, {"all": text})["all"]
+        made = axis_groups(mesh, rank, {"all": text})["all"]
+        connect([made], device)
+        return made
 
     if each > 1:
         yield _Group(made(Mesh.of(boxes=count, all=each)), BOX)
@@ -158,8 +167,9 @@ def _groups(places: Places, rank: int) -> Iterator[_Group]:
 
 
 def _by_size(
-    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance
-) -> Iterator[CollectiveTiming]:
+    level_group: _Group, operation: Operation, names: tuple[str, ...], sizes: Sizes, memory: Tensor, advance: Advance,
+    settle: Call,
+) -> Iterator[CollectiveTiming]:  # fmt: skip
     """Yield a row for every algorithm and size. Algorithms that cut vectors into pieces are measured only with long
     vectors. Algorithms that were far slower than the fastest (``HOPELESS``) are not measured with longer vectors."""
     left = list(names)
@@ -168,7 +178,7 @@ def _by_size(
         for name in left if size >= LONG_BYTES else (algorithm for algorithm in left if not in_pieces(algorithm)):
             advance(f"{operation} of {size} bytes")
             group = msgspec.structs.replace(level_group.group, algorithm=name)
-            seconds[name] = _in_step(_collective(operation, group, _vector(memory, size)), sizes)
+            seconds[name] = _in_step(_collective(operation, group, _vector(memory, size)), sizes, settle)
             yield _row(operation, name, level_group.level, group.size, size, seconds[name], level_group.fan_outs)
         if size >= HOPELESS_BYTES:
             left = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
@@ -210,24 +220,28 @@ def _collective(operation: Operation, group: AxisGroup, value: Tensor) -> Call:
     return calls[operation]
 
 
-def _in_step(call: Call, sizes: Sizes) -> float:
+def _in_step(call: Call, sizes: Sizes, settle: Call) -> float:
     """Time a call that all ranks repeat together, and return its seconds. The call itself must wait for the other
-    ranks. The result is the median over blocks of calls, on the slowest rank."""
+    ranks. ``settle`` waits for the device. The result is the median over blocks of calls, on the slowest rank."""
     call()
+    settle()
     meet()
     start = time.perf_counter()
     call()
+    settle()
     once_s = max(from_every_rank(time.perf_counter() - start))
     several = min(MOST_CALLS, max(1, int(BLOCK_S / once_s)))
     blocks = min(sizes.repeats, max(LEAST_BLOCKS, int(sizes.most_s / once_s / several)))
     meet()
     for _ in range(int(WARM_S / once_s)):
         call()
+    settle()
     seconds = []
     for _ in range(blocks):
         start = time.perf_counter()
         for _ in range(several):
             call()
+        settle()
         seconds.append((time.perf_counter() - start) / several)
     slowest: float = max(from_every_rank(statistics.median(seconds)))
     return slowest

@@ -3,13 +3,15 @@
 A dry run has a kind of its own (``runtime/rehearsal.py``), which stands in for a device that is not there.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.comm.record import Timeline
 from meshwright.errors import LaunchError
 from meshwright.runtime.memory import ResidentMemory, has_resident_memory
 
@@ -77,6 +79,9 @@ class DeviceKind(Protocol):
     def event(self) -> Event | None:
         """The current point of the device's work; None if the device does not run behind the host."""
 
+    def timeline(self) -> Timeline | None:
+        """The clock of the device; None if the device does not run behind the host."""
+
 
 class CpuKind:
     """A CPU: all work is done when its call returns."""
@@ -101,6 +106,10 @@ class CpuKind:
 
     def event(self) -> Event | None:
         """None: there is nothing to wait for."""
+        return None
+
+    def timeline(self) -> Timeline | None:
+        """None: work is done when its call returns."""
         return None
 
 
@@ -131,6 +140,26 @@ class CudaKind:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def timeline(self) -> Timeline | None:
+        """Events on the stream of the kernels."""
+        return _CudaTimeline(self.device)
+
+
+class _CudaTimeline:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def times_s(self, marks: Sequence[Any]) -> list[float]:
+        last = self.mark()
+        last.synchronize()
+        now_s = time.perf_counter()
+        return [now_s - float(mark.elapsed_time(last)) / 1e3 for mark in marks]
+
 
 class _CudaCopies:
     def __init__(self, device: torch.device) -> None:
@@ -150,6 +179,53 @@ class _CudaCopies:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+class Stopwatch:
+    """Measures the seconds of work on a device, by the device's own clock if it runs behind the host."""
+
+    LEAST_S, MOST_CALLS = 2e-3, 200
+    QUEUED_CYCLES = 20_000_000
+    """Clock cycles of a GPU (about 10 ms) that it spends before queued work, so that the host is ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def settle(self) -> None:
+        """Let the host wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """The seconds of some work that is launched now."""
+        if self._device.type != "cuda":
+            begun = time.perf_counter()
+            work()
+            return time.perf_counter() - begun
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(self._device))
+        work()
+        end.record(torch.cuda.current_stream(self._device))
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def queued(self, work: Callable[[], object]) -> float:
+        """The seconds of work that has been launched before the device begins it."""
+        if self._device.type == "cuda":
+            torch.cuda._sleep(self.QUEUED_CYCLES)
+        return self.seconds(work)
+
+    def each(self, call: Callable[[], object], calls: int = 0) -> float:
+        """The seconds of a call, when several are queued in a row: so many, or as many as give a few milliseconds."""
+        call()
+        once_s = max(self.seconds(call), 1e-7)
+        calls = calls or max(2, min(self.MOST_CALLS, int(self.LEAST_S / once_s)))
+
+        def several() -> None:
+            for _ in range(calls):
+                call()
+
+        return self.queued(several) / calls
 
 
 def device_kind(device: torch.device) -> DeviceKind:
@@ -212,7 +288,9 @@ def use(device: torch.device) -> None:
 
 
 def properties(device: torch.device) -> Properties:
-    """A CUDA device as its driver reports it."""
+    """A CUDA device as its driver reports it. A CPU has no such names and sizes: its memory is 0."""
+    if device.type != "cuda":
+        return Properties(device.type, 0, 1, 1)
     found = torch.cuda.get_device_properties(device)
     return Properties(found.name, found.total_memory, found.multi_processor_count, num_cuda_devices())
 

@@ -75,7 +75,9 @@ def start(device: torch.device | str | None = None, within: Within | None = None
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
     _take_over()
-    device = checked(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
+    own = own_device(_number("LOCAL_RANK", "0"))
+    device = checked(own if device is None else device)
+    device = own if device == torch.device(own.type) else device  # ``cuda`` without a number
     use(device)
     if device.type == "cpu":
         keep_memory()

@@ -80,7 +80,7 @@ def made_cluster(
             threads=threads,
             ranks=at_once,
             kernel_s=measured.kernel_s,
-            efficiency=_curves(measured, peaks["float32"] * threads, bandwidth * threads),
+            efficiency=curves(measured, peaks["float32"] * threads, bandwidth * threads),
         )
         for measured, threads, at_once in shared
     ]
@@ -91,7 +91,7 @@ def made_cluster(
         memory_bytes=memory_bytes() // cores,
         memory_bandwidth_bytes_per_s=bandwidth,
         peak_flops_per_s=peaks,
-        efficiency=_curves(alone, peaks["float32"], bandwidth),
+        efficiency=curves(alone, peaks["float32"], bandwidth),
         conditions=tuple(conditions),
         kernels=Kernels(processors=1, matmul_fraction=1.0, bandwidth_fraction=0.7, kernel_s=alone.kernel_s, launch_s=0),
         source="meshwright calibrate: the best rate of any kernel on one core",
@@ -182,15 +182,16 @@ def _rate(size: float, seconds: float, kernel_s: float) -> float:
     return size / max(seconds - kernel_s, 0.1 * seconds)
 
 
-def _curves(measured: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
-    curves = {}
+def curves(measured: Measured, peak: float, bandwidth: float) -> dict[str, Curve]:
+    """The efficiency curve of each kind that was measured: fractions of ``peak`` or of ``bandwidth``, by size."""
+    found = {}
     for kind, points in measured.seconds.items():
         best = peak if kind in COMPUTE else bandwidth
-        curves[kind] = tuple(
+        found[kind] = tuple(
             (float(size), min(1.0, float(f"{_rate(size, seconds, measured.kernel_s) / best:.4g}")))
             for size, seconds in sorted(points)
         )
-    return curves
+    return found
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -199,16 +200,18 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     return first, max(1e-13, (last - first) / max(1.0, most - least))
 
 
-def stale(cluster: Cluster, now_s: float, days: float = 30.0) -> str:
-    """Return the reason why a calibration must be repeated; an empty text if it is still valid."""
+def stale(cluster: Cluster, now_s: float, days: float = 30.0, machine: str = "") -> str:
+    """Return the reason why a calibration must be repeated; an empty text if it is still valid. ``machine``: the name
+    of this machine (default: that of its cores)."""
     calibration = cluster.calibration
     if calibration is None:
         return "it was not measured"
-    if calibration.machine != machine_name():
+    if calibration.machine != (machine or machine_name()):
         return f"it was measured on another machine, {calibration.machine}"
     if calibration.torch != str(torch.__version__):
         return f"it was measured with torch {calibration.torch}"
-    if missing := sorted(set(KINDS) - cluster.device.efficiency.keys()):
+    missing = sorted(set(KINDS) - cluster.device.efficiency.keys()) if cluster.device.kind == "cpu" else []
+    if missing:
         return f"it has no {', '.join(missing)}: it was measured by another version"
     age_days = (now_s - calibration.time_s) / 86400
     if not 0 <= math.floor(age_days) <= days:

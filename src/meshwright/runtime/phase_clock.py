@@ -15,8 +15,10 @@ class Clock:
     def begin(self, phase: str) -> None:
         """Record that a phase begins now."""
         self._begun.append((phase, time.perf_counter()))
-        if len(self._begun) > 1 and (recorder := current()) is not None:
-            recorder.sample()  # the values kept for backward are at their peak
+        if (recorder := current()) is not None:
+            recorder.mark()
+            if len(self._begun) > 1:
+                recorder.sample()  # the values kept for backward are at their peak
 
     def note(self, recorder: SpanRecorder, begun_s: float) -> bool:
         """Record one compute span per phase since ``begun_s``. Return True if one function ran all phases; if False,

@@ -1,6 +1,6 @@
 """Probes: calls whose time is measured, in a few sizes for each kind of operator. They need no model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -59,13 +59,21 @@ def compute_probes(scale: float = 1.0) -> Iterator[Probe]:
         yield _flat_convolution(batch, channels, max(4, int(side * scale)))
 
 
-def _attention(batch: int, length: int) -> Iterator[Probe]:
+def attention_probes(lengths: Iterable[int], heads: int, width: int) -> Iterator[Probe]:
+    """Probes of attention in bfloat16 over sequences of these lengths, for GPUs."""
+    for length in lengths:
+        yield from _attention(max(1, 8192 // length), length, heads, width, torch.bfloat16)
+
+
+def _attention(
+    batch: int, length: int, heads: int = 4, width: int = 64, dtype: torch.dtype = torch.float32
+) -> Iterator[Probe]:
     """Probes of attention. Queries, keys and values lie side by side in memory, as one joint projection writes them."""
-    joined = torch.randn(batch, length, 3, 4, 64)
+    joined = torch.randn(batch, length, 3, heads, width).to(dtype)
     query, key, value = (part.transpose(1, 2) for part in joined.unbind(2))
     flops = 4.0 * query.numel() * length
     run, back = torch.ops.meshwright.attention.default, torch.ops.meshwright.attention_backward.default
-    options = (0.0, True, 0.125, 0, 0)
+    options = (0.0, True, width**-0.5, 0, 0)
     output, logsumexp = run(query, key, value, None, *options)
     gradient = torch.randn_like(output)
     yield Probe("attention", flops, lambda: run(query, key, value, None, *options))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.comm.record import Timeline
 from meshwright.runtime.device import CopyStream, Event
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
@@ -39,6 +40,10 @@ class RehearsedKind:
     def event(self) -> Event | None:
         """An event that knows in which step it was recorded."""
         return _Event(self._rehearsal, self._rehearsal.moment)
+
+    def timeline(self) -> Timeline | None:
+        """None: nothing takes time."""
+        return None
 
 
 @dataclass

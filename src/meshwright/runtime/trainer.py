@@ -94,7 +94,7 @@ class Trainer(Resumable):
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank, device) if plan.mesh.world_size > 1 else {}
         amend(self.groups, plan.amendments)
         axes = {group.name: told_of(axis, group, plan.mesh.world_size) for axis, group in self.groups.items()}
-        self.recorder: SpanRecorder | None = SpanRecorder(axes, kind.memory_now)
+        self.recorder: SpanRecorder | None = SpanRecorder(axes, kind.memory_now, kind.timeline())
         # lowering may fail, so it precedes all changes of the caller's model
         self._compiler, self._codecs = Compiler(device) if compile else None, CodecMemory(device)
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
@@ -241,7 +241,7 @@ class Trainer(Resumable):
         Every span belongs to a stream. The stream ``compute`` holds the preparation of data, the phases or actions of
         the schedule, gradient clipping and the optimizer. The stream ``communication`` holds collectives and sends. The
         stream ``wait`` holds the times during which computing waits for communication, ``data`` the wait for a batch.
-        Memory is sampled between spans. On CUDA, times are those of the host. ``ir.summary.summarize`` adds them up.
+        Memory is sampled between spans. On CUDA, times are those of the device. ``ir.summary.summarize`` adds them up.
         With ``all_ranks``, every rank must call this method. Rank 0 compares all clocks with its own and returns the
         spans of all ranks on its own clock. Other ranks return their own spans.
         """

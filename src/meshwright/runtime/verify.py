@@ -17,6 +17,7 @@ from meshwright.runtime.optimizer import OptimizerFactory
 from meshwright.runtime.trainer import Trainer
 from meshwright.torch_private import pytree
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 """The allowed difference, as a fraction of the largest absolute value (or as an absolute value if that is below 1)."""
 
@@ -90,10 +91,12 @@ def eager_steps(
     factory: OptimizerFactory,
     max_grad_norm: float | None,
     progress: Progress,
+    device: torch.device = CPU,
 ) -> Record:
-    """Make the same steps with a plain model in one process, as the reference. Raise a CaptureError if the model draws
-    random numbers, because two runs could not be compared."""
-    model.train()
+    """Make the same steps with a plain model in one process on ``device``, as the reference. Raise a CaptureError if
+    the model draws random numbers, because two runs could not be compared."""
+    model.to(device).train()
+    batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
     _check_deterministic(model, loss_fn, batch)
     record = Record()
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -138,7 +141,7 @@ def _compared(quantity: str, parallel: dict[str, Tensor], eager: dict[str, Tenso
             )
         if not ours.numel():
             continue
-        difference = float((ours.cpu().double() - other.double()).abs().max())
+        difference = float((ours.cpu().double() - other.cpu().double()).abs().max())
         limit = TOLERANCE * max(1.0, float(other.double().abs().max()))
         # Not "<=": NaN must not pass.
         if not difference / limit <= worst / allowed or not where:

@@ -1,0 +1,1 @@
+"""What holds on GPUs: tests, parity, speed beside PyTorch, and predictions beside measurements. Run as ``make gpu``."""

@@ -1,0 +1,76 @@
+"""The part ``foretold``: what the calibrated cluster and a dry run foretell, beside what earlier parts measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import meshwright as mw
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.models import WORKLOADS
+from benchmarks.gpu.speed import OPERATORS, WITHIN, compare_prediction
+from meshwright.cost.optimizer import ADAMW
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.result import Check, Settings
+from meshwright.lower.plans import PlanLowering
+from meshwright.models import language_model_loss
+from meshwright.planner.foretell import foretell
+
+
+def run(context: Context) -> None:
+    """Foretell each model that was measured, by the calibrated cluster, then by a dry run."""
+    cluster = Cluster.load(context.cluster_file) if context.cluster_file.exists() else None
+    for part in ("gpt", "llama", "attention"):
+        kept = context.kept(part)
+        if f"{OPERATORS}_s" in kept and cluster is not None:
+            context.notes.tried(f"{part}: predictions", lambda: _predicted(context, part, kept, cluster))  # noqa: B023
+    for part in ("attention", "gpt", "llama"):
+        kept = context.kept(part)
+        if f"{OPERATORS}_bytes" in kept and context.left_s > 20:
+            context.notes.tried(f"{part}: dry run", lambda: _rehearsed(context, part, kept))  # noqa: B023
+
+
+def _predicted(context: Context, part: str, kept: dict[str, Any], cluster: Cluster) -> None:
+    work = WORKLOADS[part](context.rehearse)
+    with torch.device("meta"):
+        model = work.make()
+    batch = work.batch()
+    graph = mw.capture(model, language_model_loss, batch, precision="bfloat16")
+    layout = mw.Layout(precision="bfloat16")
+    one = cluster.resized(1) if cluster.num_devices > 1 else cluster
+    plan = mw.plan(graph, one, devices=1, layout=layout)
+    found = foretell(PlanLowering(graph), plan, one, optimizer=ADAMW)
+    settings = {work.name: Settings(dtype="bfloat16", ranks=1, threads=torch.get_num_threads(), sizes=work.sizes)}
+    seconds = list(kept[f"{OPERATORS}_s"])
+    name = f"{OPERATORS}, calibrated"
+    compare_prediction(context, work.name, name, seconds, kept[f"{OPERATORS}_bytes"], found, "this machine", settings)
+    pieces = sorted(
+        (piece for stage in found.work.stages for each in stage.pieces.values() for piece in each),
+        key=lambda piece: -getattr(piece, "seconds", 0.0),
+    )
+    print(*pieces[:5], sep="\n", flush=True)
+
+
+def _rehearsed(context: Context, part: str, kept: dict[str, Any]) -> None:
+    """Compare the peak of a dry run with the measured one."""
+    work = WORKLOADS[part](context.rehearse)
+    with torch.device("meta"):
+        model = work.make()
+    cluster = context.catalog_cluster()
+    found = mw.dry_run(
+        model, language_model_loss, work.batch(), mw.Layout(precision="bfloat16"), cluster or "h100-dgx", devices=1,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    )  # fmt: skip
+    measured, foretold = kept[f"{OPERATORS}_bytes"], found.ranks[0].peak_bytes
+    off = foretold / measured - 1 if measured else 0.0
+    told = [f"{each.kind}: {each.what}" for each in found.findings[:5]]
+    context.notes.found(
+        Check(
+            target=f"{work.name}: the dry run is clean, and its peak memory within {WITHIN:.0%}",
+            verdict="pass" if found.clean and abs(off) <= WITHIN else "fail", total=2,
+            passed=int(found.clean) + int(abs(off) <= WITHIN), notes={"findings": told},
+            measured=f"{off:+.1%}: {foretold / 2**30:.2f} GiB in the dry run, {measured / 2**30:.2f} GiB on the device"
+            + f"; {len(found.findings)} findings" * (not found.clean),
+        )
+    )  # fmt: skip

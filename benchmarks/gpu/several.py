@@ -1,0 +1,307 @@
+"""The part ``ranks``: layouts of several GPUs beside one process, and beside DDP, FSDP2, tensor parallel, pipelining.
+
+One process a GPU, started here as torchrun would; each check and each comparison has processes of its own, so that one
+that hangs or dies ends alone. A rehearsal has two ranks on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import meshwright as mw
+from benchmarks import peers
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.models import WORKLOADS, Workload
+from benchmarks.gpu.speed import adamw, plain_step
+from benchmarks.report import judged
+from meshwright.ir.result import Check, Settings
+from meshwright.models import language_model_loss
+from meshwright.runtime import launch
+from meshwright.runtime.device import num_cuda_devices
+from meshwright.runtime.meeting_point import free_port
+from tests.distributed import oracle
+
+TIMED = ("ddp", "fsdp2", "tensor parallel", "pipelining")
+CHECK_S, COMPARE_S = 60.0, 80.0
+
+
+def layouts(ranks: int) -> dict[str, mw.Layout]:
+    """The layouts that are checked in float64, on this number of ranks."""
+    found = {
+        "dp": mw.Layout(dp=ranks),
+        "tp": mw.Layout(tp=2),
+        "pp": mw.Layout(pp=2, microbatches=4),
+        "dp, zero 3": mw.Layout(dp=ranks, zero=3),
+        "cp": mw.Layout(cp=2),
+        "zb-h1": mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
+    }
+    if ranks >= 4:
+        found |= {"dp x tp": mw.Layout(dp=2, tp=2), "tp x pp": mw.Layout(tp=2, pp=2, microbatches=4)}
+    return found
+
+
+def run(context: Context) -> None:
+    """Check parity, then time each layout beside its peer."""
+    most = 2 if context.rehearse else min(8, num_cuda_devices())
+    most = 1 << (most.bit_length() - 1)
+    told: dict[str, Any] = {}
+    known = layouts(most)
+    for name, layout in known.items():
+        if context.left_s < 15:
+            told[name] = "not run: no time was left"
+            continue
+        why = start(context, layout.num_ranks, f"parity:{name}", min(CHECK_S, context.left_s - 5))
+        told[name] = why or context.kept(f"ranks-parity-{_plain(name)}").get("error", "no answer")
+    right = [name for name, text in told.items() if isinstance(text, float) and text <= oracle.TOLERANCE]
+    context.notes.found(
+        Check(
+            target=f"parity in float64 of layouts of up to {most} ranks with one process", passed=len(right),
+            verdict="pass" if len(right) == len(known) else "fail", total=len(known),
+            measured=f"{len(right)} of {len(known)} layouts", notes={name: str(text) for name, text in told.items()},
+        )
+    )  # fmt: skip
+    for name in TIMED:
+        if context.left_s > 30:
+            why = start(context, most, f"timed:{name}", min(COMPARE_S, context.left_s - 5))
+            if why:
+                context.notes.failed(f"{most} GPUs, beside {name}", RuntimeError(why))
+
+
+def _plain(name: str) -> str:
+    return name.replace(" ", "-").replace(",", "")
+
+
+def start(context: Context, ranks: int, what: str, limit_s: float) -> str:
+    """Run ``what`` on ranks of their own. Return why it failed; empty if it did not."""
+    print(f"-- {what} on {ranks} ranks", flush=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.several", what, str(context.scratch), f"{limit_s:.0f}"]
+    command += ["--rehearse"] * context.rehearse
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            command,
+            start_new_session=False,
+            env=dict(os.environ)
+            | {
+                "RANK": f"{rank}",
+                "LOCAL_RANK": f"{rank}",
+                "WORLD_SIZE": f"{ranks}",
+                "LOCAL_WORLD_SIZE": f"{ranks}",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": f"{port}",
+                "MESHWRIGHT_TIMEOUT_S": "60",
+                "OMP_NUM_THREADS": "1" if context.rehearse else "4",
+            },
+        )
+        for rank in range(ranks)
+    ]
+    codes = []
+    try:
+        for process in processes:
+            codes.append(process.wait(limit_s))
+    except subprocess.TimeoutExpired:
+        return f"stopped after its limit on rank {len(codes)}"
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+    failed = [rank for rank, code in enumerate(codes) if code]
+    return f"ranks {failed} ended with an error" if failed else ""
+
+
+# --- on every rank ----------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run on one rank."""
+    what, scratch, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    kind, _, name = what.partition(":")
+    rehearse = "--rehearse" in sys.argv
+    device = launch.start("cpu" if rehearse else "cuda")
+    rank = dist.get_rank()
+    notes = "ranks" if kind == "timed" else f"ranks-parity-{_plain(name)}"
+    name_of_notes = notes if rank == 0 else f"ranks-{rank}"
+    context = Context(name_of_notes, scratch, seconds, rehearse=rehearse, device=device)
+    {"parity": _parity, "timed": _timed}[kind](context, name)
+    launch.finish()
+    return 0
+
+
+def _parity(context: Context, name: str) -> None:
+    layout = layouts(max(2, dist.get_world_size()))[name]
+    error = 0.0
+    for model in ("GPT", "MLP"):
+        if model == "MLP" and (layout.pp > 1 or layout.cp > 1):
+            continue
+        torch.manual_seed(7)
+        expected = oracle.reference(oracle.MODELS[model](True), oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM)
+        torch.manual_seed(7)
+        found, trainer = oracle.in_parallel(
+            oracle.MODELS[model](True), layout, oracle.OPTIMIZERS["AdamW"], oracle.MAX_GRAD_NORM,
+            lambda *arguments, **others: mw.parallelize(*arguments, **others, device=context.device),
+        )  # fmt: skip
+        losses = oracle.error_of(torch.stack(found.losses).cpu(), torch.stack(expected.losses))
+        state = {key: value.cpu() for key, value in found.state.items()}
+        error = max(error, losses, oracle.largest_error(state, expected.state) if trainer.rank == 0 else 0.0)
+    context.keep(error=error)
+
+
+def _timed(context: Context, name: str) -> None:
+    """Time our layout and its peer by turns."""
+    ranks = dist.get_world_size()
+    layout, per_rank, peer = PEERS[name]
+    work = WORKLOADS["gpt"](context.rehearse)
+    work = replace(work, sequences=work.sequences * ranks if per_rank else max(ranks, work.sequences))
+    batch = work.batch()
+    torch.manual_seed(0)
+    with context.device:
+        model = work.make()
+    own = copy.deepcopy(model).cpu()
+    trainer = mw.parallelize(
+        own, language_model_loss, batch, plan=layout(ranks, work.sequences), optimizer=adamw, precision="bfloat16",
+        device=context.device, compile=name in COMPILED and not context.rehearse,
+    )  # fmt: skip
+    there = {key: value.to(context.device) for key, value in batch.items()}
+    sides: dict[str, Callable[[], Any]] = {"ours": lambda: trainer.step(there)}
+    losses = [float(sides["ours"]())]
+    print(f"{name}: our first loss {losses[0]:.5f}", flush=True)
+    sides[name] = peer(context, work, model, there)
+    found = judged(
+        f"GPT 1.3 B on {ranks} GPUs: a step at most 1.0 x that of {name}", context.seconds(sides), "ours", 1.0,
+        settings=f"{work.name}, {ranks} ranks", num_ranks=ranks, steps=3, losses=dict.fromkeys(sides, ()),
+    )  # fmt: skip
+    settings = Settings(dtype="bfloat16", ranks=ranks, threads=torch.get_num_threads(), sizes=work.sizes)
+    if dist.get_rank() == 0:
+        context.notes.found(found, {f"{work.name}, {ranks} ranks": settings})
+
+
+COMPILED = ("ddp", "fsdp2")
+"""Comparisons in which both sides are compiled."""
+
+
+def _part(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of the batch."""
+    return {key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in batch.items()}
+
+
+def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return language_model_loss(model, batch)[0]
+
+
+def _ddp(context: Context, work: Workload, model: Any, batch: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    for block in () if context.rehearse else model.blocks:
+        block.compile()
+    ids = [context.device.index] if context.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
+    own = _part(batch)
+    return lambda: plain_step(wrapped, optimizer, own, context.device.type, _loss)
+
+
+def _fsdp2(context: Context, work: Workload, model: Any, batch: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    mesh = init_device_mesh(context.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        if not context.rehearse:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=context.device.type == "cuda" or None)
+    own = _part(batch)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, own)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _tensor_parallel(context: Context, work: Workload, model: Any, batch: Mapping[str, Tensor]) -> Callable[[], Any]:
+    mesh = init_device_mesh(context.device.type, (dist.get_world_size(),))
+
+    def optimizer(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4, **options)
+
+    step = peers.tensor_parallel(model, dist.get_world_size(), optimizer, mesh=mesh)
+
+    def low() -> Tensor:
+        with torch.autocast(context.device.type, torch.bfloat16):
+            return step(batch)
+
+    return low
+
+
+class _Stage(nn.Module):
+    """Stage number ``index`` of ``count`` of a GPT: its blocks, with the embeddings first and the head last."""
+
+    def __init__(self, model: Any, index: int, count: int) -> None:
+        super().__init__()
+        each = len(model.blocks) // count
+        self.blocks = model.blocks[index * each : (index + 1) * each]
+        self.first = nn.ModuleList([model.token_embedding, model.position_embedding] if index == 0 else [])
+        self.last = nn.Sequential(model.final_norm, model.head) if index == count - 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.first):
+            x = self.first[0](x) + self.first[1](torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def _pipelining(context: Context, work: Workload, model: Any, batch: Mapping[str, Tensor]) -> Callable[[], Any]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # it knows no tied weights
+    part = _Stage(model, rank, ranks)
+    stage = PipelineStage(part, rank, ranks, context.device)
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    schedule = Schedule1F1B(stage, work.sequences, loss_fn=loss_fn)
+    fused = context.device.type == "cuda" or None
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-4, fused=fused)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(context.device.type, torch.bfloat16):
+            given = (batch["tokens"],) if rank == 0 else ()
+            last: dict[str, Any] = {"target": batch["targets"], "losses": []} if rank == ranks - 1 else {}
+            schedule.step(*given, **last, return_outputs=False)
+        optimizer.step()
+
+    return step
+
+
+PEERS: Mapping[str, tuple[Callable[[int, int], mw.Layout], bool, Callable[..., Callable[[], Any]]]] = {
+    "ddp": (lambda ranks, _: mw.Layout(dp=ranks), True, _ddp),
+    "fsdp2": (lambda ranks, _: mw.Layout(dp=ranks, zero=3), True, _fsdp2),
+    "tensor parallel": (lambda ranks, _: mw.Layout(tp=ranks), False, _tensor_parallel),
+    "pipelining": (lambda ranks, sequences: mw.Layout(pp=ranks, microbatches=sequences), False, _pipelining),
+}
+"""Maps a peer to our layout of so many ranks and sequences, whether each rank has a batch of its own, and its step."""
+
+if __name__ == "__main__":
+    sys.exit(main())
