@@ -24,7 +24,8 @@ from meshwright.planner.learn_ledgers import learn_ledgers
 from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import launch
-from meshwright.runtime.device import properties
+from meshwright.runtime.device import device_names, properties
+from meshwright.runtime.device_check import check_alike
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
@@ -201,6 +202,7 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
+    check_alike(device_names(), whose="device")
     return _ours(reported_cluster(*properties(device)))
 
 

@@ -18,7 +18,8 @@ from meshwright.comm.groups import meet
 from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
 from meshwright.runtime import launchers, meeting_point
-from meshwright.runtime.device import has_cuda, num_cuda_devices, own_device, use
+from meshwright.runtime.device import num_cuda_devices, own_device, use
+from meshwright.runtime.device_check import available, check_gpu
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
 
@@ -69,11 +70,13 @@ def start(device: torch.device | str | None = None, within: Within | None = None
         LaunchError: the environment is incomplete, the port is taken, ranks are missing, or the device does not exist.
     """
     _take_over()
-    device = _device(own_device(_number("LOCAL_RANK", "0")) if device is None else device)
+    device = available(own_device(_number("LOCAL_RANK", "0")) if device is None else device, chosen=device is not None)
+    num_ranks = within.size if within is not None else _number("WORLD_SIZE", "1")
+    check_gpu(device, num_ranks)
     use(device)
     if device.type == "cpu":
         keep_memory()
-    if not dist.is_initialized() and (within.size if within is not None else _number("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and num_ranks > 1:
         backend = BACKENDS.get(device.type, "gloo")
         if within is None:
             _join(backend)
@@ -180,19 +183,6 @@ def meet_at(address: str, interface: str) -> None:
 def timeout() -> timedelta:
     """The time that ranks wait for each other."""
     return timedelta(seconds=float(os.environ.get("MESHWRIGHT_TIMEOUT_S", "600")))
-
-
-def _device(device: torch.device | str) -> torch.device:
-    kinds = ("cpu", "cuda") if has_cuda() else ("cpu",)
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError):
-        torch_device = None
-    if torch_device is None or torch_device.type not in kinds:
-        raise LaunchError(
-            f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
-        )
-    return torch_device
 
 
 def finish() -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Resumable:
     metrics: dict[str, Tensor]
     saver: Saver
     losses: LossCheck
+    smaller: Callable[[int], str] | None = None  # names the smallest change that needs so many bytes less
     _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
     replica: Replica | None
