@@ -1,14 +1,14 @@
 """Does every layout and pipeline of the parity matrix dry-run clean on GPUs that are not there?
 
 Run as ``make bench-dry-runs`` (a part of ``make matrix``); writes results/dry_runs.json. The exit code is 1 if a target
-is missed. ``--only layouts`` (or ``pipelines``, ``large``) runs that part only; ``--every`` runs all pipelines in place
-of those in which every two values meet.
+is missed. ``--only PART`` (layouts, models, pipelines or large) runs that part only; ``--every`` runs all pipelines
+in place of those in which every two values meet.
 
-Every model under every layout of ``make matrix``; its pipelines of 2 to 16 ranks, one rank of each stage; and a few
-layouts of 256 ranks, for which those ranks are run that differ. A case is clean if no operator has tensors of host and
-device, the host never waits for the device within a step, every operator has a kernel, and all messages and
-collectives end although sends block until they are received. The peak memory of each rank is compared with the cost
-model's. Clusters: boxes of 8 H100.
+Every model of ``make matrix`` under every layout, and wider ones up to 16 ranks; Hugging Face's models under theirs;
+the pipelines of 2 to 16 ranks, one rank of each stage; and a few layouts of 256 ranks, for which those ranks are run
+that differ. A case is clean if no operator has tensors of host and device, the host never waits for the device within
+a step, every operator has a kernel, and all messages and collectives end although sends block until they are received.
+The peak memory of each rank is compared with the cost model's. Clusters: boxes of 8 H100.
 """
 
 from __future__ import annotations
@@ -18,32 +18,23 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
-import meshwright as mw
 from benchmarks import report
 from meshwright.errors import MeshwrightError
 from meshwright.ir.dry_run import DryRun
 from meshwright.ir.result import Finding, Settings
-from meshwright.models import GPT, GPTConfig, language_model_loss
-from tests.distributed import oracle, pipelines
+from tests.end_to_end import dry_run_cases
+from tests.end_to_end.dry_run_cases import Case
 
 COMMAND = "make bench-dry-runs"
-CLUSTER = "h100-dgx-ndr400x8"
 WITHIN = 0.05
 """The largest relative difference between the peak memory of a rank and its prediction."""
-MAX_RANKS = 16
-LARGE = {
-    "dp8 x tp8 x pp4": mw.Layout(dp=8, tp=8, pp=4, microbatches=8),
-    "dp64 x tp4, zero 3": mw.Layout(dp=64, tp=4, zero=3),
-    "dp16 x pp16, zb-h1": mw.Layout(dp=16, pp=16, microbatches=16, schedule="zb-h1"),
-}
-"""Layouts of 256 ranks, for a GPT of 16 layers."""
 
 
 class Row(NamedTuple):
@@ -57,45 +48,12 @@ class Row(NamedTuple):
         return isinstance(self.found, DryRun) and self.found.clean and self.found.matched
 
 
-def layouts() -> Iterator[tuple[str, oracle.Subject, dict[str, Any]]]:
-    """Every model under every layout; optimizer, clipping and labels take turns."""
-    settings = itertools.cycle(itertools.product(oracle.OPTIMIZERS, oracle.CLIPPING, oracle.LABELS))
-    for (model, layout), chosen in zip(itertools.product(oracle.MODELS, oracle.LAYOUTS), settings, strict=False):
-        optimizer, clipping, labels = chosen
-        options = {"optimizer": oracle.OPTIMIZERS[optimizer], "max_grad_norm": oracle.CLIPPING[clipping]}
-        subject = oracle.subject_of(oracle.Case(model, layout, *chosen))
-        yield ", ".join((model, layout, *chosen)), subject, {"plan": oracle.LAYOUTS[layout], **options}
-
-
-def pipeline_cases(every: bool) -> Iterator[tuple[str, oracle.Subject, dict[str, Any]]]:
-    """The pipelines of the matrix; message-driven ones do not run on GPUs."""
-    cases = pipelines.every_case() if every else pipelines.pairwise_cases(MAX_RANKS)
-    for case in cases:
-        if case.schedule == "message-driven" or case.num_ranks > MAX_RANKS:
-            continue
-        layout = case.layout
-        firsts = [stage * case.num_ranks // layout.pp for stage in range(layout.pp)]
-        options = {"optimizer": oracle.OPTIMIZERS[case.optimizer], "max_grad_norm": oracle.CLIPPING[case.clipping]}
-        yield f"{case}", pipelines.subject_of(case.model, case.labels), {"plan": layout, "ranks": firsts, **options}
-
-
-def large() -> Iterator[tuple[str, oracle.Subject, dict[str, Any]]]:
-    """A few layouts of 256 ranks."""
-    for name, layout in LARGE.items():
-        torch.manual_seed(7)
-        config = GPTConfig(layers=16, width=64, heads=8, vocabulary=1024, sequence_length=32)
-        tokens = torch.randint(1024, (256, 32))
-        batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
-        subject = oracle.Subject(GPT(config), language_model_loss, [batch])
-        yield f"GPT of 16 layers, {name}", subject, {"plan": layout, "optimizer": oracle.OPTIMIZERS["AdamW"]}
-
-
-def run(name: str, subject: oracle.Subject, options: dict[str, Any]) -> Row:
+def run(case: Case) -> Row:
     """One case."""
     try:
-        return Row(name, mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], cluster=CLUSTER, **options))
+        return Row(case.name, dry_run_cases.run(case))
     except MeshwrightError as error:
-        return Row(name, str(error))
+        return Row(case.name, str(error))
 
 
 def judged(part: str, rows: Sequence[Row]) -> list[Finding]:
@@ -132,25 +90,31 @@ def _told(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; write the result if all parts were run."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=("layouts", "pipelines", "large"), action="append", help="run this part only")
+    parts_known = ("layouts", "models", "pipelines", "large")
+    parser.add_argument("--only", choices=parts_known, action="append", help="run this part only")
     parser.add_argument("--every", action="store_true", help="run every pipeline")
     parser.add_argument("--first", type=int, default=0, help="run so many cases of each part only")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # of the models' libraries
     logging.getLogger("meshwright").setLevel(logging.ERROR)
-    parts = {"layouts": layouts, "pipelines": lambda: pipeline_cases(options.every), "large": large}
+    parts: dict[str, Callable[[], Iterator[Case]]] = {
+        "layouts": partial(dry_run_cases.layouts, all_ranks=True),
+        "models": dry_run_cases.models,
+        "pipelines": partial(dry_run_cases.pipeline_cases, options.every),
+        "large": partial(dry_run_cases.large, dry_run_cases.deep_gpt),
+    }
     found: list[Finding] = []
     console = Console()
     for part in options.only or parts:
         cases = list(itertools.islice(parts[part](), options.first or None))
-        found += judged(part, [run(*case) for case in track(cases, part, console=console)])
+        found += judged(part, [run(case) for case in track(cases, part, console=console)])
     for finding in found:
         console.print(f"{finding.verdict:9} {finding.target}: {finding.measured}", highlight=False, markup=False)
         for name, text in finding.notes.items():
             console.print(f"            {name}: {text}", highlight=False, markup=False)
     if not options.only and not options.first:
         settings = {"steps": Settings(dtype="float64 and float32", ranks=1, threads=1, sizes={})}
-        text = (__doc__ or "").partition("in place\nof those in which every two values meet.")[2].strip()
+        text = (__doc__ or "").partition("in place of those in which every two values meet.")[2].strip()
         report.write("dry_runs", "Dry runs", COMMAND, "nothing", settings, found, text)
     return report.alone(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from benchmarks.gpu.context import Context
 from meshwright import api
-from meshwright.api.gpus import gpu_cluster
+from meshwright.api.measured_gpus import gpu_cluster
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.kernel import Product
 from meshwright.ir.result import Check
@@ -41,7 +41,8 @@ def run(context: Context) -> None:
     context.notes.found(
         Check(
             target="fitted constants of matrix products hold, and calls repeat, within 10%",
-            verdict="reported" if context.rehearse else "pass" if deviation <= 0.1 else "fail", passed=int(deviation <= 0.1), total=1,
+            verdict="reported" if context.rehearse else "pass" if deviation <= 0.1 else "fail",
+            passed=int(deviation <= 0.1), total=1,
             measured=f"standard deviation {deviation:.1%}; the same call from sweep to sweep "
             f"{cluster.calibration.drift if cluster.calibration else 0.0:.1%}",
         )

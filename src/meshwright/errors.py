@@ -126,6 +126,14 @@ class LostRankError(RankError):
     """A rank that ended or no longer answers, as another rank noticed."""
 
 
+class DeviceMemoryError(MeshwrightError):
+    """A device without room for a step: what holds its memory, and the smallest change that makes room."""
+
+
+class DeviceError(RankError):
+    """A device that failed within a run: it is lost, or one of its kernels read out of bounds."""
+
+
 class PreemptedError(MeshwrightError):
     """A run that was asked to end (SIGTERM, SIGUSR1) and could not save first: it goes on from its last checkpoint.
 

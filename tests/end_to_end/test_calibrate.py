@@ -13,8 +13,8 @@ import torch
 
 import meshwright as mw
 from meshwright import api, cli
-from meshwright.api.gpus import LEAST_SPREAD, gpu_cluster, gpu_name
 from meshwright.api.machine import known_cluster
+from meshwright.api.measured_gpus import LEAST_SPREAD, gpu_cluster, gpu_name
 from meshwright.catalog import with_software
 from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Rates

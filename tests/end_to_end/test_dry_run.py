@@ -23,17 +23,8 @@ from meshwright.runtime.clip import clip
 from meshwright.runtime.executor import Executor
 from meshwright.torch_private import FakeStore
 from tests.distributed import oracle, pipelines
+from tests.end_to_end import dry_run_cases
 
-CASES = {
-    "MLP": mw.Layout(tp=2),
-    "LeNet": mw.Layout(dp=2),
-    "ResNet": mw.Layout(dp=2, tp=2),
-    "HF GPT-2, mask": mw.Layout(dp=2, zero=1, tp=2),
-    "GPT": mw.Layout(dp=2, zero=3, tp=2, pp=2, microbatches=4),
-}
-"""A layout of each kind of model; ``make matrix`` has them all."""
-PREDICTED = ("MLP", "ResNet", "HF GPT-2, mask")
-"""Cases whose peak memory is predicted within 5 %."""
 PIPELINES = {
     "zb-v": mw.Layout(pp=2, chunks=2, schedule="zb-v", microbatches=4),
     "interleaved": mw.Layout(pp=2, dp=2, chunks=2, schedule="interleaved", microbatches=4),
@@ -52,19 +43,57 @@ def dry_mlp(layout: mw.Layout, optimizer: Any = oracle.OPTIMIZERS["AdamW"], **op
     )
 
 
-@pytest.mark.parametrize("model", CASES)
-def test_layouts_are_clean_and_their_memory_is_predicted(model: str) -> None:
-    layout, subject = CASES[model], oracle.MODELS[model](True)
-    first_and_last = (0, layout.num_ranks - 1) if layout.num_ranks > 2 else None
-    report = mw.dry_run(
-        subject.model, subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["AdamW"],
-        max_grad_norm=oracle.MAX_GRAD_NORM, ranks=first_and_last,
-    )  # fmt: skip
-    assert report.findings == ()
+WITHIN = 0.05
+"""The largest relative difference between the peak memory of a rank and its prediction."""
+SCALARS_BYTES = 256
+
+
+def layouts() -> Iterator[object]:
+    """Every model under every layout of the parity matrix, and a small one under each wider layout; ``make matrix`` and
+    ``make bench-dry-runs`` run every model under those too."""
+    for number, case in enumerate(dry_run_cases.layouts(all_ranks=False)):
+        at = number % len(dry_run_cases.LAYOUTS)  # those of the parity matrix come first
+        chosen = case.capture == "MLP" or (case.capture in oracle.MODELS and at < len(oracle.LAYOUTS))
+        yield pytest.param(case, id=case.name, marks=() if chosen else (pytest.mark.product,))
+
+
+def large() -> Iterator[object]:
+    """A small model on 256 ranks, under layouts whose messages are compared quickly."""
+    for case in dry_run_cases.large(dry_run_cases.deep_mlp):
+        quick = case.name in ("dp64 x tp4, zero 3", "dp64 x pp4")
+        yield pytest.param(case, id=case.name, marks=() if quick else (pytest.mark.product,))
+
+
+def as_predicted(report: DryRun) -> bool:
+    """Whether peaks are predicted within 5 %. Scalars, such as flags and norms, are not predicted."""
+    return all(
+        abs(each.predicted_bytes - each.peak_bytes) <= max(WITHIN * each.peak_bytes, SCALARS_BYTES)
+        for each in report.ranks
+    )
+
+
+@pytest.mark.parametrize("case", list(layouts()))
+def test_layouts_are_clean_and_their_memory_is_predicted(case: dry_run_cases.Case) -> None:
+    report = dry_run_cases.run(case)
+    assert (report.findings, report.matched) == ((), True)
     assert all(each.collectives for each in report.ranks)
     assert all(each.peak_bytes > each.held_bytes > 0 for each in report.ranks)
-    assert model not in PREDICTED or all(abs(each.deviation) < 0.05 for each in report.ranks), report.ranks
-    assert not any(value.is_meta for value in subject.model.parameters()), "the caller's model stays as it is"
+    assert as_predicted(report), report.ranks
+
+
+@pytest.mark.parametrize("case", list(large()))
+def test_layouts_of_256_ranks_are_clean(case: dry_run_cases.Case) -> None:
+    layout = case.options["plan"]
+    report = dry_run_cases.run(case._replace(options={**case.options, "ranks": dry_run_cases.firsts(layout)}))
+    assert (report.findings, report.matched, report.world_size) == ((), True, 256)
+    assert as_predicted(report), report.ranks
+
+
+def test_a_dry_run_leaves_the_model_as_it_is() -> None:
+    model = MLP((6, 16, 12, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mw.dry_run(model, classification_loss, a_batch(), mw.Layout(tp=2), "h100-dgx")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -11,8 +11,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import api
-from meshwright.api.gpus import gpu_cluster
 from meshwright.api.machine import known_cluster
+from meshwright.api.measured_gpus import gpu_cluster
 from meshwright.errors import NonFiniteLossError
 from meshwright.ir.kernel import Product
 from meshwright.models import GPT, GPTConfig, LeNet, ResNet, classification_loss, language_model_loss

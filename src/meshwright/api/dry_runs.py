@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from meshwright.api.planned_runs import captured as captured_run
 from meshwright.api.planned_runs import cluster_of
 from meshwright.api.plans import Rules, choose, cost_of, loaded, precision_of
 from meshwright.capture import builder
+from meshwright.capture.builder import Capture
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.errors import ClusterError, LayoutError
@@ -77,9 +78,22 @@ def dry_run(
         LayoutError, PlanError, CaptureError, RuleError, OptimizerError: as ``parallelize``.
     """
     check_factory(optimizer, max_grad_norm)
-    computed_in = precision_of(plan, precision)
-    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=computed_in)
-    graph, factory = captured.graph, optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=precision_of(plan, precision))
+    return dry_run_captured(
+        captured, model, loss_fn, batch, plan, cluster, devices=devices, ranks=ranks, optimizer=optimizer,
+        max_grad_norm=max_grad_norm, seed=seed, progress=progress,
+    )  # fmt: skip
+
+
+def dry_run_captured(
+    captured: Capture, model: nn.Module, loss_fn: LossFunction, batch: Any,
+    plan: str | os.PathLike[str] | Layout | Plan, cluster: Cluster | str, *, devices: int | None = None,
+    ranks: Sequence[int] | None = None, optimizer: OptimizerFactory | None = None, max_grad_norm: float | None = None,
+    seed: int = 0, progress: Callable[[str], None] = lambda what: None,
+) -> DryRun:  # fmt: skip
+    """``dry_run`` of a step that is captured already, so that many layouts share a capture."""
+    rules, graph = captured.rules, captured.graph
+    factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     world_size = devices or _size_of(plan, known_cluster(cluster, CPU).num_devices)
     known = known_cluster(cluster, CPU, world_size)
     _check_gpus(known)
@@ -218,10 +232,11 @@ def _streams(found: Sequence[Rehearsed], plan: Plan) -> tuple[dict[str, dict[int
     firsts = [plan.mesh.stage_ranks(stage).start for stage in range(plan.mesh.num_stages)]
     if plan.uneven or not all(first in run and _sends_to_stages(run[first], plan) for first in firsts):
         return {}, False
-    for moment, of_ranks in streams.items():
-        for rank in range(plan.mesh.world_size):
-            first = firsts[plan.mesh.coordinates(rank).get("pp", 0)]
-            of_ranks.setdefault(rank, as_of(streams[moment][first], partial(_moved, plan, first, rank)))
+    for rank in range(plan.mesh.world_size):
+        first = firsts[plan.mesh.coordinates(rank).get("pp", 0)]
+        image = cache(partial(_moved, plan, first, rank))
+        for of_ranks in streams.values() if rank not in run else ():
+            of_ranks[rank] = as_of(of_ranks[first], image)
     return streams, True
 
 

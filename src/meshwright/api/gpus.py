@@ -1,95 +1,78 @@
-"""Makes the cluster of this machine's GPUs from their measurements."""
+"""Checks the GPUs of a run before its first step, and finds the change of a plan that makes room on a full GPU."""
 
-import math
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
-import msgspec
 import torch
 
-from meshwright.catalog import load_software, reported_cluster
-from meshwright.cost.fitted_kernels import fitted_kernels
-from meshwright.errors import ClusterError
-from meshwright.ir.cluster import Calibration, Cluster
-from meshwright.ir.device import Device, Kernels
-from meshwright.runtime.calibrate_gpus import MeasuredGpu
-from meshwright.runtime.machine import machine_name
-from meshwright.runtime.measured import curves, levels_of
-
-NAME = "this-machine-gpus"
-LEAST_SPREAD, HOST_SPREAD = 0.03, 0.25
-"""The least uncertainty of a step's time, and that of the time that the host adds, on a calibrated GPU: what a
-measurement of kernels cannot show (clock rates under load, interference)."""
-
-
-def gpu_cluster(found: MeasuredGpu) -> Cluster:
-    """The cluster of the measured GPUs: peaks are those of the data sheet, if the catalog has the device, else the best
-    measured rates. Products follow fitted constants, all other measured kinds their curves."""
-    name, memory_bytes, processors, num_devices = found.properties
-    base = _catalog(found)
-    best = {row.dtype: 0.0 for row in found.products}
-    for row in found.products:
-        m, n, k, batch = row.product
-        best[row.dtype] = max(best[row.dtype], 2 * m * n * k * batch / row.seconds)
-    device = Device(
-        name=name, kind="gpu", memory_bytes=memory_bytes or 2**33, peak_flops_per_s=best,
-        memory_bandwidth_bytes_per_s=found.streamed_bytes_per_s, origin="measured",
-    )  # fmt: skip
-    kernels = Kernels(processors=processors)
-    if base is not None:
-        kernels = base.device.kernels or kernels
-        peaks = {dtype: max(peak, best.get(dtype, 0.0)) for dtype, peak in base.device.peak_flops_per_s.items()}
-        bandwidth = max(base.device.memory_bandwidth_bytes_per_s, found.streamed_bytes_per_s)
-        device = msgspec.structs.replace(
-            base.device, memory_bytes=memory_bytes, peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=bandwidth,
-            origin="measured",
-        )  # fmt: skip
-    kernels = msgspec.structs.replace(
-        kernels, kernel_s=found.measured.kernel_s, launch_s=found.launch_s,
-        bandwidth_fraction=min(1.0, found.streamed_bytes_per_s / device.memory_bandwidth_bytes_per_s),
-    )  # fmt: skip
-    fitted = fitted_kernels(device, kernels, [(row.product, row.dtype, row.seconds) for row in found.products])
-    there, back = (rate / 1e9 for rate in found.copies)
-    device = msgspec.structs.replace(
-        device,
-        kernels=fitted.kernels,
-        efficiency=curves(found.measured, device.peak_flops_per_s["bfloat16"], device.memory_bandwidth_bytes_per_s),
-        source=f"meshwright calibrate: products deviate by {fitted.deviation:.1%} from the fitted constants; copies "
-        f"{there:.1f} GB/s to the device, {back:.1f} GB/s back; a product beside a copy takes {found.beside:.2f} times "
-        f"as long. Peaks: {base.device.source if base is not None else 'the best measured rates'}",
-    )
-    software = load_software("meshwright")
-    step = min(1.0, max(LEAST_SPREAD, math.hypot(fitted.deviation, found.measured.drift)))
-    spread = msgspec.structs.replace(software.spread, step=step, host=HOST_SPREAD)
-    each, boxes = found.places.each, found.places.num_boxes
-    levels = levels_of(list(found.timings), each, boxes) if each * boxes > 1 else ()
-    if not levels and base is not None:
-        levels = base.resized(num_devices).levels if num_devices > 1 else ()
-    count = each * boxes if found.timings else num_devices if levels else 1
-    return Cluster(
-        name=NAME,
-        num_devices=count,
-        source=f"meshwright calibrate on {machine_name()}",
-        device=device,
-        levels=levels,
-        collectives=found.timings,
-        software=msgspec.structs.replace(software, host=1.0, spread=spread, source="host: measured; else the catalog"),
-        calibration=Calibration(
-            machine=gpu_name(found.properties.name),
-            torch=str(torch.__version__),
-            time_s=round(time.time()),
-            spread=0.0,
-            drift=round(found.measured.drift, 4),
-        ),
-    )
+from meshwright.api.machine import known_cluster
+from meshwright.api.plans import Rules, cost_of
+from meshwright.comm.groups import from_every_rank
+from meshwright.errors import DeviceMemoryError, MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
+from meshwright.ir.units import size
+from meshwright.lower.plans import PlanLowering
+from meshwright.planner.compare import changes_that_fit
+from meshwright.planner.foretell import foretell
+from meshwright.runtime.device import processor, properties
+from meshwright.runtime.device_check import check_alike, check_float64
+from meshwright.runtime.optimizer import OptimizerFactory
 
 
-def gpu_name(reported: str) -> str:
-    """The name of this machine with its GPUs, which identifies their measurements."""
-    return f"{machine_name()}, {reported}"
+def check_gpus(
+    device: torch.device, graph: Graph, layout: Layout, cluster: Cluster | str | None, num_ranks: int
+) -> None:
+    """Refuse GPUs that differ although the plan takes them for equal, and a step in float64 that would crawl. All ranks
+    must call it.
+
+    Raises:
+        ClusterError: the GPUs differ. LaunchError: the step is in float64, and the GPU is not made for it.
+    """
+    if device.type != "cuda":
+        return
+    own = processor(device)
+    check_float64(graph, own, properties(device).processors, num_ranks)
+    known = known_cluster(cluster, device, num_ranks) if cluster is not None else None
+    described = bool(layout.stage_sizes) or (known is not None and not known.homogeneous)
+    check_alike(from_every_rank(str(own)), described=described)
 
 
-def _catalog(found: MeasuredGpu) -> Cluster | None:
+@contextmanager
+def making_trainer(device: torch.device) -> Iterator[None]:
+    """Raise a DeviceMemoryError if parameters and their copies do not fit on the device."""
     try:
-        return reported_cluster(*found.properties)
-    except ClusterError:
-        return None
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"the parameters do not fit ({str(error).splitlines()[0]})", where=f"{device}, before the first step",
+            remedy="use more ranks with tp, pp or zero=3, or plan='auto', which chooses a layout that fits",
+        ) from error  # fmt: skip
+
+
+def smallest_change(
+    graph: Graph, plan: Plan, cluster: Cluster | str | None, device: torch.device, optimizer: OptimizerFactory | None,
+    clips: bool, rules: Rules | None, lacking_bytes: int,
+) -> str:  # fmt: skip
+    """The fastest of the single changes of a plan's layout with which a rank needs ``lacking_bytes`` less, as the user
+    would write it. A text without a change if no single change is enough."""
+    try:
+        known, cost = known_cluster(cluster, device, plan.mesh.world_size), cost_of(optimizer, graph)
+        now = foretell(PlanLowering(graph, rules), plan, known, optimizer=cost, clips=clips)
+        lowering = partial(PlanLowering, rules=rules)
+        limit = now.peak.peak_bytes - lacking_bytes
+        if limit <= 0:
+            return ""
+        changes = changes_that_fit(
+            graph, plan.layout, known, lowering, memory_bytes=limit, optimizer=cost, clips=clips
+        )  # fmt: skip
+    except MeshwrightError:  # of a plan that this cluster cannot cost: the error is then that of the full memory alone
+        return ""
+    if not changes:
+        return f"no single change of the layout saves {size(lacking_bytes)}: use more ranks, or a smaller batch"
+    best = changes[0]
+    saved, slower = now.peak.peak_bytes - best.peak_bytes, best.step_s / now.played.step_s
+    return f"{best.text} saves {size(saved)} (step time x{slower:.2f}, predicted)"

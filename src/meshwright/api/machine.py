@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from meshwright.api import gpus
-from meshwright.api.gpus import gpu_cluster, gpu_name
+from meshwright.api import measured_gpus
+from meshwright.api.measured_gpus import gpu_cluster, gpu_name
 from meshwright.catalog import load_cluster, reported_cluster, with_software
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.transport import mpi
@@ -26,7 +26,8 @@ from meshwright.planner.learn_ledgers import learn_ledgers
 from meshwright.report.run_files import read_run
 from meshwright.runtime import calibrate as calibration
 from meshwright.runtime import calibrate_gpus, launch
-from meshwright.runtime.device import has_cuda, num_cuda_devices, properties
+from meshwright.runtime.device import device_names, has_cuda, num_cuda_devices, properties
+from meshwright.runtime.device_check import check_alike
 from meshwright.runtime.loop import Progress, Silent
 from meshwright.runtime.measured import BUSY_SPREAD, stale
 from meshwright.runtime.ranks import run_ranks
@@ -206,7 +207,7 @@ def is_busy(measurement: Calibration) -> bool:
 def calibration_file(kind: str = "cpu") -> Path:
     """The default file in which ``calibrate`` keeps the calibration of this machine's cores, or with ``cuda`` of its
     GPUs."""
-    return launch.cache_directory() / ("this-machine.toml" if kind == "cpu" else f"{gpus.NAME}.toml")
+    return launch.cache_directory() / ("this-machine.toml" if kind == "cpu" else f"{measured_gpus.NAME}.toml")
 
 
 def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks: int = 0) -> Cluster:
@@ -230,6 +231,7 @@ def known_cluster(cluster: Cluster | str | None, device: torch.device, num_ranks
             return here
         inside = msgspec.structs.replace((here.levels or generic.levels)[0], fan_out=num_ranks)
         return msgspec.structs.replace(here, num_devices=num_ranks, levels=(inside,))
+    check_alike(device_names(), whose="device")
     measured = calibrated("cuda")
     if measured is not None and num_ranks <= measured.num_devices:
         return measured

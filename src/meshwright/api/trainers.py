@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.api.allowed import plan_before_start, search_allowed
+from meshwright.api.gpus import check_gpus, making_trainer, smallest_change
 from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
 from meshwright.capture import builder
 from meshwright.capture.tracer import LossFunction
@@ -137,6 +139,7 @@ def parallelize(
     if strict:
         check_strict(graph)
     _agree(graph)
+    check_gpus(target, graph, _layout_of(plan), cluster, world_size)
 
     kept = cost_of(optimizer, graph) if plan == "auto" else ADAMW
     clips = max_grad_norm is not None
@@ -147,20 +150,13 @@ def parallelize(
             rules=rules,
         )  # fmt: skip
 
-    trainer = Trainer(
-        model,
-        loss_fn,
-        captured,
-        _plan_of_rank_0(planned),
-        optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
-        device=target,
-        replan=adapt_plan,
-        rules=rules,
-        compile=compile,
-        weights=weights,
-    )
+    chosen = _plan_of_rank_0(planned)
+    with making_trainer(target):
+        trainer = Trainer(
+            model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,
+            device=target, replan=adapt_plan, rules=rules, compile=compile, weights=weights,
+        )  # fmt: skip
+    trainer.smaller = partial(smallest_change, graph, chosen, cluster, target, optimizer, clips, rules)
     if place.server >= 0:
         joining.serve_only(trainer, place)
     if place.num_replicas > 1:

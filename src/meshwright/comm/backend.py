@@ -114,7 +114,8 @@ def all_gather_start(value: Tensor, group: str, size: int, algorithm: str, label
     value = value.contiguous()
     result = value.new_empty(size, *value.shape)
     by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
-    return ranks.in_flight(result, by.all_gather(value, result, *how), "all_gather", label)
+    work = UnderWay(None, value, works=(by.all_gather(value, result, *how),))
+    return ranks.in_flight(result, work, "all_gather", label)
 
 
 def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorithm: str, label: str = "") -> Tensor:
@@ -123,7 +124,7 @@ def reduce_scatter_start(value: Tensor, op: str, group: str, size: int, algorith
     value = value.contiguous()
     result = value.new_empty(value.shape[1:])
     by, how = ranks.carrier(algorithm, "reduce_scatter", value.nbytes, label)
-    work = by.reduce_scatter(value, result, op, *how)
+    work = UnderWay(None, value, works=(by.reduce_scatter(value, result, op, *how),))
     return ranks.in_flight(result, work, "reduce_scatter", label, value.nbytes)
 
 
@@ -173,6 +174,9 @@ def gather_parts_start(
         work = coding.all_gather(joined, rows, ours, *how)
         return ranks.in_flight(result, UnderWay(spread_all, joined, works=(work,)), "all_gather", label)
     by, how = ranks.carrier(algorithm, "all_gather", result.nbytes, label)
+    if isinstance(by, Native) and result.device.type != "cpu":
+        work = UnderWay(None, *flat, works=(by.all_gather_each(flat, places),))
+        return ranks.in_flight(result, work, "all_gather", label)
     together, alone = _together(counts, flat[0].element_size(), how[0])
     joined = torch.cat([flat[index] for index in together]) if together else flat[0].new_empty(0)
     rows = joined.new_empty(size, joined.numel())
@@ -212,6 +216,9 @@ def reduce_to_parts_start(
         work = coding.reduce_scatter(torch.cat(rows, 1), result, ours, *how)
         return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     by, how = ranks.carrier(algorithm, "reduce_scatter", num_bytes, label)
+    if isinstance(by, Native) and result.device.type != "cpu":
+        work = UnderWay(None, *rows, works=(by.reduce_scatter_each(rows, list(places)),))
+        return ranks.in_flight(result, work, "reduce_scatter", label, num_bytes)
     together, alone = _together(counts, values[0].element_size(), how[0])
     joined = torch.cat([rows[index] for index in together], 1) if together else rows[0].new_empty(size, 0)
     sums = joined.new_empty(joined.shape[1]) if alone else result

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.cost.work import StepWork
+from meshwright.cost.work import ActionBytes, StepWork
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.interval import COVERED, NINE_OF_TEN
 from meshwright.ir.part import memory_of
@@ -20,8 +20,13 @@ MOST_AXES = 3
 SURE = (1 + COVERED) / 2
 """A peak counts as fitting if the chance of staying within the limit is at least this; it counts as not fitting if the
 chance is below one half."""
-
-_COMPUTES = frozenset(kind for kind in ActionKind if kind.computes)
+_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
+_TAKES = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B, ActionKind.I: ActionKind.RECV_B}
+"""Maps a computing action to the action that receives its values."""
+_HANDS = {
+    ActionKind.F: (1, ActionKind.RECV_F), ActionKind.B: (-1, ActionKind.RECV_B), ActionKind.I: (-1, ActionKind.RECV_B),
+}  # fmt: skip
+"""Maps a computing action to the distance of the stage that reads its values, and to what that stage receives."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,35 +46,81 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def peak_memory(work: StepWork, schedule: Schedule) -> tuple[RankMemory, ...]:
-    """The peak of every pipeline rank. A micro-batch is in flight on a stage from its F until the end of its B or W, as
-    in the schedule's validator (``schedules/check.py``). If the order of actions is a rule, the order with the most
-    micro-batches in flight counts."""
-    peaks = []
-    sizes = [
-        (round(work.heap_factor * stage.saved_bytes), round(work.heap_factor * stage.workspace_bytes))
-        for stage in work.stages
-    ]
-    for rank, actions in enumerate(with_most_in_flight(schedule)):
-        held = sum(work.stages[stage].held_bytes for stage in sorted({action.stage for action in actions}))
-        live = 0
-        most, highest = 0, (0, 0)
-        at: Action | str = ""
-        for action in actions:
-            kind = action.kind
-            if kind not in _COMPUTES:
-                continue
-            saved, workspace = sizes[action.stage]
-            if kind is ActionKind.F:
-                live += saved
-            if live + workspace > most:
-                most, highest, at = live + workspace, (live, workspace), action
-            if kind is not ActionKind.F and kind is not ActionKind.I:
-                live -= saved
-        peak = RankMemory(
-            rank=rank, held_bytes=held, saved_bytes=highest[0], workspace_bytes=highest[1], action=str(at)
-        )
-        peaks.append(peak)
-    return tuple(peaks)
+    """The peak of every pipeline rank, over its actions in their order and over the moments before and after them.
+
+    A micro-batch's values live on a stage from its F until the end of its B or W, as in the schedule's validator
+    (``schedules/check.py``). A received value lives from its RECV on. If the order of actions is a rule, the order with
+    the most micro-batches in flight counts."""
+    return tuple(_Rank(work, rank, tuple(actions)).peak() for rank, actions in enumerate(with_most_in_flight(schedule)))
+
+
+class _Rank:
+    """Plays the memory of one rank. ``held`` are the bytes that live for the whole step, ``live`` those of values."""
+
+    def __init__(self, work: StepWork, rank: int, actions: tuple[Action, ...]) -> None:
+        self.work, self.rank, self.actions = work, rank, actions
+        self.stages = sorted({action.stage for action in actions})
+        self.held, self.live = sum(work.stages[stage].held_bytes for stage in self.stages), 0
+        self.came: set[tuple[int, int | None, str]] = set()
+        self.known: dict[tuple[int, str], ActionBytes] = {}
+        self.highest = RankMemory(rank=rank, held_bytes=self.held, saved_bytes=0, workspace_bytes=0, action="")
+
+    def peak(self) -> RankMemory:
+        """The moment with the most bytes."""
+        passing = [self.work.stages[stage].passing_bytes for stage in self.stages]
+        self.held -= sum(passing)
+        for stage, num_bytes in zip(self.stages, passing, strict=True):
+            self._look(self._memory(stage, "before"), "prologue")
+            self.held += num_bytes
+        for action in self.actions:
+            self._play(action)
+        for stage in self.stages:
+            self._run(self._memory(stage, "after"), "the end of the step")
+        self.held -= sum(self.work.stages[stage].inputs_bytes for stage in self.stages)
+        self._look(ActionBytes(), "update")
+        return self.highest
+
+    def _memory(self, stage: int, action: str) -> ActionBytes:
+        if (stage, action) not in self.known:
+            self.known[stage, action] = self.work.memory_of(stage, action)
+        return self.known[stage, action]
+
+    def _play(self, action: Action) -> None:
+        stage, kind, key = action.stage, action.kind, (action.stage, action.microbatch)
+        if kind in _RECEIVES:
+            self._come(*key, kind)
+            return
+        if kind is ActionKind.REDUCE_GRAD:
+            self.held -= self.work.stages[stage].passing_bytes
+        elif not kind.computes:
+            return
+        if kind in _TAKES:
+            self._come(*key, _TAKES[kind])
+        self._run(self._memory(stage, kind.value), str(action))
+        if kind in _HANDS:  # to a stage of the same rank, without a message
+            further, receive = _HANDS[kind]
+            if stage + further in self.stages:
+                self._come(stage + further, action.microbatch, receive)
+
+    def _come(self, stage: int, microbatch: int | None, receive: ActionKind) -> None:
+        """Allocate what a micro-batch receives, once."""
+        if (stage, microbatch, receive.value) not in self.came:
+            self.came.add((stage, microbatch, receive.value))
+            self._run(self._memory(stage, receive.value), f"{stage}{receive.value}{microbatch}")
+
+    def _run(self, each: ActionBytes, action: str) -> None:
+        self._look(each, action)
+        self.live += each.left_bytes - each.taken_bytes
+
+    def _look(self, each: ActionBytes, action: str) -> None:
+        """Note the moment if it is the highest so far."""
+        most = max(each.most_bytes, each.taken_bytes)
+        saved = self.live - each.taken_bytes + min(most, max(each.taken_bytes, each.left_bytes))
+        workspace = self.live - each.taken_bytes + most - saved
+        if self.held + saved + workspace > self.highest.peak_bytes:
+            self.highest = RankMemory(
+                rank=self.rank, held_bytes=self.held, saved_bytes=saved, workspace_bytes=workspace, action=action
+            )
 
 
 def num_peers(sizes: Mapping[str, int], box: int) -> int:

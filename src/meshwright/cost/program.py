@@ -10,9 +10,9 @@ from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
 from meshwright.cost.kernels import Cost
+from meshwright.cost.lifetimes import lifetimes, sizes_of
 from meshwright.cost.node_costs import NodeCosts, communicated, of_parameters
 from meshwright.cost.optimizer import SGD, OptimizerCost
-from meshwright.cost.scratch import scratch_bytes
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
@@ -22,9 +22,9 @@ from meshwright.ir.mesh import members
 from meshwright.ir.part import stage_cluster
 from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
-from meshwright.ir.program import Accumulator, Collective, Node, Program, Transfer, Value
+from meshwright.ir.program import Accumulator, Collective, Held, Node, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, LATE, PHASE_OF, PROLOGUE
+from meshwright.ir.stages import FINISH, PHASE_OF, PROLOGUE
 from meshwright.schedules.reshard import Box, transfer
 
 HOST_S_PER_BYTE = 1 / 25e9
@@ -110,26 +110,26 @@ class _Stage:
         self.trained = {name for other in programs for name in other.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
         self.labels: Counter[str] = Counter()
-        values = [value for phase in program.phases for value in phase.inputs]
-        values += [value for phase in program.phases for node in phase.nodes for value in node.outputs]
-        self.sizes = {value.storage: value.num_bytes for value in values}
-        self.sizes |= {value.storage: value.num_bytes for value in values if value.owns}
+        self.sizes = sizes_of(program)
 
     def work(self) -> StageWork:
-        program = self.program
+        program, held = self.program, self.held()
         before = self._before()
         pieces = {kind.value: self._pieces(self._nodes(phase), phase) for kind, phase in PHASE_OF.items()}
         self._add_coding(pieces)
-        saved, workspace = self._memory()
+        memory = lifetimes(program, on_cpu=self.blocking, joined_bytes=self._joined_bytes())
         return StageWork(
             pieces={kind: launched(action) for kind, action in pieces.items()},
             before=before,
             after=self._after(),
             sent_up_bytes=self._sent_bytes(ActionKind.SEND_F, ActionKind.RECV_F, program.stage + 1),
             sent_down_bytes=self._sent_bytes(ActionKind.SEND_B, ActionKind.RECV_B, program.stage - 1),
-            saved_bytes=saved,
-            held_bytes=self.held().total_bytes,
-            workspace_bytes=workspace,
+            saved_bytes=memory.saved_bytes,
+            held_bytes=held.total_bytes,
+            workspace_bytes=memory.workspace_bytes,
+            passing_bytes=held.gathered_bytes + held.prologue_bytes,
+            inputs_bytes=held.inputs_bytes,
+            actions=memory.actions,
         )
 
     def _sent_bytes(self, sends: ActionKind, receives: ActionKind, near: int) -> int:
@@ -310,10 +310,26 @@ class _Stage:
             optimizer_bytes=self._optimizer_bytes(),
             buffers_bytes=sum(buffer.bytes for buffer in program.buffers),
             # A rank holds these once, not once per chunk.
-            inputs_bytes=sum(tensor.bytes for tensor in program.inputs)
-            if program.stage < self.pipeline.num_ranks
-            else 0,
+            inputs_bytes=sum(map(self._input_bytes, program.inputs)) if program.stage < self.pipeline.num_ranks else 0,
         )
+
+    def _input_bytes(self, held: Held) -> int:
+        """The bytes of an input of the step on this rank. On a CPU it is a view of the whole batch, which the caller
+        holds; other devices get a copy of this rank's part."""
+        if self.blocking:
+            return held.bytes
+        sizes = self.plan.submesh(self.program.stage).sizes if self.plan.uneven else self.plan.mesh.sizes
+        placements = self.program.input_placements.get(held.name, {})
+        parts = prod(sizes.get(axis, 1) for axis, placement in placements.items() if isinstance(placement, Shard))
+        return -(-held.bytes // parts)
+
+    def _joined_bytes(self) -> int:
+        """The bytes that the sum of a tied parameter's gradients over stages needs: the terms of the other stages."""
+        rank = self.pipeline.rank_of(self.program.stage)
+        own = {held.name: held.bytes for held in self.program.parameters}
+        terms = ((len(ranks) - 1) * own[name] for name, ranks in self._owners().items()
+                 if name in own and rank in ranks)  # fmt: skip
+        return max(terms, default=0) if self.pipeline.num_ranks > 1 else 0
 
     def _optimizer_bytes(self) -> int:
         """Bytes of optimizer state on the device. If the state is kept on the host, two chunks of it are on the
@@ -327,42 +343,6 @@ class _Stage:
     @property
     def _offloads(self) -> bool:
         return self.plan.offload == "optimizer" and not self.blocking
-
-    def _memory(self) -> tuple[int, int]:
-        """Bytes that a micro-batch keeps from forward to backward, and the most bytes that one action needs in
-        addition."""
-        forward, backward = self._nodes(FORWARD), self._nodes(BACKWARD)
-        if self.program.together:
-            live: dict[str, int] = {}
-            rising = self._highest((*self._nodes(PROLOGUE), *forward), live)
-            saved = sum(live.values())
-            return saved, max(0, rising - saved, self._highest(backward, live) - saved)
-        live = {transfer.value.name: transfer.value.num_bytes for transfer in self.program.crossing(ActionKind.RECV_F)}
-        produced = live.keys() | {value.storage for node in forward for value in node.outputs if value.owns}
-        late = {value.storage for name in LATE for value in self.program.phase(name).inputs}
-        kept = {storage: self.sizes[storage] for storage in produced & late}
-        saved = sum(kept.values())
-        rising = self._highest(forward, live)
-        kept |= {transfer.value.name: transfer.value.num_bytes for transfer in self.program.crossing(ActionKind.RECV_B)}
-        return saved, max(0, rising - saved, self._highest(backward, kept) - saved)
-
-    def _highest(self, nodes: Iterable[Node], live: dict[str, int]) -> int:
-        """The peak of live bytes over the nodes. ``live`` maps each live storage to its bytes and is updated in
-        place."""
-        total = peak = sum(live.values())
-        for node in nodes:
-            for value in node.outputs:
-                if value.owns and value.storage not in live:
-                    live[value.storage] = value.num_bytes
-                    total += value.num_bytes
-            peak = max(peak, total + self._scratch_bytes(node))
-            for storage in node.frees:
-                total -= live.pop(storage, 0)
-        return peak
-
-    def _scratch_bytes(self, node: Node) -> int:
-        """Bytes of temporary memory that a node needs while it runs: the need of its most demanding kernel."""
-        return max((scratch_bytes(kernel, self.blocking) for kernel in node.kernels), default=0)
 
 
 def _over_dp(value: Value, whole: tuple[int, ...]) -> Placements:

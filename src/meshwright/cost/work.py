@@ -84,6 +84,15 @@ def _waiting(piece: Compute, wait_s: float) -> Compute:
     return msgspec.structs.replace(piece, seconds=piece.device_s + wait_s, host_s=wait_s)
 
 
+class ActionBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of a stage's values in one action: the action takes over ``taken_bytes``, needs up to ``most_bytes`` (with
+    those), and leaves ``left_bytes``. Bytes that are held for the whole step do not count."""
+
+    taken_bytes: int = 0
+    most_bytes: int = 0
+    left_bytes: int = 0
+
+
 class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One stage on one rank: the pieces of each kind of action, the bytes that cross stage borders, and memory.
 
@@ -92,7 +101,11 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     clipping, optimizer). Bytes are counted for one rank. Per micro-batch, ``sent_up_bytes`` go to the next stage and
     ``sent_down_bytes`` to the previous stage. ``saved_bytes`` live from a micro-batch's forward until its last backward
     action. ``held_bytes`` live for the whole step (parameters, gradients, optimizer state, buckets, inputs).
-    ``workspace_bytes`` is the most that one action needs in addition.
+    ``workspace_bytes`` is the most that one action needs in addition. Of the held bytes, ``passing_bytes`` (gathered
+    parameters, results of the prologue) live only until gradients are reduced, and ``inputs_bytes`` until the update.
+
+    ``actions`` has the memory of each kind of action, of ``before`` and of ``after``. If it is empty, because the stage
+    is put together from layers, ``saved_bytes`` and ``workspace_bytes`` stand for all actions.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
@@ -103,6 +116,16 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     saved_bytes: int = 0
     held_bytes: int = 0
     workspace_bytes: int = 0
+    passing_bytes: int = 0
+    inputs_bytes: int = 0
+    actions: dict[str, ActionBytes] = {}
+
+    def memory_of(self, action: str) -> ActionBytes:
+        """The memory of a kind of action."""
+        if self.actions or action not in ("F", "B", "I", "W"):
+            return self.actions.get(action, ActionBytes())
+        saved, most = self.saved_bytes, self.saved_bytes + self.workspace_bytes
+        return ActionBytes(0 if action == "F" else saved, most, saved if action in ("F", "I") else 0)
 
 
 class StepWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,3 +134,10 @@ class StepWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     stages: tuple[StageWork, ...]
     heap_factor: float = 1.0
+
+    def memory_of(self, stage: int, action: str) -> ActionBytes:
+        """The memory of a kind of action of a stage, as the allocator takes it."""
+        each, factor = self.stages[stage].memory_of(action), self.heap_factor
+        if factor == 1.0:
+            return each
+        return ActionBytes(*(round(factor * size) for size in (each.taken_bytes, each.most_bytes, each.left_bytes)))

@@ -76,8 +76,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     ``operator`` is the name of the graph's operator for which the call is made. For any other call, it is a word for
     the purpose: ``gathers``, ``gradients``, ``outputs``, ``sends`` or ``buffers``. ``starts`` is a collective that this
-    node starts. It runs until the node whose ``waits`` is the name of this node. The collectives ``inside`` are parts
-    of the call and end with it. ``frees`` names the storages whose last reader is this node."""
+    node starts. It runs until the node whose ``waits`` is the name of this node. Until then it keeps ``copied_bytes``:
+    contiguous or padded copies of inputs that it cannot send as they are. The collectives ``inside`` are parts of the
+    call and end with it. ``frees`` names the storages whose last reader is this node."""
 
     name: str
     target: str
@@ -88,6 +89,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     starts: Collective | None = None
     inside: tuple[Collective, ...] = ()
     waits: str = ""
+    copied_bytes: int = 0
     frees: tuple[str, ...] = ()
     backward: bool = False
 

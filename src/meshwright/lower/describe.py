@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 from torch import Tensor, fx
 
 from meshwright.ir import program as ir
+from meshwright.ir.placement import flat_shape
 from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, LATE, PROLOGUE, WEIGHT
 from meshwright.lower.counts import Counter, inside, started
 from meshwright.lower.partition import LoweredStage
@@ -17,6 +19,8 @@ from meshwright.ops.base import Call
 from meshwright.torch_private import OpOverload
 
 _INTO = ("out", "grad_input")
+_SENDS_WHOLE = collectives.STARTS - {collectives.HALO_EXCHANGE, collectives.HALO_REDUCE, collectives.HALO_RETURN}
+"""The collectives that send their inputs as contiguous blocks of memory."""
 
 
 @dataclass
@@ -38,7 +42,7 @@ class _Function:
         self._names: dict[fx.Node, tuple[str, ...]] = {}
         self._taken = set(self.stored.values())
         self._storages: dict[int, str] = {}
-        self._positions: dict[str, int] = {}
+        self._sent: dict[str, tuple[str, ...]] = {}
         self.sources: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -88,16 +92,20 @@ class _Function:
         at = len(self.calls)
         for name in (*inputs, *self._names[node]):
             self.last[self.values[name].storage] = at
-        if waits:  # a collective reads its inputs until it is waited for
-            begun = self._positions.get(waits)
-            for name in self.calls[begun]["inputs"] if begun is not None else ():
-                self.last[self.values[name].storage] = at
-        self._positions[node.name] = at
+        for name in self._sent.get(waits, ()):  # a collective reads what it sends until it is waited for
+            self.last[self.values[name].storage] = at
+        copied = {
+            source: copy for source in node.all_input_nodes
+            if starts is not None and (copy := _copied_bytes(target, source.meta["val"], starts.size))
+        }  # fmt: skip
+        if starts is not None:
+            own = (source for source in node.all_input_nodes if source not in copied)
+            self._sent[node.name] = tuple(name for source in own for name in self._names[source])
         self.sources.append(node)
         self.calls.append({
             "name": node.name, "target": _text(target), "operator": operator, "inputs": inputs,
             "outputs": tuple(outputs), "kernels": self.counter.kernels(call) if counted else (), "starts": starts,
-            "inside": inside(call, operator), "waits": waits,
+            "inside": inside(call, operator), "waits": waits, "copied_bytes": sum(copied.values()),
             "backward": bool(node.meta.get("backward")),
         })  # fmt: skip
 
@@ -137,6 +145,17 @@ def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
         return [(node.name, value)]
     several = value if isinstance(value, tuple | list) else ()
     return [(_item(node, index), output) for index, output in enumerate(several) if isinstance(output, Tensor)]
+
+
+def _copied_bytes(target: Any, value: Any, size: int) -> int:
+    """The bytes of the copy that the kernel of a collective over ``size`` ranks makes of an input: of a tensor that is
+    not contiguous, and of a gradient that does not divide into equal parts, which is padded. 0 if there is none."""
+    if target not in _SENDS_WHOLE or not isinstance(value, Tensor):
+        return 0
+    elements = value.numel()
+    if target is collectives.REDUCE_TO_PARTS:
+        elements = size * prod(flat_shape(tuple(value.shape), size))
+    return elements * value.itemsize if elements > value.numel() or not value.is_contiguous() else 0
 
 
 def _text(target: Any) -> str:

@@ -3,16 +3,17 @@
 A dry run has a kind of its own (``runtime/rehearsal.py``), which stands in for a device that is not there.
 """
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.record import Timeline
-from meshwright.errors import LaunchError
 from meshwright.runtime.memory import ResidentMemory, has_resident_memory
 
 CPU = torch.device("cpu")
@@ -263,24 +264,6 @@ def own_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank if num_cuda_devices() > 1 else 0)
 
 
-def checked(device: torch.device | str) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        LaunchError: there is no such device here.
-    """
-    kinds = ("cpu", "cuda") if has_cuda() else ("cpu",)
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError):
-        torch_device = None
-    if torch_device is None or torch_device.type not in kinds:
-        raise LaunchError(
-            f"there is no device {str(device)!r} here", where="device", remedy=f"use {' or '.join(kinds)}"
-        )
-    return torch_device
-
-
 def use(device: torch.device) -> None:
     """Make a CUDA device the current device of this process, before anything is allocated or NCCL is started."""
     if device.type == "cuda":
@@ -314,3 +297,52 @@ def taken_bytes(device: torch.device) -> tuple[int, int]:
 def peak_allocated_bytes(device: torch.device) -> int:
     """The most bytes that tensors held on a CUDA device."""
     return int(torch.cuda.max_memory_allocated(device))
+
+
+class CudaSupport(NamedTuple):
+    """CUDA, as PyTorch's build and the driver of this machine support it.
+
+    ``build``: the version of CUDA for which PyTorch was built, such as (12, 8); () for a build without CUDA.
+    ``driver``: the newest version that the driver supports; () without a driver. ``kernels``: the architectures for
+    which PyTorch has kernels, such as ``sm_90``. ``has_nccl``: whether it has NCCL."""
+
+    build: tuple[int, ...] = ()
+    driver: tuple[int, ...] = ()
+    kernels: tuple[str, ...] = ()
+    has_nccl: bool = False
+
+
+def cuda_support() -> CudaSupport:
+    """What PyTorch and the driver of this machine support."""
+    build = tuple(map(int, (torch.version.cuda or "").split("."))) if torch.version.cuda else ()
+    return CudaSupport(build, _driver_version(), tuple(torch.cuda.get_arch_list()), dist.is_nccl_available())
+
+
+def _driver_version() -> tuple[int, ...]:
+    """The newest version of CUDA that NVIDIA's driver supports. It is asked without starting CUDA in this process."""
+    version = ctypes.c_int()
+    try:
+        found = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return ()
+    return divmod(version.value // 10, 100) if found == 0 else ()
+
+
+class Processor(NamedTuple):
+    """The processor of a CUDA device: its name, and its compute capability, such as (9, 0)."""
+
+    name: str
+    capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+def processor(device: torch.device) -> Processor:
+    """The processor of a CUDA device."""
+    return Processor(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def device_names() -> list[str]:
+    """The names of the CUDA devices that this process sees."""
+    return [torch.cuda.get_device_name(torch.device("cuda", index)) for index in range(num_cuda_devices())]

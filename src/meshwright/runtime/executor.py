@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from meshwright.lower.partition import LoweredStage, PhaseFunction
 from meshwright.runtime.by_rule import by_rule
 from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.phase_clock import Clock
-from meshwright.runtime.route import Place, Route
+from meshwright.runtime.route import At, Place, Route
 from meshwright.runtime.running_stage import RunningStage, Values, empty
 from meshwright.schedules.timing import PARTNER
 
@@ -118,6 +118,7 @@ class Executor:
         for action in self._ordered():
             self._begun = time.perf_counter()
             self._be_at(action.stage, action.microbatch)
+            self._forget_sent()
             self._run[action.kind](self.stages[action.stage], action)
             end = time.perf_counter()
             if alone:
@@ -144,6 +145,12 @@ class Executor:
         self._live.clear()
         return result
 
+    @property
+    def values_in_flight(self) -> list[Any]:
+        """The values of micro-batches that are kept, received or handed over now."""
+        coming = (whole for each in self._coming.values() for _, whole, _, _ in each)
+        return [*coming, *(value for each in (*self._live.values(), *self._handed.values()) for value in each.values())]
+
     def _ordered(self) -> Iterable[Action]:
         """Yield the actions of the step. Each must be run before the next is requested."""
         if not self.schedule.in_flight:
@@ -154,7 +161,7 @@ class Executor:
     def _be_at(self, stage: int, microbatch: int | None = None) -> None:
         """Set the place in the schedule that errors name, unless the schedule is one stage with one micro-batch."""
         if self.schedule.num_stages * self.schedule.num_microbatches > 1:
-            be_at(_At(stage, microbatch))
+            be_at(At(stage, microbatch))
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -273,8 +280,6 @@ class Executor:
     def _send(self, stage: RunningStage, action: Action) -> None:
         transfers = stage.program.crossing(action.kind)
         live = self._live.get((action.stage, _microbatch(action)), {})
-        # An accelerator's messages leave behind the host: their memory is free when they have come.
-        self._leaving = [work for work in self._leaving if not (isinstance(work, Arrival) and work.has_come())]
         for transfer, route in zip(transfers, self._routes[action.stage, action.kind], strict=True):
             for peer, place in route.messages:
                 part = live[transfer.value.name][place].contiguous()
@@ -282,6 +287,11 @@ class Executor:
                     part = encoded(coder_at(transfer.codec, part.dtype), part, self._draw(action, transfer))
                 self._leaving.append(self._channels[peer].send(part))
         self._let_go(stage, action, action.kind)
+
+    def _forget_sent(self) -> None:
+        """Free the memory of an accelerator's messages that have come. They leave while the host goes on."""
+        if self._leaving and self.device.type != "cpu":
+            self._leaving = [work for work in self._leaving if not (isinstance(work, Arrival) and work.has_come())]
 
     def _hand_over(self, stage: RunningStage, action: Action, kind: ActionKind) -> None:
         """Give the values that cross a border directly to the neighbouring stage, if this rank holds that stage too. No
@@ -369,18 +379,10 @@ class Executor:
         return arrival if got is box else arrival.then(partial(box.copy_, got))
 
     def _reduce(self, stage: RunningStage, action: Action) -> None:
+        """Start the sums of a stage's gradients, after its last backward. Free what no later phase reads."""
+        stage.step = {name: value for name, value in stage.step.items() if name in stage.read_at_end}
         stage.step.update(stage.buckets)
         self._call(stage, REDUCE)
-
-
-class _At(NamedTuple):
-    """The place in the schedule at which a collective runs."""
-
-    stage: int
-    microbatch: int | None = None
-
-    def __str__(self) -> str:
-        return f"stage {self.stage}" + (f", micro-batch {self.microbatch}" if self.microbatch is not None else "")
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@
 """
 
 import os
+import re
 import signal
 import time
 import traceback
@@ -122,12 +123,33 @@ def first_failure(directory: Path, num_ranks: int, rank: int, exit_code: int, wa
         )
     if exit_code >= 0 and not log.exists():
         return _failed(f"rank {rank} ended before it began: its function could not be imported", GUARD, doing)
+    if waited := nccl_timeout(log):
+        remedy = (
+            f"the ends of {log.parent}/*.log and *.status tell which; MESHWRIGHT_TIMEOUT_S sets how long ranks wait"
+        )
+        return _failed(f"rank {rank} {waited} {doing}".rstrip(), remedy, doing)
     signals = {known.value: known.name for known in signal.Signals}
     killer = signals.get(-exit_code, f"signal {-exit_code}")
     end = f"was killed by {killer}" if exit_code < 0 else f"ended with exit code {exit_code}"
     memory = "often the machine had no memory left; " if exit_code == -signal.SIGKILL else ""
     remedy = f"{memory}its output is in {log}; run again to continue from a checkpoint"
     return _failed(f"rank {rank} {end} {doing}".rstrip(), remedy, doing)
+
+
+_NCCL_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+),[^)]*Timeout\(ms\)=(\d+)\)"
+)
+
+
+def nccl_timeout(log: Path) -> str:
+    """What a rank says in its log before NCCL's watchdog ends it, because another rank did not come; otherwise empty.
+    The watchdog ends the process, so that the rank writes no error of its own."""
+    if not log.exists() or not (found := _NCCL_TIMEOUT.search(log.read_text(errors="replace"))):
+        return ""
+    number, kind, waited_ms = found.groups()
+    return (
+        f"waited {int(waited_ms) / 1000:.0f} s in NCCL's {kind.lower()} number {number}, to which a rank did not come,"
+    )
 
 
 def as_error(failure: Failure, directory: Path) -> MeshwrightError:

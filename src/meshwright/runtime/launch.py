@@ -21,7 +21,8 @@ from meshwright.comm.member import attend, close_all
 from meshwright.errors import LaunchError
 from meshwright.ir.flight import EVENTS
 from meshwright.runtime import launchers, meeting_point
-from meshwright.runtime.device import checked, num_cuda_devices, own_device, use
+from meshwright.runtime.device import num_cuda_devices, own_device, use
+from meshwright.runtime.device_check import available, check_gpu
 from meshwright.runtime.kept_memory import VARIABLE
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.memory import keep_memory
@@ -76,12 +77,14 @@ def start(device: torch.device | str | None = None, within: Within | None = None
     """
     _take_over()
     own = own_device(_number("LOCAL_RANK", "0"))
-    device = checked(own if device is None else device)
+    device = available(own if device is None else device, chosen=device is not None)
     device = own if device == torch.device(own.type) else device  # ``cuda`` without a number
+    num_ranks = within.size if within is not None else _number("WORLD_SIZE", "1")
+    check_gpu(device, num_ranks)
     use(device)
     if device.type == "cpu":
         keep_memory()
-    if not dist.is_initialized() and (within.size if within is not None else _number("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and num_ranks > 1:
         backend = BACKENDS.get(device.type, "gloo")
         os.environ.setdefault(pytorch_flight.BUFFER, f"{EVENTS}")
         if within is None:
@@ -153,18 +156,7 @@ def _kept(server: dist.Store) -> None:
 def own_address() -> str:
     """The address of this machine for other boxes, in the network through which the store is reached."""
     host = os.environ.get("MESHWRIGHT_MEET", "").rpartition(":")[0] or os.environ.get("MASTER_ADDR", HOST)
-    return address_towards(host)
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine in the network through which it reaches ``host``."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # no data is sent
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        remedy = "give an IPv4 address, or a name that has one"
-        raise LaunchError(f"{host!r} cannot be reached: {error}", where="MASTER_ADDR", remedy=remedy) from error
+    return meeting_point.address_towards(host)
 
 
 def store_at(meet: str) -> dist.Store:

@@ -208,3 +208,14 @@ def _unreachable(address: str, port: int) -> str:
         return f"it does not answer within {time.monotonic() - begun:.0f} s"
     except OSError as error:
         return error.strerror or str(error)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine in the network through which it reaches ``host``."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # no data is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        remedy = "give an IPv4 address, or a name that has one"
+        raise LaunchError(f"{host!r} cannot be reached: {error}", where="MASTER_ADDR", remedy=remedy) from error

@@ -210,7 +210,7 @@ def _together(
                 "timeout": meeting.timeout_s,
                 "is_host": meeting.is_host,
             },
-            local_addr=launch.HOST if meeting.num_hosts == 1 else launch.address_towards(meeting.address),
+            local_addr=launch.HOST if meeting.num_hosts == 1 else meeting_point.address_towards(meeting.address),
             max_restarts=0,
             monitor_interval=0.1,
             start_method="forkserver",

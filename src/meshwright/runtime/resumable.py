@@ -42,6 +42,7 @@ class Resumable(Interchange):
     step_number: int
     seed: int
     metrics: dict[str, Tensor]
+    smaller: Callable[[int], str] | None = None  # names the smallest change that needs so many bytes less
     _optimizer: torch.optim.Optimizer | None
     _codecs: CodecMemory
 

@@ -1,9 +1,20 @@
-"""Routes: which messages carry a tensor between two stages."""
+"""Places in a schedule, and routes: which messages carry a tensor between two stages."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Place = tuple[slice, ...]
 """A box: a rectangular block of a tensor, given by one slice for every dim."""
+
+
+class At(NamedTuple):
+    """The place in the schedule at which a collective runs."""
+
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}" + (f", micro-batch {self.microbatch}" if self.microbatch is not None else "")
 
 
 @dataclass(frozen=True)

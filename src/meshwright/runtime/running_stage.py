@@ -46,6 +46,7 @@ class RunningStage:
         self.kept = {name for name in ready if name in late} | self.read_late
         self.of_step = {name for phase in (REDUCE, FINISH) for name in self.phases[phase].inputs}
         self.of_step.update(program.gradients.values(), program.scalars.values(), program.buffers_after.values())
+        self.read_at_end = self.of_step | {self.holder.get(name, name) for name in program.buffer_updates}
 
     def _memory(self, accumulator: Accumulator, device: torch.device) -> Tensor:
         value = accumulator.value

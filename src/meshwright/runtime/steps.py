@@ -200,7 +200,7 @@ class Step:
             work.wait()
         total = terms[owners[0]]
         for owner in owners[1:]:
-            total = total + terms[owner]
+            total.add_(terms[owner])  # own memory: no more than the terms is needed
         return total
 
 

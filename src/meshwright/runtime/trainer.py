@@ -31,6 +31,7 @@ from meshwright.ops.library import mix
 from meshwright.runtime.clip import clip
 from meshwright.runtime.codec_memory import CodecMemory, check_momentum
 from meshwright.runtime.device import DeviceKind, device_kind, to_device
+from meshwright.runtime.device_errors import explained
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
 from meshwright.runtime.inputs import BatchSplit, check_alike, compare_over_ranks, kind_of
@@ -49,8 +50,7 @@ log = logging.getLogger("meshwright")
 
 Replan = Callable[[Plan, Graph], Plan]
 SHAPES_KEPT = 8
-"""Maximum number of captured steps that are kept. A warning is logged when changes in the model or its settings have
-caused this many new captures."""
+"""Most captured steps that are kept. Changes of the model that cause so many captures again cause a warning."""
 
 
 class Trainer(Resumable):
@@ -268,7 +268,7 @@ class Trainer(Resumable):
         if self.recorder is not None:
             self.recorder.clear()
             self.recorder.sample()
-        with recording(self.recorder):
+        with recording(self.recorder), explained(self):
             yield
 
     def _note(self, what: str, begun: float) -> None:

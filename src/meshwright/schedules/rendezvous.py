@@ -220,16 +220,19 @@ def as_of(stream: Stream, image: Callable[[int], int]) -> list[Started | Awaited
     """The stream of another rank that does the same as the rank of ``stream``, with other ranks. ``image`` maps each
     rank to the rank that takes its place; it is a permutation of all ranks."""
     result: list[Started | Awaited] = []
+    moved: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
     for entry in stream:
         if isinstance(entry, Awaited):
             result.append(entry)
             continue
-        numbers, name = entry.communicator.split(), ""
-        if not numbers[-1].isdecimal():
-            name = numbers.pop()
-        ranks = tuple(sorted(image(rank) for rank in entry.ranks))
-        members = sorted(image(int(rank)) for rank in numbers)
+        key = entry.communicator, entry.ranks
+        if key not in moved:
+            numbers, name = entry.communicator.split(), ""
+            if not numbers[-1].isdecimal():
+                name = numbers.pop()
+            where = communicator(sorted(image(int(rank)) for rank in numbers), name)
+            moved[key] = where, tuple(sorted(image(rank) for rank in entry.ranks))
+        where, ranks = moved[key]
         messages = tuple(msgspec.structs.replace(each, peer=image(each.peer)) for each in entry.messages)
-        where = communicator(members, name)
         result.append(msgspec.structs.replace(entry, communicator=where, ranks=ranks, messages=messages))
     return result

@@ -161,15 +161,22 @@ class _Builder:
         receives, receive = None, _RECEIVED_BY.get(kind)
         if receive is not None and self.homes.get(action.stage + PARTNER[receive][0], self.rank) != self.rank:
             receives = Action(action.stage, receive, action.microbatch)
-        saved, workspace = (round(self.work.heap_factor * size) for size in (stage.saved_bytes, stage.workspace_bytes))
+        memory = self.work.memory_of(action.stage, kind.value)
+        # A forward allocates what it saves; a received value counts from here on.
+        taken = 0 if kind is ActionKind.F else min(memory.taken_bytes, self._kept_bytes(action.stage, kind))
+        grows = memory.left_bytes - taken
         return Entry(
             action,
             receives,
             self._ops_of(action, stage),
-            saved if kind is ActionKind.F else 0,
-            workspace,
-            saved if kind in (ActionKind.B, ActionKind.W) else 0,
+            max(0, grows),
+            max(0, memory.most_bytes - taken - max(0, grows)),
+            max(0, -grows),
         )
+
+    def _kept_bytes(self, stage: int, kind: ActionKind) -> int:
+        """The bytes that the action before ``kind`` has left for it: the forward, or I if ``kind`` is W."""
+        return self.work.memory_of(stage, "I" if kind is ActionKind.W else "F").left_bytes
 
     def _ops_of(self, action: Action, stage: StageWork) -> tuple[Op, ...]:
         key = (action.stage, action.kind)

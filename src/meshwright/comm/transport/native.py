@@ -26,3 +26,13 @@ class Native:
     def all_gather(self, value: Tensor, into: Tensor, algorithm: str, label: str) -> Any:
         """Start to collect every rank's ``value`` in ``into``, a tensor ``[size, ...]``."""
         return dist.all_gather_single(into.view(-1), value.view(-1), self._group, async_op=True)
+
+    def all_gather_each(self, values: list[Tensor], into: list[Tensor]) -> Any:
+        """Start to collect every rank's parts of several tensors, between accelerators: one operation, which reads and
+        writes the tensors where they are."""
+        return self._group.all_gather_single_coalesced([each.view(-1) for each in into], values)
+
+    def reduce_scatter_each(self, values: list[Tensor], into: list[Tensor]) -> Any:
+        """Start to sum the rows of several tensors ``[size, ...]``, and to write this rank's row of each, as
+        ``all_gather_each``."""
+        return self._group.reduce_scatter_single_coalesced(into, [each.view(-1) for each in values])

@@ -1,0 +1,132 @@
+"""Names errors of a GPU within a step: its memory is full, it was lost, or one of its kernels read out of bounds."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.errors import DeviceError, DeviceMemoryError, MeshwrightError
+from meshwright.ir.units import size
+from meshwright.runtime.device import DeviceKind
+from meshwright.runtime.executor import Executor
+from meshwright.runtime.state import LocalParameters
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_FREE = re.compile(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free")
+_CUDA = re.compile(r"CUDA (?:driver )?error: ([^\n]+)")
+_OUT_OF_BOUNDS = ("device-side assert", "illegal memory access", "misaligned address")
+_LOOK_AT_BATCH = (
+    "often a label or a token is not below the number of classes or words: run the batch on the CPU, which names the "
+    "operator"
+)
+_LOOK_AT_DEVICE = (
+    "run again, which goes on from the last checkpoint; `nvidia-smi` and `dmesg | grep Xid` tell whether the GPU is "
+    "lost: leave it out with CUDA_VISIBLE_DEVICES then"
+)
+
+
+class Holder(Protocol):
+    """The parts of a trainer that hold memory of a device. ``smaller`` names the smallest change of the plan that needs
+    so many bytes less; empty if there is none. It is None if nobody knows the plan's costs."""
+
+    rank: int
+    step_number: int
+    device: torch.device
+    parameters: LocalParameters
+    smaller: Callable[[int], str] | None
+    _optimizer: Optimizer | None
+    _kind: DeviceKind
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the last step."""
+
+
+@contextmanager
+def explained(trainer: Holder) -> Iterator[None]:
+    """Raise errors of the device within a step as a DeviceMemoryError, which names what holds the memory, or as a
+    DeviceError."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise _full(trainer, str(error)) from error
+    except RuntimeError as error:
+        if (found := _CUDA.search(str(error))) is None:
+            raise
+        raise _failed(trainer, found[1].strip()) from error
+
+
+def holders(trainer: Holder) -> dict[str, int]:
+    """The bytes of memory that each kind of tensor holds on the device, the largest first. A storage counts once, for
+    the first kind that holds it."""
+    optimizer, executor = trainer._optimizer, trainer.executor
+    states = [] if optimizer is None else [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    ]  # fmt: skip
+    stages = executor.stages.values()
+    kinds: dict[str, Iterable[object]] = {
+        "parameters": [trainer.parameters[name] for name in trainer.parameters],
+        "optimizer state": states,
+        "gradients": [
+            *(memory for stage in stages for memory in (*stage.buckets.values(), *stage.totals.values())),
+            *(parameter.grad for parameter in trainer.parameters.trainable.values()),
+        ],
+        "buffers": trainer.parameters.named_buffers.values(),
+        "gathered parameters and inputs": [value for stage in stages for value in stage.step.values()],
+        "values of micro-batches in flight": executor.values_in_flight,
+    }
+    seen: set[int] = set()
+    found = {name: _bytes_of(values, seen) for name, values in kinds.items()}
+    if (read := trainer._kind.memory_now) is not None:
+        found["values of the operators at work"] = max(0, read() - sum(found.values()))
+    return dict(sorted(((name, held) for name, held in found.items() if held), key=lambda pair: -pair[1]))
+
+
+def _bytes_of(values: Iterable[object], seen: set[int]) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
+            seen.add(value.untyped_storage()._cdata)
+            total += value.untyped_storage().nbytes()
+    return total
+
+
+def _full(trainer: Holder, text: str) -> DeviceMemoryError:
+    held = holders(trainer)
+    wanted, free = _parsed(_ASKED, text), _parsed(_FREE, text)
+    asks = f" for {size(wanted)} more" if wanted else ""
+    change = trainer.smaller(max(1, wanted - free)) if trainer.smaller is not None else ""
+    return DeviceMemoryError(
+        f"its memory is full, and has no room{asks}: {_told(held)}",
+        where=_place(trainer),
+        remedy=change or "use more ranks, more micro-batches, recompute='full' or zero=1",
+    )
+
+
+def _told(held: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.items()) or "nothing of this trainer"
+
+
+def _parsed(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.search(text)
+    return round(float(found[1]) * _UNITS[found[2]]) if found is not None else 0
+
+
+def _failed(trainer: Holder, text: str) -> DeviceError:
+    if any(mark in text for mark in _OUT_OF_BOUNDS):
+        problem = f"a kernel read or wrote out of bounds ({text})"
+        remedy = _LOOK_AT_BATCH
+    else:
+        problem, remedy = f"the device failed ({text})", _LOOK_AT_DEVICE
+    return DeviceError(problem, where=_place(trainer), remedy=remedy)
+
+
+def _place(trainer: Holder) -> str:
+    return f"rank {trainer.rank}, {trainer.device}, step {trainer.step_number + 1}"

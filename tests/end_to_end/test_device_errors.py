@@ -1,0 +1,162 @@
+"""Errors of a GPU within a step are named: what holds its memory, the change that makes room, and a lost device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.api import gpus
+from meshwright.errors import ClusterError, DeviceError, DeviceMemoryError, FailedRankError, LaunchError
+from meshwright.models import MLP, classification_loss
+from meshwright.runtime.device import CpuKind, Processor, Properties
+from meshwright.runtime.device_errors import holders
+from meshwright.runtime.executor import Executor
+from meshwright.runtime.failures import first_failure
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 3.00 KiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 KiB is "
+    "free. Process 7 has 79.15 GiB memory in use."
+)
+SIZES = (6, 64, 64, 4)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"inputs": torch.randn(64, 6), "label": torch.randint(4, (64,))}
+
+
+def trainer() -> mw.Trainer:
+    result = mw.parallelize(
+        MLP(SIZES), classification_loss, batch(), plan=mw.Layout(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.1),
+        device="cpu",
+    )  # fmt: skip
+    result.step(batch())
+    return result
+
+
+class Full(CpuKind):
+    """A device that holds 1 MiB."""
+
+    @property
+    def memory_now(self) -> Callable[[], int] | None:
+        return lambda: 2**20
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Executor, "run", run)
+
+
+def test_a_full_gpu_names_what_holds_its_memory_and_the_smallest_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trainer()
+    training._kind = Full()
+    fails(monkeypatch, torch.OutOfMemoryError(FULL))
+    with pytest.raises(DeviceMemoryError) as caught:
+        training.step(batch())
+    error = caught.value
+    assert error.where == "rank 0, cpu, step 2"
+    assert error.problem.startswith("its memory is full, and has no room for ")
+    held = holders(training)
+    parameters = sum(value.numel() for value in MLP(SIZES).parameters()) * 4
+    assert held["parameters"] == parameters
+    assert held["optimizer state"] == pytest.approx(2 * parameters, rel=0.01)
+    assert sum(held.values()) == 2**20
+    assert list(held.values()) == sorted(held.values(), reverse=True)
+    assert "optimizer state" in error.problem
+    assert "microbatches" in error.remedy
+    assert "saves" in error.remedy
+
+
+def test_without_a_change_that_is_enough_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trainer()
+    fails(monkeypatch, torch.OutOfMemoryError(FULL.replace("3.00 KiB", "60.00 GiB")))
+    with pytest.raises(DeviceMemoryError, match="use more ranks"):
+        training.step(batch())
+
+
+def test_parameters_that_do_not_fit_are_told_before_the_first_step() -> None:
+    with pytest.raises(DeviceMemoryError, match="the parameters do not fit"), gpus.making_trainer(torch.device("cpu")):
+        raise torch.OutOfMemoryError(FULL)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "remedy"),
+    [
+        (
+            "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported elsewhere",
+            "the device failed (uncorrectable ECC error encountered)",
+            "goes on from the last checkpoint",
+        ),
+        ("CUDA error: unspecified launch failure", "the device failed (unspecified launch failure)", "Xid"),
+        (
+            "CUDA error: device-side assert triggered",
+            "a kernel read or wrote out of bounds (device-side assert triggered)",
+            "not below the number of classes",
+        ),
+    ],
+)
+def test_a_gpu_that_fails_in_a_run_is_told(
+    monkeypatch: pytest.MonkeyPatch, text: str, problem: str, remedy: str
+) -> None:
+    training = trainer()
+    fails(monkeypatch, RuntimeError(text))
+    with pytest.raises(DeviceError) as caught:
+        training.step(batch())
+    assert caught.value.where == "rank 0, cpu, step 2"
+    assert caught.value.problem == problem
+    assert remedy in caught.value.remedy
+
+
+def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trainer()
+    fails(monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        training.step(batch())
+
+
+def test_a_timeout_of_nccl_is_read_from_the_log_of_a_rank_that_its_watchdog_ended(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    (ranks / "1.status").write_text("at step 3")
+    (ranks / "1.log").write_text(
+        "[rank1]:[E1126 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=42, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600032 milliseconds\n"
+    )
+    error = first_failure(tmp_path, 2, 1, -6)
+    assert isinstance(error, FailedRankError)
+    assert "rank 1 waited 600 s in NCCL's allreduce number 42, to which a rank did not come, at step 3" in str(error)
+    assert "MESHWRIGHT_TIMEOUT_S" in error.remedy
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """Stand-ins of GPUs, one for each rank."""
+    monkeypatch.setattr(gpus, "processor", lambda device: Processor(names[0], (8, 9)))
+    monkeypatch.setattr(gpus, "properties", lambda device: Properties(names[0], 2**34, 58, len(names)))
+    monkeypatch.setattr(gpus, "from_every_rank", lambda own: names)
+
+
+def test_mixed_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mw.capture(MLP(SIZES), classification_loss, batch())
+    gpu(monkeypatch, ["NVIDIA L4", "NVIDIA T4"])
+    with pytest.raises(ClusterError, match="its GPUs differ"):
+        gpus.check_gpus(torch.device("cuda"), graph, mw.Layout(dp=2), None, 2)
+    gpus.check_gpus(torch.device("cpu"), graph, mw.Layout(dp=2), None, 2)
+    gpu(monkeypatch, ["NVIDIA L4", "NVIDIA L4"])
+    gpus.check_gpus(torch.device("cuda"), graph, mw.Layout(dp=2), None, 2)
+
+
+def test_a_long_step_in_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = MLP((4096, 4096, 4096, 4)).double()
+    wide = {"inputs": torch.zeros(8, 4096, dtype=torch.float64), "label": torch.zeros(8, dtype=torch.int64)}
+    monkeypatch.setattr("meshwright.runtime.device_check.CRAWL_S", 1e-4)
+    graph = mw.capture(model, classification_loss, wide)
+    gpu(monkeypatch, ["NVIDIA L4"])
+    with pytest.raises(LaunchError, match="in float64 takes at least"):
+        gpus.check_gpus(torch.device("cuda"), graph, mw.Layout(), None, 1)
