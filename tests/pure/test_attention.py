@@ -72,7 +72,7 @@ def test_a_kernel_computes_what_is_visible_and_parts_of_blocks(length: int, on_c
     assert computed_fraction(length * length, length, length, on_cpu) == 1.0
 
 
-HALF = Form("bfloat16", 64, 64, 128)
+HALF = Form("bfloat16", 64, 64, 128, 256)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ HALF = Form("bfloat16", 64, 64, 128)
         (HALF._replace(width=192), False, (EFFICIENT, PLAIN)),
         (HALF._replace(values=32), False, (CUDNN, EFFICIENT, PLAIN)),
         (HALF._replace(width=4, values=4), False, (PLAIN,)),
-        (HALF._replace(keys=1), False, (FLASH, EFFICIENT, PLAIN)),
+        (HALF._replace(keys=130), False, (FLASH, EFFICIENT, PLAIN)),
         (HALF._replace(dropout=True), False, (PLAIN,)),
         (HALF._replace(dtype="float32"), False, (EFFICIENT, PLAIN)),
         (HALF._replace(dtype="float64"), False, (PLAIN,)),

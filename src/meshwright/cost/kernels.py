@@ -117,6 +117,22 @@ class Rates:
         seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
         return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes, kernel.calls)
 
+    def algorithm_costs(self, kernel: Kernel) -> dict[str, Cost]:
+        """The cost of attention by each algorithm that supports the call on the device, the usual one first."""
+        sizes = kernel.attention
+        assert sizes is not None
+        return {
+            name: self.cost(msgspec.structs.replace(kernel, attention=sizes._replace(algorithm=name)))
+            for name in sizes.served(kernel.dtype, self.device.kind == "cpu")
+        }
+
+    def chosen_cost(self, kernel: Kernel) -> Cost:
+        """The cost of a kernel before the planner has chosen the algorithms of attention: it takes the fastest. CPUs
+        have nothing to choose."""
+        if kernel.attention is None or kernel.attention.algorithm or self.device.kind == "cpu":
+            return self.cost(kernel)
+        return min(self.algorithm_costs(kernel).values(), key=lambda cost: cost.seconds)
+
     def matmul_s(
         self, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16", kind: str = "matmul"
     ) -> float:

@@ -21,6 +21,8 @@ _CPU_FLASH = ("float32", "float64", "bfloat16")
 """The dtypes of the CPU's fused kernel. Its sums of float16 could overflow."""
 _FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
 """The largest head sizes of FlashAttention 2, and of cuDNN for all devices and versions."""
+_CUDNN_LENGTH = 128
+"""cuDNN before 9.15.1 is wrong for sequences that this does not divide."""
 BLOCK = {True: 512, False: 128}
 """The number of keys that a fused kernel computes at a time, on CPUs (True) and GPUs (False). It skips whole blocks."""
 
@@ -34,6 +36,7 @@ class Form(NamedTuple):
     dtype: str
     width: int
     values: int
+    queries: int
     keys: int
     dropout: bool = False
     masked: bool = False
@@ -46,7 +49,7 @@ def algorithms_of(form: Form, on_cpu: bool) -> tuple[str, ...]:
 
     The limits are those of PyTorch 2.13 (``sdp_utils.cpp``). Only ``plain`` draws the random numbers of dropout by
     key, so that all layouts draw the same."""
-    dtype, width, values, keys, dropout, masked, shifted = form
+    dtype, width, values, queries, keys, dropout, masked, shifted = form
     if dropout:
         return (PLAIN,)
     if on_cpu:
@@ -57,7 +60,8 @@ def algorithms_of(form: Form, on_cpu: bool) -> tuple[str, ...]:
     if dtype in _HALVES and divides:
         if width == values <= _FLASH_WIDTH and not masked:
             found.append(FLASH)
-        if max(width, values) <= _CUDNN_WIDTH and keys > 1 and not shifted:
+        whole = queries % _CUDNN_LENGTH == keys % _CUDNN_LENGTH == 0
+        if max(width, values) <= _CUDNN_WIDTH and whole and not shifted:
             found.append(CUDNN)
     if divides and dtype in (*_HALVES, "float32"):
         found.append(EFFICIENT)

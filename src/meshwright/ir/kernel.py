@@ -62,7 +62,9 @@ class AttentionSizes(NamedTuple):
 
     def served(self, dtype: str, on_cpu: bool) -> tuple[str, ...]:
         """The algorithms that support the call on a device, the usual one first."""
-        form = Form(dtype, self.width, self.values, self.held, self.dropout, self.masked, self.shifted)
+        parts = 2 if self.keys != self.held else 1  # a ring may work on halves
+        lengths = self.queries // parts, self.held // parts
+        form = Form(dtype, self.width, self.values, *lengths, self.dropout, self.masked, self.shifted)
         return algorithms_of(form, on_cpu)
 
     def taken(self, dtype: str, on_cpu: bool) -> str:

@@ -46,7 +46,8 @@ def _kernels(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, shifted: bool, algorithm: str
 ) -> tuple[_Kernel, _Kernel]:
     on_cpu, dtype = query.device.type == "cpu", str(query.dtype).removeprefix("torch.")
-    form = Form(dtype, query.shape[3], value.shape[3], key.shape[2], dropout > 0, mask is not None, shifted)
+    lengths = query.shape[2], key.shape[2]
+    form = Form(dtype, query.shape[3], value.shape[3], *lengths, dropout > 0, mask is not None, shifted)
     served = algorithms_of(form, on_cpu)
     if algorithm and algorithm not in served:
         raise PlanError(

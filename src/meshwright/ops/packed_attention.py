@@ -29,7 +29,7 @@ ours = torch.ops.meshwright
 
 def _is_flash(query: Tensor, value: Tensor) -> bool:
     dtype = str(query.dtype).removeprefix("torch.")
-    return FLASH in algorithms_of(Form(dtype, query.shape[2], value.shape[2], 2), False)
+    return FLASH in algorithms_of(Form(dtype, query.shape[2], value.shape[2], len(query), len(query)), False)
 
 
 def _window(causal: bool, window: int) -> dict[str, int]:

@@ -6,8 +6,6 @@ Operators with the usual algorithm of the device (``ir.attention.algorithms_of``
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
-import msgspec
-
 from meshwright.cost.kernels import Rates
 from meshwright.ir import units
 from meshwright.ir.graph import Operator
@@ -29,27 +27,19 @@ def choose_attention(
     found: dict[str, tuple[str, str]] = {}
     if rates.device.kind == "cpu":
         return found
-    times = cache(lambda kernel: algorithm_times(kernel, rates))
+    costs = cache(rates.algorithm_costs)
     for operator in operators:
         if not operator.target.startswith(TARGETS) or _splits_both(operator, strategies[operator.name]):
             continue
         kernel = _kernel_of(program(operator))
-        seconds: dict[str, float] = times(kernel) if kernel is not None else {}
-        best, usual = min(seconds, key=seconds.__getitem__, default=""), next(iter(seconds), "")
+        if kernel is None:
+            continue
+        seconds = {name: cost.seconds for name, cost in costs(kernel).items()}
+        best, usual = min(seconds, key=seconds.__getitem__), next(iter(seconds))
         if best != usual:
             fast, slow = units.seconds(seconds[best]), units.seconds(seconds[usual])
             found[operator.name] = best, f"{fast} by FLOPs and bytes; {usual} {slow}"
     return found
-
-
-def algorithm_times(kernel: Kernel, rates: Rates) -> dict[str, float]:
-    """The seconds of a call of attention by each algorithm that supports it on the device, the usual one first."""
-    sizes = kernel.attention
-    assert sizes is not None
-    return {
-        name: rates.cost(msgspec.structs.replace(kernel, attention=sizes._replace(algorithm=name))).seconds
-        for name in sizes.served(kernel.dtype, rates.device.kind == "cpu")
-    }
 
 
 def _kernel_of(program: OperatorProgram) -> Kernel | None:
