@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, computed_fraction
+from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, backward_bytes, computed_fraction
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.kernel import AttentionSizes, Kernel, Product
 
@@ -77,15 +77,31 @@ def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
     sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
     if sizes is None:
         return 0
-    algorithm = sizes.taken(dtype, on_cpu)
+    algorithm, ring = sizes.taken(dtype, on_cpu), _ring_bytes(sizes, dtype, backward)
     if algorithm == PLAIN:
-        return (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, dtype, sizes.held)
-    taken = _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
-    if backward and not on_cpu:  # the sums of the queries' gradients, and the products of outputs and their gradients
-        taken += 4 * sizes.batch * sizes.queries * (sizes.width + 1)
+        return ring + (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, dtype, sizes.held)
+    taken = (
+        ring + _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
+    )
+    if backward and not on_cpu:
+        taken += backward_bytes(sizes.batch * sizes.queries, sizes.width)
         if algorithm == FLASH and 0 < sizes.key_batch < sizes.batch:  # gradients of keys for each query head
             taken += ITEM_BYTES[dtype] * sizes.batch * sizes.held * (sizes.width + sizes.values)
     return taken
+
+
+def _ring_bytes(sizes: AttentionSizes, dtype: str, backward: bool) -> int:
+    """Bytes of what a ring holds while a step runs (``ops/ring.py``): the swapped halves, the keys that arrive, the
+    results of the step, and the sums over steps."""
+    if sizes.keys == sizes.held:
+        return 0
+    rows, item = sizes.batch * sizes.queries, ITEM_BYTES[dtype]
+    query, output = item * rows * sizes.width, item * rows * sizes.values
+    keys = item * (sizes.key_batch or sizes.batch) * sizes.held * (sizes.width + sizes.values)
+    swapped = query + keys + 2 * backward * output if sizes.causal and not sizes.shifted else 0
+    if backward:
+        return swapped + 2 * (query + keys) + keys
+    return swapped + output + 2 * max(4, item) * rows * sizes.values + keys
 
 
 def _terms_bytes(sizes: AttentionSizes, dtype: str, algorithm: str, on_cpu: bool) -> int:

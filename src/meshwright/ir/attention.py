@@ -135,3 +135,9 @@ def computed_fraction(pairs: float, queries: int, keys: int, on_cpu: bool) -> fl
     if not every or keys <= BLOCK[on_cpu]:
         return 1.0
     return min(1.0, (pairs + queries * BLOCK[on_cpu] / 2) / every) if pairs < every else 1.0
+
+
+def backward_bytes(rows: int, width: int) -> int:
+    """Bytes that a fused kernel of GPUs allocates itself in backward: the sums of the queries' gradients in float32,
+    and for each of the ``rows`` (queries of all heads) the product of its output and the output's gradient."""
+    return 4 * rows * (width + 1)

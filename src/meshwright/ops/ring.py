@@ -112,6 +112,7 @@ class Ring:
         comes = [holder(half, mirrored=back) for half in want]
         rows = torch.cat([tensor.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for tensor in values], 1)
         came = permute(rows, goes, comes)
+        del rows
         result = []
         for tensor, flat in zip(values, came.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
             batch, heads, length, width = tensor.shape
@@ -149,20 +150,24 @@ def forward(
     total = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
     every = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+
+    def merge(step: int, part: RingSlices) -> None:  # a function, so that nothing outlives its step
+        salted = mix(salt, ring.source(step)) if dropout else 0
+        settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
+        keys, values = key[:, :, part.columns], value[:, :, part.columns]
+        output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
+        before, into = every[:, :, part.rows], total[:, :, part.rows]
+        merged = torch.logaddexp(before, own)
+        finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
+        into.mul_((before - finite).exp_().unsqueeze(-1))
+        into.add_(output * (own - finite).exp_().unsqueeze(-1))
+        before.copy_(merged)
+
     for step in range(steps):
         coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < steps else []
         part = ring.part(step, query, key, mask, causal)
         if part is not None:
-            salted = mix(salt, ring.source(step)) if dropout else 0
-            settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
-            keys, values = key[:, :, part.columns], value[:, :, part.columns]
-            output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
-            before, into = every[:, :, part.rows], total[:, :, part.rows]
-            merged = torch.logaddexp(before, own)
-            finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
-            into.mul_((before - finite).exp_().unsqueeze(-1))
-            into.add_(output * (own - finite).exp_().unsqueeze(-1))
-            before.copy_(merged)
+            merge(step, part)
         if coming:
             key, value, *rest = (finish() for finish in coming)
             mask = rest[0] if rest else mask
@@ -185,19 +190,23 @@ def backward(
         logsumexp = ring.swapped(permute, (logsumexp.unsqueeze(-1),))[0].squeeze(-1)
     grads = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+
+    def add(step: int, part: RingSlices) -> None:
+        salted = mix(salt, ring.source(step)) if dropout else 0
+        settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
+        rows, columns = part.rows, part.columns
+        parts = ours.attention_backward(
+            grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
+            output[:, :, rows], logsumexp[:, :, rows], *settings,
+        )  # fmt: skip
+        for total, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
+            total[:, :, place].add_(term)
+
     for step in range(steps):
         coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < steps else []
         part = ring.part(step, query, key, mask, causal)
         if part is not None:
-            salted = mix(salt, ring.source(step)) if dropout else 0
-            settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
-            rows, columns = part.rows, part.columns
-            parts = ours.attention_backward(
-                grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
-                output[:, :, rows], logsumexp[:, :, rows], *settings,
-            )  # fmt: skip
-            for total, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
-                total[:, :, place].add_(term)
+            add(step, part)
         if step + 1 < steps or steps == size:  # after as many steps as ranks, gradients are where they belong
             going = [shift(total) for total in grads[1:]]
             grads[1:] = [finish() for finish in going]
