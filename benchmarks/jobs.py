@@ -43,8 +43,8 @@ GRAPHS, SIZE, CORES, LEAST_S, MOST_S = 50, 12, 4, 1.0, 3.0
 """Random graphs; their vertices; the cores of the node; and the seconds that a vertex sleeps."""
 LIMIT = 0.05
 """The makespan's largest distance from the simulated one."""
-KILLS, KILL_SIZE, KILL_S = 100, 10, (0.3, 1.0)
-"""Kills; the vertices of a graph whose processes are killed; and the seconds that they sleep."""
+KILLS, KILLS_OF_A_GRAPH, KILL_SIZE, KILL_S = 100, 5, 10, (0.3, 1.0)
+"""Kills; the most kills in a graph; its vertices; and the seconds that they sleep."""
 PATIENCE_S = 120.0
 WORKERS = ("ray::IDLE", "ray::execute")
 """The names of Ray's workers; without its other processes, a local cluster is gone as a whole."""
@@ -115,7 +115,7 @@ def kill_findings(options: argparse.Namespace) -> list[Finding]:
                 1000 + graphs, folder, size=KILL_SIZE, cores=CORES, least_s=KILL_S[0], most_s=KILL_S[1]
             )
             save(graph, folder / "g.toml")
-            found = _killed(folder, draw, options.kills - kills.total())
+            found = _killed(folder, draw, min(KILLS_OF_A_GRAPH, options.kills - kills.total()))
             graphs += 1
             kills += found.kills
             again += found.starts_again

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
 from meshwright.runtime import manifest
 from meshwright.runtime.lock import TRAINER, locked
-from meshwright.runtime.preemption import TOGETHER_S, Preemption
+from meshwright.runtime.preemption import TOGETHER_S, WARNINGS, Preemption
 from meshwright.runtime.restarts import MOST, STORM, Restarts
 from tests.distributed.pool import Ranks
 from tests.end_to_end.test_survive import STEPS, Steps, failure, living_in, losses, small_run, train
@@ -54,11 +54,9 @@ def train_and_be_warned(run: Run, warnings: dict[int, tuple[int, int]]) -> tuple
 def test_one_rank_saves_the_step_it_has_reached(tmp_path: Path, number: int) -> None:
     api.train(small_run(tmp_path / "whole"))
     directory = tmp_path / "run"
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     stopped = train_and_be_warned(small_run(directory), {0: (3, number)})
     assert stopped in ((0, 3, signal.Signals(number).name), (0, 4, signal.Signals(number).name))
     assert manifest.latest_step(directory / "checkpoints") == stopped[1]
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
     assert train(small_run(directory)) == (stopped[1], STEPS)
     assert losses(directory) == losses(tmp_path / "whole")
 
@@ -130,6 +128,37 @@ def test_a_run_that_has_saved_in_time_is_left_alone() -> None:
         until(lambda: preemption.due(2) == "SIGTERM")
     time.sleep(0.2)
     assert codes == []
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """The signals that this process's own handler gets."""
+    numbers: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: numbers.append(number)) for number in WARNINGS}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_come_back(received: list[int]) -> None:
+    before = [signal.getsignal(number) for number in WARNINGS]
+    with Preemption(60) as preemption:
+        assert preemption.due(1) == ""
+    assert [signal.getsignal(number) for number in WARNINGS] == before
+
+
+def test_a_warning_that_is_passed_on_after_the_end_is_ignored_and_a_later_one_is_not(received: list[int]) -> None:
+    with Preemption(60) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: preemption.due(2) == "SIGTERM")
+        preemption._asked_s = time.monotonic() + 1000
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert received == []
+    preemption._asked_s -= 2000
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: received == [signal.SIGTERM, signal.SIGTERM])
 
 
 def test_a_second_signal_ends_at_once_but_one_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

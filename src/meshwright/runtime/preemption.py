@@ -47,6 +47,7 @@ class Preemption:
         self._grace_s, self._end = grace_s, end
         self._lock = threading.Lock()
         self._reason, self._begun, self._last, self._name = "", 0, -1, ""
+        self._asked_s = 0.0
         self._rank, self._size = 0, 1
         self._store: Any = None
         self._timer: threading.Timer | None = None
@@ -69,7 +70,7 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         if self._is_main:
             for number, handler in self._before.items():
-                signal.signal(number, handler)
+                signal.signal(number, self._without_repetitions(handler) if self._reason else handler)
             signal.set_wakeup_fd(self._wakeup)
             self._told.send(b"\0")
         if self._timer is not None:
@@ -103,7 +104,7 @@ class Preemption:
         with self._lock:
             if self._reason:
                 return
-            self._reason = reason
+            self._reason, self._asked_s = reason, time.monotonic()
             self._timer = threading.Timer(self._grace_s, self._give_up)
             self._timer.daemon = True
             self._timer.start()
@@ -124,6 +125,17 @@ class Preemption:
                 begun = [int(self._store.get(self._key(rank, "begun"))) for rank in range(self._size)]
                 self._last = max(begun)
         return self._reason if step >= self._last else ""
+
+    def _without_repetitions(self, handler: Any) -> Callable[[int, Any], None]:
+        """A handler that ignores what belongs to the warning that the run has followed, which a launcher may pass on
+        after the run has ended. A later signal is handled by ``handler``, from then on."""
+
+        def handle(number: int, frame: object) -> None:
+            if time.monotonic() - self._asked_s > TOGETHER_S:
+                signal.signal(number, handler)
+                os.kill(os.getpid(), number)
+
+        return handle
 
     def _start(self, function: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=function, name=name, daemon=True)

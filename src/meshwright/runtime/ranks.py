@@ -206,6 +206,8 @@ def _rank(
         _redirect_output(file_of(directory, rank, "log"), keep_python=rank == 0 and launch.launched_replica() <= 0)
         launch.share_cores(num_ranks)
         result = _result(function, args)
+        for number in WARNINGS:  # nothing is left to save
+            signal.signal(number, signal.SIG_IGN)
         status.set("while ending")
         launch.finish()
         atexit._run_exitfuncs()  # before Python 3.13, a fork does not run these functions
