@@ -41,7 +41,7 @@ from meshwright.ops import collectives, ring
 from meshwright.ops.base import Call, OperatorRule, Unsplit
 from meshwright.ops.collectives import Exchange
 from meshwright.ops.experts import across, across_backward
-from meshwright.ops.ring import Shift
+from meshwright.ops.ring import Permute, Shift
 from meshwright.ops.table import operator_rule
 
 TOLERANCE = 1e-9
@@ -201,6 +201,15 @@ def execute(
 
         return exchange
 
+    def permuted_over(name: str) -> Permute:
+        def permute(rows: Tensor, goes: Sequence[int], comes: Sequence[int]) -> Tensor:
+            me, every = by_name[name].index, swapped(name, torch.tensor(goes))
+            sent = zip(swapped(name, rows), every, strict=True)
+            mine = [iter(rows[to == me]) for rows, to in sent]
+            return torch.stack([next(mine[rank]) for rank in comes])
+
+        return permute
+
     def round_of(name: str) -> Shift:
         def shift(value: Tensor) -> Callable[[], Tensor]:
             group = by_name[name]
@@ -237,9 +246,9 @@ def execute(
         elif node.target is torch.ops.meshwright.experts_across_backward.default:
             known[node] = across_backward(rows_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.attention_ring.default:
-            known[node] = ring.forward(round_of(args[-2]), rows_over(args[-2]), *args[:-2], size=args[-1])
+            known[node] = ring.forward(round_of(args[-2]), permuted_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is torch.ops.meshwright.attention_ring_backward.default:
-            known[node] = ring.backward(round_of(args[-2]), rows_over(args[-2]), *args[:-2], size=args[-1])
+            known[node] = ring.backward(round_of(args[-2]), permuted_over(args[-2]), *args[:-2], size=args[-1])
         elif node.target is collectives.HALO_EXCHANGE:
             known[node] = halo_rows(args[0], swapped(args[6], args[0]), *args[1:6], part=args[7])
         elif node.target is collectives.HALO_REDUCE:

@@ -101,10 +101,12 @@ def _dot(draw: Draw) -> Arguments:
 
 
 def _attention(draw: Draw) -> Arguments:
-    b, h, s, t = draw.sizes(4)
+    b, groups, s, t = draw.sizes(4)
+    h = groups * draw.pick(1, 2)  # query heads may share keys
     d = draw.size()
     e = draw.pick(d, draw.size())  # another width takes the path without a fused kernel
     causal = draw.flag()
+    window = [draw.pick(1, 2, 3)] if causal and draw.flag() else []
     mask = None
     if not causal and draw.flag():
         lead = [size if draw.flag() else 1 for size in (b, h)] if draw.flag() else []
@@ -112,14 +114,31 @@ def _attention(draw: Draw) -> Arguments:
         mask = (
             allowed if draw.flag() else torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -math.inf)
         )
-    query, key, value = draw.tensor(b, h, s, d), draw.tensor(b, h, t, d), draw.tensor(b, h, t, e)
-    return (query, key, value, mask, 0.0, causal, 1.0 / math.sqrt(d), 0, 1), {}
+    query, key, value = draw.tensor(b, h, s, d), draw.tensor(b, groups, t, d), draw.tensor(b, groups, t, e)
+    return (query, key, value, mask, 0.0, causal, 1.0 / math.sqrt(d), 0, 1, *window), {}
 
 
 def _attention_backward(draw: Draw) -> Arguments:
     (query, key, value, mask, *rest), _ = _attention(draw)
     output, logsumexp = ours.attention(query, key, value, mask, *rest)
     return (draw.tensor(*output.shape), query, key, value, mask, output, logsumexp, *rest), {}
+
+
+def _attention_packed(draw: Draw) -> Arguments:
+    groups, d, lengths = draw.size(), draw.size(), draw.sizes(3)
+    h, tokens = groups * draw.pick(1, 2), sum(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    causal = draw.flag()
+    window = draw.pick(0, 1, 3) if causal else 0
+    query, key, value = (draw.tensor(tokens, heads, d) for heads in (h, groups, groups))
+    longest = max(lengths)
+    return (query, key, value, bounds, bounds, longest, longest, causal, 0.5, window), {}
+
+
+def _attention_packed_backward(draw: Draw) -> Arguments:
+    (query, key, value, *rest), _ = _attention_packed(draw)
+    output, logsumexp = ours.attention_packed(query, key, value, *rest)
+    return (draw.tensor(*output.shape), query, key, value, output, logsumexp, *rest), {}
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -789,6 +808,8 @@ def _roll(draw: Draw) -> Arguments:
 CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     ours.attention.default: _attention,
     ours.attention_backward.default: _attention_backward,
+    ours.attention_packed.default: _attention_packed,
+    ours.attention_packed_backward.default: _attention_packed_backward,
     ours.experts.default: _experts,
     ours.experts_backward.default: _experts_backward,
     aten.mm.default: _mm,

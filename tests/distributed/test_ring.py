@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.capture.builder import capture
-from meshwright.ops.ring import Ring
+from meshwright.ops.ring import Ring, num_steps
 from tests.distributed import oracle
 from tests.distributed.lockstep import run_step
 from tests.distributed.oracle import plan_of
@@ -115,3 +115,65 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(size: int, length: int
     by = 1e-5
     numeric = (step(by)[0] - step(-by)[0]) / (2 * by)
     assert numeric == pytest.approx(float((step(0.0)[1] * direction).sum()), rel=1e-6)
+
+
+class Grouped(nn.Module):
+    """Causal attention of query heads that share keys and values, with a window if it is not 0."""
+
+    def __init__(self, length: int, window: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 4, length, 4, dtype=torch.float64))
+        self.shared = nn.Parameter(torch.randn(2, 1, 2, length, 4, dtype=torch.float64))
+        self.window = window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (key, value), mask = self.shared * x, None
+        if self.window:
+            place = torch.arange(x.shape[2])
+            mask = (place[None] <= place[:, None]) & (place[None] > place[:, None] - self.window)
+        causal = mask is None
+        return F.scaled_dot_product_attention(self.query * x, key, value, mask, is_causal=causal, enable_gqa=True)
+
+
+LAYOUTS = {
+    "ring of 2": mw.Layout(cp=2, context="ring"),
+    "ring of 3": mw.Layout(cp=3, context="ring"),
+    "ring of 4": mw.Layout(cp=4, context="ring"),
+    "gathered": mw.Layout(cp=3),
+    "heads": mw.Layout(tp=2, pin={"*": "h@tp"}),
+    "shared heads": mw.Layout(tp=2, pin={"*": "r@tp"}),
+    "keys": mw.Layout(tp=2, pin={"*": "s1@tp"}),
+    "ring and heads": mw.Layout(cp=2, tp=2, context="ring", pin={"*": "h@tp"}),
+}
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_windows_and_shared_keys_are_those_of_serial_attention(layout: str, window: int) -> None:
+    torch.manual_seed(2)
+    model, batch = Grouped(12, window), {"x": torch.randn(2, 1, 12, 1, dtype=torch.float64)}
+    captured = capture(model, loss_of, batch)
+    attention = next(one for one in captured.graph.operators if one.target == "meshwright.attention.default")
+    assert len(attention.inputs) == 3, "the mask is a window"
+    assert attention.arguments.endswith(f", True, 0.5, 0, 1, {window}" if window else ", True, 0.5, 0, 1")
+    plan = plan_of(captured.graph, LAYOUTS[layout], LAYOUTS[layout].num_ranks)
+    values = {name: value.detach().clone() for name, value in model.named_parameters()} | {"batch.x": batch["x"]}
+    found, _ = run_step(captured, plan, values)
+    expected = loss_of(model, batch)
+    expected.backward()
+    assert oracle.error_of(found.loss, expected.detach()) <= oracle.TOLERANCE
+    for name, parameter in model.named_parameters():
+        gradient = found.gradients[name]
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert oracle.error_of(gradient, parameter.grad) <= oracle.TOLERANCE
+
+
+@given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 6))
+def test_a_ring_with_a_window_ends_when_all_keys_are_met(columns: int, window: int, size: int) -> None:
+    needed = 0
+    for query in range(columns * size):
+        first = max(0, query - window + 1)
+        needed = max(needed, query // columns - first // columns + 1)
+    found = {num_steps(columns, columns, size, index, index * columns, window) for index in range(size)}
+    assert found == {needed}

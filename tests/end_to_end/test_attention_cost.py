@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshwright as mw
-import meshwright.ops.library
+import meshwright.ops.attention_kernels
 from meshwright.capture.builder import capture
 from meshwright.catalog import load_device
 from meshwright.cost.attention import scratch_bytes
@@ -71,21 +73,20 @@ def test_the_bytes_of_attention_are_those_of_its_kernels(dtype: torch.dtype, fus
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_plan_on_a_gpu_holds_the_scores_and_one_on_a_cpu_does_not(microbatches: int) -> None:
-    config = GPTConfig(layers=1, width=32, heads=4, vocabulary=64, sequence_length=512)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_only_attention_without_a_fused_kernel_holds_its_scores(microbatches: int, dropout: float) -> None:
+    config = GPTConfig(layers=1, width=32, heads=4, vocabulary=64, sequence_length=512, dropout=dropout)
     with torch.device("meta"):
         model, tokens = GPT(config), torch.zeros(4, 512, dtype=torch.int64)
     graph = capture(model, language_model_loss, {"tokens": tokens, "targets": tokens}).graph
     layout = mw.Layout(dp=2, microbatches=microbatches)
     scores = 4 // 2 // microbatches * 4 * 512 * 512 * 4
-    found = {}
     gpu, cpu = mw.Cluster.load("a100-80gb-dgx"), mw.Cluster.load("cpu-local")
     plan = plan_layout(graph, layout, world_size=2, cluster=gpu)
     programs = PlanLowering(graph)(plan)
     for cluster in (gpu, cpu):
-        found[cluster.name] = step_work(programs, plan, cluster).stages[0].workspace_bytes
-    assert found["a100-80gb-dgx"] >= 3.5 * scores
-    assert found["cpu-local"] < 2 * scores
+        found = step_work(programs, plan, cluster).stages[0].workspace_bytes
+        assert found >= 3.5 * scores if dropout else found < 2 * scores
     kernels = [one for phase in programs[0].phases for node in phase.nodes for one in node.kernels]
     products = [one for one in kernels if one.kind == "matmul"]
     assert len(products) > 8
@@ -93,3 +94,75 @@ def test_a_plan_on_a_gpu_holds_the_scores_and_one_on_a_cpu_does_not(microbatches
         assert one.product is not None
         m, n, k, batch = one.product
         assert one.flops == 2 * m * n * k * batch
+
+
+def llama_like(heads: int = 8, key_heads: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Decoder(heads, key_heads), {"x": torch.randn(4, 2048, heads * 64)}
+
+
+class Decoder(nn.Module):
+    """One attention layer, with fewer key heads than query heads."""
+
+    def __init__(self, heads: int, key_heads: int) -> None:
+        super().__init__()
+        self.sizes = [heads * 64, key_heads * 64, key_heads * 64]
+        self.project = nn.Linear(heads * 64, sum(self.sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (-1, 64)).transpose(1, 2) for part in self.project(x).split(self.sizes, 2)
+        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(batch["x"]).square().mean()
+    return loss
+
+
+def chosen(cluster: str, layout: mw.Layout, precision: Any = "bfloat16") -> dict[str, str]:
+    with torch.device("meta"):
+        model, batch = llama_like()
+    graph = capture(model, loss_of, batch, precision=precision).graph
+    plan = mw.plan(graph, layout=layout, cluster=cluster)
+    return {name.rpartition(":")[2]: text for name, text in plan.stage.operator_algorithms.items()}
+
+
+def test_a_plan_names_the_fastest_algorithm_of_its_device() -> None:
+    both = {"attention#0": "cudnn", "attention_backward#0": "cudnn"}
+    assert chosen("h100-dgx", mw.Layout(dp=2)) == both
+    assert chosen("h100-dgx", mw.Layout(tp=2)) == both
+    assert chosen("a100-80gb-dgx", mw.Layout(dp=2)) == {}, "FlashAttention is as fast there"
+    assert chosen("h100-dgx", mw.Layout(dp=2), None) == {}, "memory-efficient attention is the only one in float32"
+    assert chosen("h100-dgx", mw.Layout(cp=2)) == {}, "cuDNN has no window for the queries of later ranks"
+    assert chosen("h100-dgx", mw.Layout(cp=2, context="ring")) == both
+    assert chosen("cpu-local", mw.Layout(dp=2)) == {}
+
+
+def test_times_follow_the_visible_part_and_the_speed_of_an_algorithm() -> None:
+    rates = Rates(load_device("h100"))
+    query, shared = (torch.empty(4, heads, 8192, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 4))
+    statistics = torch.empty(4, 16, 8192, device="meta")
+
+    def kernel(causal: bool, window: int = 0, algorithm: str = "", key: Tensor = query) -> Any:
+        settings = (0.0, causal, 0.1, 0, 0, window, 0, algorithm)
+        (found,) = Counter({}).kernels(
+            Call(ours.attention.default, (query, key, key, None, *settings), {}, (query, statistics))
+        )
+        return found
+
+    def seconds(*given: Any) -> float:
+        return rates.cost(kernel(*given)).seconds
+
+    assert seconds(True) == pytest.approx(seconds(False) / 2, rel=0.05)
+    assert seconds(True, 512) == pytest.approx(seconds(False) * 512 / 8192, rel=0.2)
+    assert seconds(True, 0, "cudnn") == pytest.approx(seconds(True) / 1.5, rel=0.05)
+    assert seconds(True, 0, "efficient") > 1.5 * seconds(True)
+    assert seconds(True, 0, "plain") > 4 * seconds(True)
+    assert rates.cost(kernel(True)).flops == rates.cost(kernel(False)).flops, "those that the model asks for"
+    fewer = kernel(True, 0, "", shared)
+    assert rates.cost(fewer).bytes < 0.7 * rates.cost(kernel(True)).bytes, "keys are not repeated"
+    assert scratch_bytes(fewer, on_cpu=False) == 0
+    repeated = kernel(True, 0, "efficient", shared)
+    assert scratch_bytes(repeated, on_cpu=False) == 2 * query.nbytes
+    assert scratch_bytes(kernel(True, 0, "plain"), on_cpu=False) >= 2 * 4 * 64 * 8192 * 8192

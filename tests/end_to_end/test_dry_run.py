@@ -126,6 +126,64 @@ def test_an_optimizer_that_cannot_skip_an_update_waits_for_the_check() -> None:
     assert all("meshwright/runtime/precision.py" in finding.where for finding in report.findings)
 
 
+class Attends(nn.Module):
+    """Causal attention in which two query heads share a key head; with a window if it is not 0."""
+
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.project, self.window = nn.Linear(32, 64), window
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (-1, 8)).transpose(1, 2) for part in self.project(x).split([32, 16, 16], 2)
+        )
+        mask, place = None, torch.arange(x.shape[1])
+        if self.window:
+            mask = (place <= place[:, None]) & (place > place[:, None] - self.window)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, enable_gqa=True
+        )
+
+
+ATTENTION = {
+    "dp": mw.Layout(dp=2),
+    "heads": mw.Layout(tp=2),
+    "gathered": mw.Layout(cp=2),
+    "ring of 2": mw.Layout(cp=2, context="ring"),
+    "ring of 4": mw.Layout(cp=4, context="ring"),
+}
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(batch["x"]).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        mw.Layout(dp=2),
+        mw.Layout(tp=2),
+        mw.Layout(cp=2),
+        mw.Layout(cp=2, context="ring"),
+        mw.Layout(cp=4, context="ring"),
+    ],
+    ids=["dp", "heads", "gathered", "ring of 2", "ring of 4"],
+)
+def test_attention_holds_no_scores_and_waits_for_nothing(layout: mw.Layout, window: int) -> None:
+    length = 2048
+    report = mw.dry_run(
+        Attends(window), squares, {"x": torch.zeros(2 * layout.dp, length, 32)}, layout, "h100-dgx",
+        optimizer=oracle.OPTIMIZERS["SGD"], precision="bfloat16",
+    )  # fmt: skip
+    assert report.findings == ()
+    assert report.matched
+    assert all(each.peak_bytes < length * length for each in report.ranks), "not even one boolean mask"
+    exact = name in ("heads", "gathered")
+    assert all(-0.05 < each.deviation < (0.05 if exact else 0.2) for each in report.ranks), "what kernels take too"
+
+
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,8 @@ from meshwright.ir import graph as ir
 from meshwright.ir.precision import Precision
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
-from meshwright.ops.table import CANONICAL, VISIBLE
+from meshwright.ops.table import VISIBLE
+from meshwright.ops.table import rewrites as canonical_rewrites
 from meshwright.ops.view import VIEWS
 from meshwright.torch_private import DisableTorchFunction
 
@@ -107,7 +108,7 @@ def capture(
                 model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites, precision=precision
             )
 
-    rewrites: Rewrites = CANONICAL
+    rewrites: Rewrites = canonical_rewrites()
     traced = at(size, rewrites)
     if put_contents(hooks):  # the first call set up forward hooks, which are now undone; this call keeps them
         trace(model, loss_fn, batch, training=training, precision=precision)

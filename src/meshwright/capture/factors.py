@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright.ir.rule import Dim, Factor, Pattern, PatternOperand, Rule
 
-PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m")
+PRIORITY = ("h", "v", "b", "s", "n", "c", "k", "f", "d", "e", "t", "y", "x", "z", "p", "q", "j", "m", "r")
 """Letters, the most meaningful first. A factor class gets the most meaningful letter that any of its operators uses."""
 
 

@@ -1,6 +1,7 @@
 """Removes mutation, and operators that compute nothing, from a traced step."""
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from meshwright.capture import refusals
+from meshwright.capture.bands import put_bands
 from meshwright.capture.outputs import outputs_of
 from meshwright.capture.recorder import CallRecorder
 from meshwright.capture.tracer import Traced
 from meshwright.ops.loss import SUM
-from meshwright.ops.table import CANONICAL
+from meshwright.ops.table import rewrites
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
@@ -31,7 +33,7 @@ def functionalized(traced: Traced) -> Traced:
         copied = {node.args[0] for node in traced.graph.nodes if node.target is aten.copy_.default}
         pairs = zip(traced.parameters, traced.placeholders, strict=False)
         refusals.changed_parameters([name for name, node in pairs if node in copied])
-    _simplify(traced.graph, 1 + len(traced.metrics))
+    _simplify(traced.graph, 1 + len(traced.metrics), traced.constants)
 
     def without_gradient(value: Any) -> Any:
         if isinstance(value, Tensor) and value.requires_grad:
@@ -64,14 +66,14 @@ class _Replay(fx.Interpreter):
 def _replayed(step: Traced) -> Traced:
     """Record the step again with the origin of each node. In-place operators become operators that make new tensors."""
     replay, inputs = _Replay(step), [node.meta["val"] for node in step.placeholders]
-    recorder = CallRecorder(inputs, lambda: replay.here, CANONICAL)
+    recorder = CallRecorder(inputs, lambda: replay.here, rewrites())
     with step.mode, recorder:
         outputs = torch.func.functionalize(lambda *values: replay.run(*values, enable_io_processing=False))(*inputs)
     recorder.returns(outputs)
     return replace(step, graph=recorder.graph, constants=recorder.constants, mutates=False)
 
 
-def _simplify(graph: fx.Graph, num_scalars: int) -> None:
+def _simplify(graph: fx.Graph, num_scalars: int, constants: Mapping[str, Tensor]) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -83,6 +85,7 @@ def _simplify(graph: fx.Graph, num_scalars: int) -> None:
             graph.erase_node(node)
         elif node.target in RESHAPES:
             node.args = (node.args[0], list(node.meta["val"].shape), *node.args[2:])
+    put_bands(graph, constants)
     results = cast(list[fx.Node | None], graph.output_node().args[0])
     graph.output_node().args = ([*map(_unrounded, results[:num_scalars]), *results[num_scalars:]],)
     for node in list(graph.nodes):

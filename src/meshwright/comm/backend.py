@@ -287,6 +287,25 @@ def shift(value: Tensor, group: str, size: int) -> Tensor:
     return ranks.in_flight(result, UnderWay(None, value, works=dist.batch_isend_irecv(both)), "shift")
 
 
+def permute(rows: Tensor, goes: _Ints, comes: _Ints, group: str) -> Tensor:
+    """Start to send row i of ``rows`` to rank ``goes[i]``. Row i of the result comes from rank ``comes[i]``. All
+    messages are in one batch; all ranks know the destinations, so that no numbers of rows are sent."""
+    ranks = _ranks(group)
+    rows, me = rows.contiguous(), ranks.group.rank()
+    result = rows.new_empty(len(comes), *rows.shape[1:])
+    own = [row for row, peer in zip(rows.unbind(0), goes, strict=True) if peer == me]
+    kept = [row for row, peer in zip(result.unbind(0), comes, strict=True) if peer == me]
+    for into, row in zip(kept, own, strict=True):
+        into.copy_(row)
+    messages = [
+        dist.P2POp(operation, halo.sendable(row), group=ranks.group, group_peer=peer)
+        for operation, tensor, peers in ((dist.isend, rows, goes), (dist.irecv, result, comes))
+        for row, peer in zip(tensor.unbind(0), peers, strict=True) if peer != me
+    ]  # fmt: skip
+    works = dist.batch_isend_irecv(messages) if messages else []
+    return ranks.in_flight(result, UnderWay(None, rows, works=works), "permute")
+
+
 def halo_exchange_start(
     value: Tensor,
     dim: int,
@@ -334,6 +353,7 @@ KERNELS: Mapping[str, Callable[..., object]] = {
     "reduce_to_parts_start": reduce_to_parts_start,
     "exchange_rows": exchange_rows,
     "shift": shift,
+    "permute": permute,
     "halo_exchange_start": halo_exchange_start,
     "halo_reduce_start": halo_reduce_start,
     "halo_return_start": halo_return_start,

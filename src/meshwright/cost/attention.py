@@ -1,7 +1,11 @@
-"""The kernels of attention that is not fused and writes its scores to memory, as in ``ops/library.py``."""
+"""The kernels that attention takes by each of its algorithms, and their temporary memory (``ops/attention_fused.py``,
+``ops/attention_scores.py``)."""
 
 from collections.abc import Iterator
 
+import msgspec
+
+from meshwright.ir.attention import CUDNN, EFFICIENT, FLASH, PLAIN, backward_bytes, computed_fraction
 from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.kernel import AttentionSizes, Kernel, Product
 
@@ -18,8 +22,34 @@ _HELD = {False: 2, True: 4}
 """The number of tensors of scores that are in memory at the same time, in forward (False) and backward (True)."""
 
 
-def score_kernels(kernel: Kernel) -> Iterator[Kernel]:
-    """The kernels of unfused attention, or of its backward pass."""
+SPEED = {FLASH: 1.0, EFFICIENT: 0.55}
+"""The speed of algorithms on GPUs relative to FlashAttention 2, which is 1.5 to 2 times as fast as CUTLASS's
+memory-efficient attention (Dao, "FlashAttention-2", 2023, figures 4 to 6). cuDNN's is a constant of the device."""
+
+
+def emitted_kernels(kernel: Kernel, on_cpu: bool, cudnn_speed: float) -> Iterator[Kernel]:
+    """The kernels that compute a call of attention, or its backward pass, on a device. The FLOPs of a fused kernel are
+    those that it computes (it skips blocks of keys that no query sees), divided by its relative speed."""
+    sizes, dtype = kernel.attention, kernel.dtype
+    assert sizes is not None
+    algorithm = sizes.taken(dtype, on_cpu)
+    if algorithm == PLAIN:
+        yield from _score_kernels(kernel)
+        return
+    terms, repeated = _terms_bytes(sizes, dtype, algorithm, on_cpu), _repeated_bytes(sizes, dtype, algorithm)
+    if terms:
+        yield Kernel("pointwise", dtype, 0.0, 2 * terms, 2)
+    if repeated:  # copies of keys and values, and in backward the sums of their gradients
+        backward = kernel.kind == "attention_backward"
+        yield Kernel("copy", dtype, 0.0, 2 * repeated * (1 + backward), 2 * (1 + backward))
+    every = sizes.queries * sizes.keys
+    fraction = computed_fraction(sizes.pairs or every, sizes.queries, sizes.keys, on_cpu)
+    speed = 1.0 if on_cpu else cudnn_speed if algorithm == CUDNN else SPEED[algorithm]
+    yield msgspec.structs.replace(kernel, flops=kernel.flops * fraction / speed, attention=None)
+
+
+def _score_kernels(kernel: Kernel) -> Iterator[Kernel]:
+    """The kernels of attention with its scores in memory, or of its backward pass."""
     sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
     assert sizes is not None
     for product in _products(sizes, backward):
@@ -42,11 +72,49 @@ def score_kernels(kernel: Kernel) -> Iterator[Kernel]:
 
 
 def scratch_bytes(kernel: Kernel, on_cpu: bool) -> int:
-    """Bytes of attention's scores while the kernel runs; 0 if attention is fused, and for other kernels."""
-    sizes, backward = kernel.attention, kernel.kind == "attention_backward"
-    if sizes is None or sizes.fused(on_cpu, kernel.dtype):
+    """Bytes of temporary memory while attention runs: its scores, or the mask, the copies of keys and the sums in
+    float32 of a fused kernel. 0 for other kernels."""
+    sizes, dtype, backward = kernel.attention, kernel.dtype, kernel.kind == "attention_backward"
+    if sizes is None:
         return 0
-    return (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, kernel.dtype, sizes.held)
+    algorithm, ring = sizes.taken(dtype, on_cpu), _ring_bytes(sizes, dtype, backward)
+    if algorithm == PLAIN:
+        return ring + (_HELD[backward] + sizes.dropout) * _scores_bytes(sizes, dtype, sizes.held)
+    taken = (
+        ring + _terms_bytes(sizes, dtype, algorithm, on_cpu) + (1 + backward) * _repeated_bytes(sizes, dtype, algorithm)
+    )
+    if backward and not on_cpu:
+        taken += backward_bytes(sizes.batch * sizes.queries, sizes.width)
+        if algorithm == FLASH and 0 < sizes.key_batch < sizes.batch:  # gradients of keys for each query head
+            taken += ITEM_BYTES[dtype] * sizes.batch * sizes.held * (sizes.width + sizes.values)
+    return taken
+
+
+def _ring_bytes(sizes: AttentionSizes, dtype: str, backward: bool) -> int:
+    """Bytes of what a ring holds while a step runs (``ops/ring.py``): the swapped halves, the keys that arrive, the
+    results of the step, and the sums over steps."""
+    if sizes.keys == sizes.held:
+        return 0
+    rows, item = sizes.batch * sizes.queries, ITEM_BYTES[dtype]
+    query, output = item * rows * sizes.width, item * rows * sizes.values
+    keys = item * (sizes.key_batch or sizes.batch) * sizes.held * (sizes.width + sizes.values)
+    swapped = query + keys + 2 * backward * output if sizes.causal and not sizes.shifted else 0
+    if backward:
+        return swapped + 2 * (query + keys) + keys
+    return swapped + output + 2 * max(4, item) * rows * sizes.values + keys
+
+
+def _terms_bytes(sizes: AttentionSizes, dtype: str, algorithm: str, on_cpu: bool) -> int:
+    """Bytes of a mask as terms of the scores, if it must be made: of boolean masks, and of bands that kernels lack."""
+    band = sizes.shifted and (on_cpu or algorithm == EFFICIENT)
+    return ITEM_BYTES[dtype] * (sizes.mask_elements + band * sizes.queries * sizes.held)
+
+
+def _repeated_bytes(sizes: AttentionSizes, dtype: str, algorithm: str) -> int:
+    """Bytes of copies of keys and values, for each query head its own."""
+    if algorithm != EFFICIENT or not 0 < sizes.key_batch < sizes.batch:
+        return 0
+    return ITEM_BYTES[dtype] * sizes.batch * sizes.held * (sizes.width + sizes.values)
 
 
 def _products(sizes: AttentionSizes, backward: bool) -> tuple[Product, ...]:

@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from meshwright.cost.attention import score_kernels
+from meshwright.cost.attention import emitted_kernels
 from meshwright.ir.device import PEAK_DTYPES, Device, Kernels
 from meshwright.ir.kernel import Kernel, Product
 from meshwright.ir.kind import COMPUTE, OPERANDS
@@ -109,14 +109,29 @@ class Rates:
         return self.kernels.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
-        """The cost of all calls of a kernel. Attention costs one kernel if the device has a fused attention kernel,
-        otherwise several kernels that write the scores to memory."""
-        sizes = kernel.attention
-        if sizes is not None and not sizes.fused(self.device.kind == "cpu", kernel.dtype):
-            parts = [self.cost(launch) for launch in score_kernels(kernel)]
+        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm."""
+        if kernel.attention is not None:
+            on_cpu = self.device.kind == "cpu"
+            parts = [self.cost(launch) for launch in emitted_kernels(kernel, on_cpu, self.kernels.cudnn_attention)]
             return msgspec.structs.replace(sum(parts, Cost()), flops=kernel.flops)
         seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
         return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes, kernel.calls)
+
+    def algorithm_costs(self, kernel: Kernel) -> dict[str, Cost]:
+        """The cost of attention by each algorithm that supports the call on the device, the usual one first."""
+        sizes = kernel.attention
+        assert sizes is not None
+        return {
+            name: self.cost(msgspec.structs.replace(kernel, attention=sizes._replace(algorithm=name)))
+            for name in sizes.served(kernel.dtype, self.device.kind == "cpu")
+        }
+
+    def chosen_cost(self, kernel: Kernel) -> Cost:
+        """The cost of a kernel before the planner has chosen the algorithms of attention: it takes the fastest. CPUs
+        have nothing to choose."""
+        if kernel.attention is None or kernel.attention.algorithm or self.device.kind == "cpu":
+            return self.cost(kernel)
+        return min(self.algorithm_costs(kernel).values(), key=lambda cost: cost.seconds)
 
     def matmul_s(
         self, m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16", kind: str = "matmul"

@@ -24,13 +24,16 @@ def of_parameters(program: Program) -> list[Node]:
 
 class NodeCosts:
     """Seconds, FLOPs and bytes of nodes on the ranks of a mesh, or on ``num_ranks`` ranks. ``launch_s``: the host's
-    seconds for each launch; 0 on a CPU, whose measured times include the launch."""
+    seconds for each launch; 0 on a CPU, whose measured times include the launch. ``undecided``: the nodes are of
+    operators whose algorithms the planner still chooses (``Rates.chosen_cost``)."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0) -> None:
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, threads: int = 1, num_ranks: int = 0, undecided: bool = False
+    ) -> None:
         at_once = max(1, min(num_ranks or mesh.world_size, cluster.num_devices))
         self.rates = Rates(cluster.device.under(ranks=at_once, threads=threads), cluster.software)
         self.launch_s = 0.0 if cluster.device.kind == "cpu" else self.rates.launch_s
-        self._known = lru_cache(maxsize=None)(self.rates.cost)
+        self._known = lru_cache(maxsize=None)(self.rates.chosen_cost if undecided else self.rates.cost)
 
     def of(self, nodes: Iterable[Node]) -> Cost:
         """The cost of nodes that run one after the other on the device, without their collectives. A node without

@@ -26,15 +26,17 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     The defaults were fitted on A100 (docs/predictor.md). The device has ``processors`` processors, and each computes
     one tile of a matrix product at a time. The main loops of matrix products reach ``matmul_fraction`` of the peak, and
-    those of fused attention reach ``attention_fraction``. Kernels bound by memory reach ``bandwidth_fraction`` of the
-    bandwidth. The start and end of a tile take as long as ``extra_depth`` more terms in the sum of each
-    element. The loads of operands multiply the time of an r x c tile by ``1 + operand_cost * (1/r + 1/c)``.
+    those of FlashAttention 2 reach ``attention_fraction``; cuDNN's attention is ``cudnn_attention`` times as fast.
+    Kernels bound by memory reach ``bandwidth_fraction`` of the bandwidth. The start and end of a tile take as long as
+    ``extra_depth`` more terms in the sum of each element. The loads of operands multiply the time of an r x c tile by
+    ``1 + operand_cost * (1/r + 1/c)``.
     ``kernel_s`` is the device's time from one kernel to the next. ``launch_s`` is the host's time to launch a kernel;
     it is hidden while the device is busy."""
 
     processors: int
     matmul_fraction: float = 0.905
     attention_fraction: float = 0.45
+    cudnn_attention: float = 1.0
     extra_depth: float = 145.0
     operand_cost: float = 5.6
     bandwidth_fraction: float = 0.715

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshwright.ir.attention import Band, Form, algorithms_of
 from meshwright.ir.graph import ITEM_BYTES
 
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
@@ -36,9 +37,13 @@ class Product(NamedTuple):
 class AttentionSizes(NamedTuple):
     """The sizes of attention on one rank.
 
-    ``batch`` is samples times heads. ``queries`` and ``keys`` are numbers of positions. ``width`` is the head size of
-    queries and keys. ``values`` is the head size of values. ``held`` is the number of keys that the rank holds at a
-    time. In ring attention, it is less than ``keys``."""
+    ``batch`` is samples times query heads. ``queries`` and ``keys`` are numbers of positions. ``width`` is the head
+    size of queries and keys. ``values`` is the head size of values. ``held`` is the number of keys that the rank holds
+    at a time. In ring attention, it is less than ``keys``.
+
+    ``pairs`` is the number of pairs of a query and a key that it sees (0: all). ``key_batch`` is samples times key
+    heads (0: as many as ``batch``). ``shifted``: as in ``ir.attention.Form``. ``mask_elements`` counts the elements of
+    a mask that must be converted to terms of the scores. ``algorithm`` is the plan's choice (empty: the usual one)."""
 
     batch: int
     queries: int
@@ -49,10 +54,22 @@ class AttentionSizes(NamedTuple):
     dropout: bool = False
     causal: bool = False
     masked: bool = False
+    pairs: int = 0
+    key_batch: int = 0
+    shifted: bool = False
+    mask_elements: int = 0
+    algorithm: str = ""
 
-    def fused(self, on_cpu: bool, dtype: str) -> bool:
-        """Whether attention runs as one kernel that does not store the scores."""
-        return fused_attention(on_cpu, dtype, self.dropout, self.width == self.values)
+    def served(self, dtype: str, on_cpu: bool) -> tuple[str, ...]:
+        """The algorithms that support the call on a device, the usual one first."""
+        parts = 2 if self.keys != self.held else 1  # a ring may work on halves
+        lengths = self.queries // parts, self.held // parts
+        form = Form(dtype, self.width, self.values, *lengths, self.dropout, self.masked, self.shifted)
+        return algorithms_of(form, on_cpu)
+
+    def taken(self, dtype: str, on_cpu: bool) -> str:
+        """The algorithm that computes the call on a device."""
+        return self.algorithm or self.served(dtype, on_cpu)[0]
 
 
 class ConvolutionSizes(NamedTuple):
@@ -96,13 +113,6 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     workspace_bytes: int = 0
 
 
-def fused_attention(on_cpu: bool, dtype: str, dropout: bool, equal_widths: bool) -> bool:
-    """Whether attention runs as one kernel that does not store the scores.
-
-    ``equal_widths`` says whether queries and values have the same head size."""
-    return on_cpu and not dropout and equal_widths and dtype in ("float32", "float64", "bfloat16")
-
-
 def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operand, flops: float) -> Product | None:
     """The sizes of a matrix product, from one rank's tensors; None if the call is no product and no convolution.
 
@@ -122,15 +132,36 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operan
     return Product(*sizes.get(kind, (depth, columns, rows)), groups)
 
 
-def attention_of(
-    backward: bool, inputs: Sequence[Operand], flops: float, *, dropout: bool, causal: bool
-) -> AttentionSizes:
+class AttentionSettings(NamedTuple):
+    """The arguments of a call of attention on which its cost depends. ``ring`` is the number of ranks of a ring, and
+    ``balanced`` says that all of its ranks have equal work."""
+
+    dropout: bool = False
+    causal: bool = False
+    window: int = 0
+    first: int = 0
+    algorithm: str = ""
+    ring: int = 1
+    balanced: bool = False
+
+
+def attention_of(backward: bool, inputs: Sequence[Operand], settings: AttentionSettings) -> AttentionSizes:
     """The sizes of attention or of its backward pass.
 
-    ``inputs`` are the inputs on one rank, in the order of ``ops/library.py``."""
+    ``inputs`` are the inputs on one rank, in the order of ``ops/attention_kernels.py``. In a ring, the queries see the
+    keys of all ranks, but the rank's own inputs have only its own keys."""
     query, key, value = (operand.shape for operand in inputs[backward : backward + 3])
-    batch, each = prod(query[:2]), query[2] * (query[3] + value[3]) * (5 if backward else 2)
-    # In a ring, the queries see the keys of all ranks, but the rank's own inputs have only its own keys.
-    keys = max(key[2], round(flops / (batch * each)))
+    held, keys = key[2], key[2] * settings.ring
     masked = len(inputs) > (6 if backward else 3)
-    return AttentionSizes(batch, query[2], keys, query[3], value[3], key[2], dropout, causal, masked)
+    mask = inputs[backward + 3] if masked else None
+    converted = prod(mask.shape) if mask is not None and mask.dtype == "bool" else 0
+    queries, causal, window = query[2], settings.causal, settings.window
+    # if ranks have parts of the queries, the rank with the last part has the most to compute
+    pairs = Band(queries, keys, causal, window, max(settings.first, keys - queries)).pairs
+    if settings.balanced:
+        pairs = Band(keys, keys, causal).pairs // settings.ring
+    shifted = causal and not settings.balanced and bool(window or settings.first or queries != keys)
+    return AttentionSizes(
+        prod(query[:2]), queries, keys, query[3], value[3], held, settings.dropout, causal, masked, pairs,
+        prod(key[:2]), shifted, converted, settings.algorithm,
+    )  # fmt: skip

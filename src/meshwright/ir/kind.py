@@ -30,8 +30,10 @@ _EXPERTS = (
 _TARGETS = {
     "matmul": ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.mv", "aten.dot", *_EXPERTS),
     "convolution": ("aten.convolution",),
-    "attention": ("meshwright.attention", "meshwright.attention_ring"),
-    "attention_backward": ("meshwright.attention_backward", "meshwright.attention_ring_backward"),
+    "attention": ("meshwright.attention", "meshwright.attention_ring", "meshwright.attention_packed"),
+    "attention_backward": (
+        "meshwright.attention_backward", "meshwright.attention_ring_backward", "meshwright.attention_packed_backward",
+    ),
     "activation": (
         "aten.gelu", "aten.exp", "aten.tanh", "aten.sigmoid", "aten.silu", "aten.erf", "aten.log", "aten.pow",
         "aten.sin", "aten.cos", "aten.softplus", "aten.elu", "aten.mish", "aten.logsumexp",

@@ -102,8 +102,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     forward operator (empty for the first stage). ``recompute`` names operators whose results backward computes again,
     or whole blocks (``blocks.3``; ``blocks.*`` means all blocks of this kind). ``algorithms`` and ``links`` are as in
     ``Plan``, for the submesh of this stage, if the submeshes of stages differ. ``operator_algorithms`` maps an operator
-    (``*`` is allowed in its name) to the text of its algorithm (``ir/operator_algorithm.py``). PyTorch decides for all
-    other operators.
+    (``*`` is allowed in its name) to the text of its algorithm (``ir/operator_algorithm.py``, ``ir/attention.py``).
+    PyTorch's usual algorithm computes all other operators.
 
     ``storage`` maps a parameter to the placements of the parameter and its optimizer state between steps.
     ``gradients`` maps a parameter to the placements of its gradient, if the gradient is reduced in every micro-batch.

@@ -11,15 +11,25 @@ from meshwright.capture.rules import Rules
 from meshwright.ir.codec import codec_of
 from meshwright.ir.convolution import work_of
 from meshwright.ir.halo import most_rows
-from meshwright.ir.kernel import AttentionSizes, ConvolutionSizes, Kernel, Operand, attention_of, product_of
+from meshwright.ir.kernel import (
+    AttentionSettings,
+    AttentionSizes,
+    ConvolutionSizes,
+    Kernel,
+    Operand,
+    attention_of,
+    product_of,
+)
 from meshwright.ir.kind import kind_of_target
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.ir.shapes import shapes_of
 from meshwright.lower.fuse import FUNCTIONAL
 from meshwright.ops import collectives, experts
+from meshwright.ops.attention import SETTINGS_AT
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
 from meshwright.ops.convolution_algorithms import DIRECTIONS
 from meshwright.ops.halo import each
+from meshwright.ops.ring import num_steps
 from meshwright.ops.table import operator_rule
 from meshwright.torch_private import OpOverload
 
@@ -50,8 +60,6 @@ _ACROSS: dict[Any, Target] = {
     ours.experts_across_backward.default: ours.experts_backward.default,
 }
 """Maps an operator whose kernel communicates to the operator that computes the same result on a single rank."""
-_SETTINGS = {ours.attention.default: 4, ours.attention_backward.default: 7}
-"""Position of the dropout probability in the arguments of attention. The causal flag follows it."""
 _RINGS = (ours.attention_ring.default, ours.attention_ring_backward.default)
 
 
@@ -80,7 +88,7 @@ class Counter:
         target, outputs = call.target, call.outputs
         if target in _NOTHING:
             return ()
-        size = call.args[-1] if target in _ACROSS else 1
+        ring = (call.args[-1], call.args[-3]) if target in _RINGS else (1, False)
         call = _functional(call)
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
         read, written = num_bytes(*call.tensors), num_bytes(*outputs)
@@ -100,9 +108,7 @@ class Counter:
             *_, changed = call.tensors
             return (Kernel(kind, dtype, 0.0, read - num_bytes(call.args[0]) + 2 * num_bytes(changed)),)
         flops = self._flops(call)
-        if target in _RINGS:
-            flops *= size
-        product = _kernel(call, kind, dtype, flops, read + written)
+        product = _kernel(call, kind, dtype, flops * ring[0], read + written, *ring)
         if target is aten.convolution.default:
             product = msgspec.structs.replace(product, convolution=convolution_sizes(call, "forward"))
         if target is aten.addmm.default:  # the bias is written first, and the product added to it
@@ -160,15 +166,20 @@ def _sizes(value: Any) -> Hashable:
     return tuple(map(_sizes, value)) if isinstance(value, tuple | list) else value
 
 
-def _kernel(call: Call, kind: str, dtype: str, flops: float, moved_bytes: int) -> Kernel:
-    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes."""
+def _kernel(
+    call: Call, kind: str, dtype: str, flops: float, moved_bytes: int, ring: int = 1, balanced: bool = False
+) -> Kernel:
+    """The call as a single kernel. If it is a matrix product or attention, the kernel has its sizes. ``ring`` and
+    ``balanced``: as in ``AttentionSettings``."""
     operands = [_operand(tensor) for tensor in call.tensors]
     product = product_of(str(call.target), kind, operands, _operand(call.outputs[0]), flops) if call.outputs else None
     attention: AttentionSizes | None = None
-    if call.target in _SETTINGS:
-        dropout, causal = call.args[_SETTINGS[call.target] :][:2]
-        backward = kind == "attention_backward"
-        attention = attention_of(backward, operands, flops, dropout=dropout > 0, causal=bool(causal))
+    if call.target in SETTINGS_AT:
+        given = arguments(call)
+        settings = AttentionSettings(
+            given["dropout"] > 0, given["causal"], given["window"], given["first"], given["algorithm"], ring, balanced
+        )
+        attention = attention_of(kind == "attention_backward", operands, settings)
     return Kernel(kind, dtype, flops, moved_bytes, product=product, attention=attention)
 
 
@@ -222,7 +233,7 @@ def _coded(call: Call, given: Mapping[str, Any]) -> tuple[str, int, tuple[int, .
 
 
 def inside(call: Call, label: str) -> tuple[Collective, ...]:
-    """The collectives that a call's kernel runs itself. A ring is counted as an all-gather, which moves the same
+    """The collectives that a call's kernel runs itself. A ring is counted as an all-gather that moves the same
     bytes."""
     if call.target not in _ACROSS:
         return ()
@@ -235,7 +246,10 @@ def inside(call: Call, label: str) -> tuple[Collective, ...]:
         counts = [("all_to_all", slots * num_bytes(tokens))] * 2
         counts += [("all_to_all", slots * num_bytes(given[0]))] if back else []
     else:
-        keys = num_bytes(*(given[2:4] if back else given[1:3])) * (2 if back else 1)  # their gradients travel with them
-        counts = [("all_gather", keys * size)]
-        counts += [("all_to_all", 2 * keys)] if given[-1] else []
+        query, key, value = given[1:4] if back else given[:3]
+        keys = num_bytes(key, value) * (2 if back else 1)  # their gradients travel with them
+        window, row, _, index, balanced = given[-5:]
+        steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+        counts = [("all_gather", keys * size * (steps - 1) // (size - 1))]
+        counts += [("all_to_all", 2 * keys)] if balanced else []
     return tuple(Collective(kind, axis, size, count, label=label) for kind, count in counts)

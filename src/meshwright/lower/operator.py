@@ -23,6 +23,8 @@ from meshwright.ops.base import OperatorRule, Target, emit_unchanged
 from meshwright.ops.table import operator_rule
 
 CPU = torch.device("cpu")
+WITH_ALGORITHMS = ("aten.convolution", "meshwright.attention.", "meshwright.attention_backward.")
+"""The beginnings of the names of operators that have several algorithms."""
 
 
 def emit_operator(
@@ -40,10 +42,10 @@ def emit_operator(
     if "device" in kwargs:
         kwargs = {**kwargs, "device": device}
     target = target_of(operator.target)
-    if algorithm and not operator.target.startswith("aten.convolution"):
+    if algorithm and not operator.target.startswith(WITH_ALGORITHMS):
         raise PlanError(
             f"{operator.target} has no algorithms", where=f"operator_algorithms: {operator.name}",
-            remedy="name convolutions and their gradients only",
+            remedy="name convolutions, attention and their gradients only",
         )  # fmt: skip
     local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first, algorithm)
     if operator.rule is None:

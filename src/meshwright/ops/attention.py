@@ -6,38 +6,52 @@ from typing import Any
 
 import torch
 
-import meshwright.ops.library
+import meshwright.ops.attention_kernels
 import meshwright.ops.ring  # noqa: F401 - these define the operators below
-from meshwright.errors import RuleError
+from meshwright.errors import PlanError, RuleError
+from meshwright.ir.attention import ATTENTIONS
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, make_rule
+from meshwright.ops.base import Call, Local, OperatorRule, make_rule
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
 
 
-def _mask_pattern(mask: torch.Tensor | None, keys: str) -> str:
+def _heads(query: torch.Tensor, key: torch.Tensor) -> str:
+    """The pattern of query heads: ``h``, or ``(h r)`` if r query heads share a key head."""
+    return "h" if query.shape[1] == key.shape[1] else "(h r)"
+
+
+def _mask_pattern(mask: torch.Tensor | None, heads: str, keys: str) -> str:
     if mask is None:
         return ""
-    names = ["b", "h", "s", keys][-mask.dim() :]
+    names = ["b", heads, "s", keys][-mask.dim() :]
     return ", " + " ".join("1" if size == 1 else name for size, name in zip(mask.shape, names, strict=True))
 
 
 def attention_rule(call: Call) -> Rule:
     """``b h s !d, b h !t !d, b h !t !e -> b h s !e, b h s``; if ``t`` is split, the softmaxes of the shards are merged.
-    If one axis splits queries and keys together (factor ``st``), keys and values move around a ring of ranks."""
-    mask = _mask_pattern(call.args[3], "!t")
-    pattern = f"b h s !d, b h !t !d, b h !t !e{mask} -> b h s !e, b h s"
+    If one axis splits queries and keys together (factor ``st``), keys and values move around a ring of ranks. If query
+    heads share key heads, they are ``(h r)``, and the key heads ``h``."""
+    query, key, _, mask = call.args[:4]
+    heads = _heads(query, key)
+    terms = _mask_pattern(mask, heads, "!t")
+    pattern = f"b {heads} s !d, b h !t !d, b h !t !e{terms} -> b {heads} s !e, b {heads} s"
     decompositions = {"t": "gather", "st": "ring"}
-    return make_rule(call, pattern, decompositions=decompositions, joint={"st": ("s", "t")}, equal=("st",))
+    return make_rule(
+        call, pattern, decompositions=decompositions, joint={"st": ("s", "t")}, equal=("st",), h=key.shape[1]
+    )
 
 
 def attention_backward_rule(call: Call) -> Rule:
     """If ``s`` is split, the gradients of key and value are sums. If ``t`` is split, the query's gradient is a sum."""
-    mask = _mask_pattern(call.args[4], "t")
-    q, k, v, o = "b h s !d", "b h t !d", "b h t !e", "b h s !e"
-    pattern = f"^{o}, {q}, {k}, {v}{mask}, {o}, b h s -> {q}, {k}, {v}"
-    return make_rule(call, pattern, decompositions={"st": "ring"}, joint={"st": ("s", "t")}, equal=("st",))
+    query, key, _, mask = call.args[1:5]
+    heads = _heads(query, key)
+    q, k, v, o = f"b {heads} s !d", "b h t !d", "b h t !e", f"b {heads} s !e"
+    pattern = f"^{o}, {q}, {k}, {v}{_mask_pattern(mask, heads, 't')}, {o}, b {heads} s -> {q}, {k}, {v}"
+    return make_rule(
+        call, pattern, decompositions={"st": "ring"}, joint={"st": ("s", "t")}, equal=("st",), h=key.shape[1]
+    )
 
 
 _ACROSS = {
@@ -70,17 +84,33 @@ def attention_local(local: Local) -> Any:
 def emit_attention(local: Local) -> Any:
     """Emit the operator on this rank's parts, or around a ring. Backward communicates only in a ring: it has the output
     and the log-sum-exp over all keys, so the gradient for some keys does not depend on the other keys."""
-    *tensors, dropout, causal, scale, _, number = local.args
+    place = SETTINGS_AT[local.target]
+    tensors = local.args[:place]
+    dropout, causal, scale, _, number, window = (*local.args[place:], 0)[:6]
     # forward and backward of one call have the same number, so that they draw the same mask
     key = local.key(f"attention {number}") if dropout else (0, 0)
+    settings = (*tensors, dropout, causal, scale, *key, window)
+    algorithm = _algorithm(local)
     if local.is_split("st"):
-        return local.call(_ACROSS[local.target], *tensors, dropout, causal, scale, *key, *_ring(local, causal))
-    query = 1 if local.target is ours.attention_backward.default else 0
-    tensors[query + 3], causal = _shifted_mask(local, tensors[query], tensors[query + 3], causal)
-    return local.call(local.target, *tensors, dropout, causal, scale, *key)
+        row, *ring = _ring(local, causal and not window)
+        return local.call(_ACROSS[local.target], *settings, row, algorithm, *ring)
+    first = _first(local) if causal else 0
+    if not (window or first or algorithm):
+        return local.call(local.target, *settings[:-1])
+    return local.call(local.target, *settings, first, algorithm)
 
 
-def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
+def _algorithm(local: Local) -> str:
+    """The algorithm that the plan names, or empty."""
+    if local.algorithm and local.algorithm not in ATTENTIONS:
+        raise PlanError(
+            f"{local.algorithm!r} is no algorithm of attention", where=f"operator_algorithms: {local.name}",
+            remedy=f"use {' or '.join(ATTENTIONS)}",
+        )  # fmt: skip
+    return local.algorithm
+
+
+def _ring(local: Local, balances: bool) -> tuple[int, int, bool, str, int]:
     """Return this rank's first query, its index in the ring, whether ranks swap halves, the ring's group and size."""
     if local.is_split("t"):
         raise RuleError(
@@ -89,18 +119,16 @@ def _ring(local: Local, causal: bool) -> tuple[int, int, bool, str, int]:
     (index, _), (part, parts), (group, size) = local.coordinate("st"), local.coordinate("s"), local.group("st")
     rows = local.size("s") // (parts * size)
     place = part * size + index if parts > 1 and local.outside("s", "st") else index * parts + part
-    balanced = causal and parts == 1 and rows % 2 == 0 and local.size("s") == local.size("t")
+    balanced = balances and parts == 1 and rows % 2 == 0 and local.size("s") == local.size("t")
     return place * rows, index, balanced, group, size
 
 
-def _shifted_mask(local: Local, query: Value, mask: Value, causal: bool) -> tuple[Value, bool]:
-    """Return ``mask`` and ``causal`` for this rank's part. If queries or keys are split, a causal mask becomes a
-    tensor, because it depends on the place of the part."""
-    if not causal or not (local.is_split("s") or local.is_split("t")):
-        return mask, causal
-    row, column = (local.bounds(factor)[local.coordinate(factor)[0]] for factor in "st")
-    every = local.call(aten.new_ones.default, query, [local.length("s"), local.length("t")], dtype=torch.bool)
-    return local.call(aten.tril.default, every, row - column), False
+def _first(local: Local) -> int:
+    """The position of this rank's first query minus the position of its first key."""
+    row, column = (
+        local.bounds(factor)[local.coordinate(factor)[0]] if local.is_split(factor) else 0 for factor in "st"
+    )
+    return row - column
 
 
 def _flops(products: int) -> Any:
@@ -114,6 +142,9 @@ def _flops(products: int) -> Any:
 
 
 _CONTIGUOUS = frozenset({"s", "t"})
+
+SETTINGS_AT = {ours.attention.default: 4, ours.attention_backward.default: 7}
+"""Position of the first argument that is no tensor."""
 
 RULES = {
     ours.attention.default: OperatorRule(attention_rule, attention_local, _flops(2), _CONTIGUOUS, random=True),

@@ -7,7 +7,8 @@ must be waited for before it is read.
 ``exchange_rows`` is called only inside other operators' kernels, because the number of received rows is known only at
 run time. It sends the next ``counts[rank].sum()`` rows of ``rows`` to each rank. It returns the received rows in order
 of their senders, and the senders' counts for this rank. ``shift`` starts to send a tensor to the next rank of the
-group. Its result is the tensor of the previous rank.
+group. Its result is the tensor of the previous rank. ``permute`` starts to send row i of ``rows`` to rank
+``goes[i]``; row i of its result comes from rank ``comes[i]``. Rows between the same two ranks keep their order.
 
 ``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Gathered
 tensors are stored one after the other, each with its padding. The parts of the sums that a rank keeps are stored in the
@@ -97,6 +98,7 @@ _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
     ),
     "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)": None,
     "shift(Tensor value, str group, SymInt size) -> Tensor": None,
+    "permute(Tensor rows, SymInt[] goes, SymInt[] comes, str group) -> Tensor": None,
     f"halo_exchange_start(Tensor value, {_HALO}, float fill, str group, int index, str label='') -> Tensor": _halo,
     f"halo_reduce_start(Tensor value, {_HALO}, str group, int index, str label='') -> Tensor": (
         lambda value, dim, lows, highs, edges, group, index, *_: _resized(value, dim, edges[index + 1] - edges[index])
@@ -122,6 +124,7 @@ GATHER_PARTS = OPERATORS.gather_parts_start.default
 REDUCE_TO_PARTS = OPERATORS.reduce_to_parts_start.default
 EXCHANGE_ROWS = OPERATORS.exchange_rows.default
 SHIFT = OPERATORS.shift.default
+PERMUTE = OPERATORS.permute.default
 HALO_EXCHANGE = OPERATORS.halo_exchange_start.default
 HALO_REDUCE = OPERATORS.halo_reduce_start.default
 HALO_RETURN = OPERATORS.halo_return_start.default

@@ -17,7 +17,8 @@ use stripes instead). All ranks then have equal work in every step:
     1        2 3      1 4
     2        4 5      2 3
 
-The two exchanges of halves, before and after the ring, cost about as much as two steps of the ring.
+The two exchanges of halves, before and after the ring, cost about as much as two steps of the ring. With a window,
+ranks keep their own parts: the ring ends as soon as no query of any rank sees the next keys.
 """
 
 import math
@@ -29,35 +30,42 @@ import torch
 from torch import Tensor
 
 from meshwright.ops import collectives
-from meshwright.ops.collectives import Exchange, exchange_over
-from meshwright.ops.library import QUERY, RESULTS, SETTINGS, define, mix
+from meshwright.ops.attention_kernels import QUERY, RESULTS, SETTINGS
+from meshwright.ops.library import define, mix
 
 ours = torch.ops.meshwright
 
 Shift = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to send a tensor to the next rank of the ring; the returned function waits for the previous rank's tensor."""
+Permute = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
+"""Sends each row of a tensor to the rank that is named for it, and returns a row from each rank in the second list."""
 
 
 @dataclass(frozen=True)
 class RingSlices:
-    """The queries (``rows``) and keys (``columns``) on this rank that one step uses, as slices along the sequence."""
+    """The queries (``rows``) and keys (``columns``) on this rank that one step uses, as slices along the sequence, and
+    which of the keys the queries see."""
 
     mask: Tensor | None = None
     causal: bool = False
     rows: slice = field(default_factory=lambda: slice(None))
     columns: slice = field(default_factory=lambda: slice(None))
+    window: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class Ring:
     """A rank's place in the ring. ``row`` is the position of the rank's first query in the sequence. ``balanced`` says
-    that each rank takes an early and a late half part of the sequence."""
+    that each rank takes an early and a late half part of the sequence. ``window`` is the number of keys that a query
+    sees at most (0: no limit)."""
 
     shift: Shift
     index: int
     size: int
     row: int
     balanced: bool
+    window: int = 0
 
     def moving(self, key: Tensor, value: Tensor, mask: Tensor | None) -> list[Tensor]:
         """Return the tensors that move around the ring: keys, values, and the mask if it is split like the keys."""
@@ -80,20 +88,18 @@ class Ring:
         if not causal:
             whole = mask is not None and mask.shape[-1] == columns * self.size
             return RingSlices(mask.narrow(-1, column, columns) if whole and mask is not None else mask)
-        if column > self.row + rows - 1:
+        last = self.row + rows - 1
+        if column > last or (self.window and column + columns <= self.row - self.window + 1):
             return None
-        if column == self.row:
-            return RingSlices(causal=True)
-        if column + columns - 1 <= self.row:
+        if column + columns - 1 <= self.row and not 0 < self.window <= last - column:
             return RingSlices()
-        every = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-        return RingSlices(every.tril_(self.row - column))
+        return RingSlices(causal=True, window=self.window, first=self.row - column)
 
     def takes(self, rank: int) -> tuple[int, int]:
         """Return the indices of the two half parts of the sequence that a rank works on in a balanced ring."""
         return rank, 2 * self.size - 1 - rank
 
-    def swapped(self, exchange: Exchange, values: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
+    def swapped(self, permute: Permute, values: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
         """Exchange the halves that this rank owns for the halves that it takes; with ``back``, do the reverse. The
         ``values`` are tensors [b, h, s, d] of one dtype."""
 
@@ -105,11 +111,8 @@ class Ring:
         goes = [holder(half, mirrored=not back) for half in have]
         comes = [holder(half, mirrored=back) for half in want]
         rows = torch.cat([tensor.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for tensor in values], 1)
-        counts = torch.zeros(self.size, 1, dtype=torch.int64)
-        for rank in goes:
-            counts[rank] += 1
-        came, _ = exchange(rows if goes[0] <= goes[1] else rows.flip(0), counts)
-        came = came if comes[0] <= comes[1] else came.flip(0)
+        came = permute(rows, goes, comes)
+        del rows
         result = []
         for tensor, flat in zip(values, came.split([tensor.numel() // 2 for tensor in values], 1), strict=True):
             batch, heads, length, width = tensor.shape
@@ -117,72 +120,102 @@ class Ring:
             result.append(halves.movedim(0, 2).reshape(batch, heads, length, width))
         return result
 
+    def returned(self, permute: Permute, values: Sequence[Tensor], steps: int) -> list[Tensor]:
+        """Send tensors that moved on by ``steps`` ranks back to the ranks that own them."""
+        if steps % self.size == 0:
+            return list(values)
+        goes, comes = [(self.index - steps) % self.size], [(self.index + steps) % self.size]
+        return [permute(value.unsqueeze(0), goes, comes).squeeze(0) for value in values]
+
+
+def num_steps(rows: int, columns: int, size: int, index: int, row: int, window: int) -> int:
+    """The number of steps after which all queries of all ranks have met the keys that they see. ``rows`` and
+    ``columns`` are the numbers of queries and keys of a rank; the other arguments are those of ``Ring``."""
+    if not window or rows != columns or row != index * columns:
+        return size
+    return min(size, 1 + -(-(window - 1) // columns))
+
 
 def forward(
-    shift: Shift, exchange: Exchange, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
-    causal: bool, scale: float, random_key: int, salt: int, row: int, index: int, balanced: bool, *, size: int,
+    shift: Shift, permute: Permute, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
+    causal: bool, scale: float, random_key: int, salt: int, window: int, row: int, algorithm: str, index: int,
+    balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention of this rank's queries [b, h, s, d] with the keys and values of all ranks. ``key`` and
     ``value`` are this rank's parts."""
-    ring = Ring(shift, index, size, row, balanced)
+    ring = Ring(shift, index, size, row, balanced, window)
     if balanced:
-        query, key, value = ring.swapped(exchange, (query, key, value))
+        query, key, value = ring.swapped(permute, (query, key, value))
     wide = torch.promote_types(query.dtype, torch.float32)
     total = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
     every = query.new_full(query.shape[:3], -math.inf, dtype=wide)
-    for step in range(size):
-        coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < size else []
+    steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+
+    def merge(step: int, part: RingSlices) -> None:  # a function, so that nothing outlives its step
+        salted = mix(salt, ring.source(step)) if dropout else 0
+        settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
+        keys, values = key[:, :, part.columns], value[:, :, part.columns]
+        output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
+        before, into = every[:, :, part.rows], total[:, :, part.rows]
+        merged = torch.logaddexp(before, own)
+        finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
+        into.mul_((before - finite).exp_().unsqueeze(-1))
+        into.add_(output * (own - finite).exp_().unsqueeze(-1))
+        before.copy_(merged)
+
+    for step in range(steps):
+        coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < steps else []
         part = ring.part(step, query, key, mask, causal)
         if part is not None:
-            settings = (dropout, part.causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
-            keys, values = key[:, :, part.columns], value[:, :, part.columns]
-            output, own = ours.attention(query[:, :, part.rows], keys, values, part.mask, *settings)
-            before, into = every[:, :, part.rows], total[:, :, part.rows]
-            merged = torch.logaddexp(before, own)
-            finite = merged.masked_fill(merged == -math.inf, 0.0)  # a query without any allowed key has the output zero
-            into.mul_((before - finite).exp_().unsqueeze(-1))
-            into.add_(output * (own - finite).exp_().unsqueeze(-1))
-            before.copy_(merged)
+            merge(step, part)
         if coming:
             key, value, *rest = (finish() for finish in coming)
             mask = rest[0] if rest else mask
     output = total.to(query.dtype)
     if balanced:
-        (output,) = ring.swapped(exchange, (output,), back=True)
-        every = ring.swapped(exchange, (every.unsqueeze(-1),), back=True)[0].squeeze(-1)
+        (output,) = ring.swapped(permute, (output,), back=True)
+        every = ring.swapped(permute, (every.unsqueeze(-1),), back=True)[0].squeeze(-1)
     return output, every
 
 
 def backward(
-    shift: Shift, exchange: Exchange, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    shift: Shift, permute: Permute, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     output: Tensor, logsumexp: Tensor, dropout: float, causal: bool, scale: float, random_key: int, salt: int,
-    row: int, index: int, balanced: bool, *, size: int,
+    window: int, row: int, algorithm: str, index: int, balanced: bool, *, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of this rank's queries, keys and values."""
-    ring = Ring(shift, index, size, row, balanced)
+    ring = Ring(shift, index, size, row, balanced, window)
     if balanced:
-        grad, query, key, value, output = ring.swapped(exchange, (grad, query, key, value, output))
-        logsumexp = ring.swapped(exchange, (logsumexp.unsqueeze(-1),))[0].squeeze(-1)
+        grad, query, key, value, output = ring.swapped(permute, (grad, query, key, value, output))
+        logsumexp = ring.swapped(permute, (logsumexp.unsqueeze(-1),))[0].squeeze(-1)
     grads = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
-    for step in range(size):
-        coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < size else []
+    steps = num_steps(query.shape[2], key.shape[2], size, index, row, window)
+
+    def add(step: int, part: RingSlices) -> None:
+        salted = mix(salt, ring.source(step)) if dropout else 0
+        settings = (dropout, part.causal, scale, random_key, salted, part.window, part.first, algorithm)
+        rows, columns = part.rows, part.columns
+        parts = ours.attention_backward(
+            grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
+            output[:, :, rows], logsumexp[:, :, rows], *settings,
+        )  # fmt: skip
+        for total, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
+            total[:, :, place].add_(term)
+
+    for step in range(steps):
+        coming = [shift(tensor) for tensor in ring.moving(key, value, mask)] if step + 1 < steps else []
         part = ring.part(step, query, key, mask, causal)
         if part is not None:
-            settings = (dropout, part.causal, scale, random_key, mix(salt, ring.source(step)) if dropout else 0)
-            rows, columns = part.rows, part.columns
-            parts = ours.attention_backward(
-                grad[:, :, rows], query[:, :, rows], key[:, :, columns], value[:, :, columns], part.mask,
-                output[:, :, rows], logsumexp[:, :, rows], *settings,
-            )  # fmt: skip
-            for total, term, place in zip(grads, parts, (rows, columns, columns), strict=True):
-                total[:, :, place].add_(term)
-        going = [shift(total) for total in grads[1:]]
-        grads[1:] = [finish() for finish in going]
+            add(step, part)
+        if step + 1 < steps or steps == size:  # after as many steps as ranks, gradients are where they belong
+            going = [shift(total) for total in grads[1:]]
+            grads[1:] = [finish() for finish in going]
         if coming:
             key, value, *rest = (finish() for finish in coming)
             mask = rest[0] if rest else mask
+    grads[1:] = ring.returned(permute, grads[1:], steps - 1 if steps < size else size)
     if balanced:
-        grads = ring.swapped(exchange, grads, back=True)
+        grads = ring.swapped(permute, grads, back=True)
     return grads[0], grads[1], grads[2]
 
 
@@ -194,12 +227,16 @@ def _round(group: str, size: int) -> Shift:
     return shift
 
 
+def _rows(group: str) -> Permute:
+    return lambda rows, goes, comes: collectives.WAIT(collectives.PERMUTE(rows, goes, comes, group))
+
+
 def _over_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel of ``forward`` or ``backward`` whose last arguments are the ring's group and its size."""
 
     def kernel(*values: Any) -> Any:
         *given, group, size = values
-        return function(_round(group, size), exchange_over(group, size), *given, size=size)
+        return function(_round(group, size), _rows(group), *given, size=size)
 
     return kernel
 
@@ -214,7 +251,7 @@ def _shapes(grad: Tensor, *values: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in values[:3])
 
 
-_SETTINGS = f"{SETTINGS}, SymInt row, SymInt index, bool balanced, str group, SymInt size"
+_SETTINGS = f"{SETTINGS}, SymInt window, SymInt row, str algorithm, SymInt index, bool balanced, str group, SymInt size"
 define(f"attention_ring({QUERY}, {_SETTINGS}) -> (Tensor, Tensor)", _over_ranks(forward), _shape)
 define(
     f"attention_ring_backward(Tensor grad, {QUERY}, {RESULTS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",

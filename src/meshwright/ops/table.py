@@ -19,6 +19,7 @@ from meshwright.ops import (
     loss,
     matmul,
     normalization,
+    packed_attention,
     pointwise,
     pooling,
     random,
@@ -35,7 +36,7 @@ aten = torch.ops.aten
 
 FILES = (
     attention, batch_norm, convolution, creation, embedding, experts, fourier, indexing, loss, matmul, normalization,
-    pooling, random, reduction, resizing, softmax, unfolding, view,
+    packed_attention, pooling, random, reduction, resizing, softmax, unfolding, view,
 )  # fmt: skip
 """The modules with rules, one for each kind of operator."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
@@ -46,6 +47,13 @@ CANONICAL: Mapping[Target, Callable[..., Any]] = {
 }
 """Maps an operator to the function that capture calls in its place. The function returns NotImplemented to keep the
 operator."""
+
+
+def rewrites() -> Mapping[Target, Callable[..., Any]]:
+    """``CANONICAL``, and the rewrites of operators that PyTorch defines only when a module of its own is imported."""
+    return {**CANONICAL, **packed_attention.rewrites()}
+
+
 VISIBLE = {aten.native_batch_norm.default: batch_norm.native_batch_norm}
 """Rewrites to operators whose schema shows an in-place change that the original operator's schema does not show."""
 

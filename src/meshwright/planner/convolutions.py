@@ -8,7 +8,7 @@ the noise of the measurement. (If all operators share a budget, the times alone 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import hypot
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from meshwright.ir.mesh import Mesh
 from meshwright.ir.operator_algorithm import NATIVE, piece_sizes, text_of
 from meshwright.ir.plan import Note, Strategy, starred
 from meshwright.ir.program import Lower, OperatorProgram
+from meshwright.planner.attentions import choose_attention
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.costs import ClusterCosts
 from meshwright.planner.intra_op.prices import Prices
@@ -63,9 +64,9 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The decisions of a plan about its convolutions. ``interiors`` are the starred names of convolutions that compute
-    their interior rows first. ``texts`` maps a convolution to its algorithm. Convolutions with PyTorch's own algorithm
-    are left out. ``notes`` are for ``Plan.explain``."""
+    """The decisions of a plan about its convolutions and attention. ``interiors`` are the starred names of convolutions
+    that compute their interior rows first. ``texts`` maps an operator to its algorithm. Operators with PyTorch's own
+    algorithm are left out. ``notes`` are for ``Plan.explain``."""
 
     interiors: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -76,9 +77,9 @@ def choose_on_rank(
     graph: Graph, mesh: Mesh, axes: Mapping[str, int], strategies: Mapping[str, Strategy], cluster: Cluster | None,
     lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] | None = None,
 ) -> Chosen:  # fmt: skip
-    """Decide how a rank computes its parts of convolutions under the strategies on ``axes``. Nothing is decided if the
-    cluster or the lowering is unknown. ``rank_of`` maps operators to pipeline ranks (default: all operators are on one
-    rank).
+    """Decide how a rank computes its parts of convolutions and attention under the strategies on ``axes``. Nothing is
+    decided if the cluster or the lowering is unknown. ``rank_of`` maps operators to pipeline ranks (default: all
+    operators are on one rank).
 
     Raises:
         LayoutError: as ``choose``.
@@ -93,8 +94,11 @@ def choose_on_rank(
     def program(operator: Operator) -> OperatorProgram:
         return prices.program(operator, known[operator.name], starred(operator.name) in inside)
 
-    chosen = choose(graph.operators, program, layout, NodeCosts(mesh, cluster).rates, times, rank_of or {})
-    return replace(chosen, interiors=inside)
+    rates = NodeCosts(mesh, cluster).rates
+    chosen = choose(graph.operators, program, layout, rates, times, rank_of or {})
+    lines = choose_attention(graph.operators, known, program, rates)
+    texts = {**chosen.texts, **{name: text for name, (text, _) in lines.items()}}
+    return Chosen(inside, texts, (*chosen.notes, *merged(lines)))
 
 
 def sizes_of(program: OperatorProgram) -> ConvolutionSizes | None:

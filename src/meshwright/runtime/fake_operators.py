@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.capture.outputs import outputs_of
 from meshwright.comm.backend import KERNELS
+from meshwright.ir.attention import backward_bytes
 from meshwright.ir.kernel import PRODUCTS
 from meshwright.runtime.unguarded import Unguarded
 from meshwright.torch_private import (
@@ -25,6 +26,18 @@ DEVICE = torch.device("cuda", 0)
 """The fake device: PyTorch has no other accelerator whose fake tensors work in a build without it."""
 _DRAWS = frozenset(("bernoulli", "normal", "uniform"))
 """Operators of this project whose kernel makes a generator of the device, which does not exist. They do not wait."""
+
+
+def workspace_bytes(function: Any, args: Any) -> int:
+    """Bytes that an operator's kernel allocates itself, beside its results."""
+    if function not in _ATTENTION_BACKWARD:
+        return 0
+    _, query, key, value = args[:4]
+    heads, shared = (one.shape[_ATTENTION_BACKWARD[function]] for one in (query, key))
+    taken = backward_bytes(query.numel() // query.shape[-1], query.shape[-1])
+    if shared < heads and function is aten._flash_attention_backward.default:  # gradients of keys for each query head
+        taken += (key.nbytes + value.nbytes) // shared * heads
+    return taken
 
 
 class UnfollowableError(Exception):
@@ -53,6 +66,12 @@ BY_VALUES: dict[Any, Callable[..., Any] | None] = {
 host waits for the device in each of them."""
 _NO_KERNEL = tuple(f"{name}." for name in (*PRODUCTS, "aten.convolution", "aten.convolution_backward"))
 """The beginnings of the names of operators that have CUDA kernels for floating-point numbers only."""
+_ATTENTION_BACKWARD = {
+    aten._flash_attention_backward.default: 2,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 1,
+    aten._scaled_dot_product_efficient_attention_backward.default: 1,
+}
+"""Maps the backward of a fused attention kernel to the dim of heads."""
 _OF_CPUS = ("_for_cpu", "mkldnn", "onednn", "quantized::", "fbgemm")
 
 

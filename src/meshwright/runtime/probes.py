@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-import meshwright.ops.library  # noqa: F401 - defines meshwright::attention
+import meshwright.ops.attention_kernels  # noqa: F401 - defines meshwright::attention
 from meshwright.ir.graph import ITEM_BYTES
 
 aten = torch.ops.aten

@@ -41,6 +41,7 @@ from meshwright.runtime.fake_operators import (
     results,
     selects_by_mask,
     tensors_in,
+    workspace_bytes,
     written,
 )
 from meshwright.runtime.unguarded import Unguarded
@@ -189,6 +190,7 @@ class Rehearsal(TorchDispatchMode):
         for value in tensors_in((result,)):
             if value.device.type == DEVICE.type:
                 self.memory.hold(value)
+        self.memory.peak = max(self.memory.peak, self.memory.held + workspace_bytes(function, args))
         return result
 
     def _read(self, value: Tensor) -> Any:

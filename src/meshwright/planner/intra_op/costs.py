@@ -54,7 +54,7 @@ class ClusterCosts:
 
     def __init__(self, mesh: Mesh, axes: Iterable[str], cluster: Cluster) -> None:
         names = list(axes)
-        self._nodes, self._network = NodeCosts(mesh, cluster), Network(cluster)
+        self._nodes, self._network = NodeCosts(mesh, cluster, undecided=True), Network(cluster)
         self.links = links_of(mesh, (axis for axis in names if axis in mesh.names), self._network)
         self._groups = {axis: axis_group(mesh, axis) for axis in (*names, *self.links)}
 
