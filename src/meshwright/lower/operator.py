@@ -40,10 +40,10 @@ def emit_operator(
     if "device" in kwargs:
         kwargs = {**kwargs, "device": device}
     target = target_of(operator.target)
-    if algorithm and not operator.target.startswith("aten.convolution"):
+    if algorithm and not operator.target.startswith(("aten.convolution", "meshwright.experts")):
         raise PlanError(
             f"{operator.target} has no algorithms", where=f"operator_algorithms: {operator.name}",
-            remedy="name convolutions and their gradients only",
+            remedy="name convolutions, mixtures of experts and their gradients only",
         )  # fmt: skip
     local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first, algorithm)
     if operator.rule is None:

@@ -1,4 +1,4 @@
-"""Operators of this project: attention for all devices, a gradient of cross-entropy, random numbers with a key."""
+"""Operators of this project: attention for all devices, a gradient of cross-entropy."""
 
 import math
 from collections.abc import Callable
@@ -37,22 +37,6 @@ def mix(*values: int) -> int:
         state = ((state ^ (state >> 27)) * _MIX[2]) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state >> 1
-
-
-def _draws(method: str) -> Callable[..., Tensor]:
-    """Return a kernel that fills a tensor by ``method`` of torch.Tensor; key and salt determine its random numbers."""
-
-    def kernel(like: Tensor, *values: Any) -> Tensor:
-        *parameters, random_key, salt = values
-        generator = torch.Generator(device=like.device)
-        generator.manual_seed(mix(random_key, salt))
-        result: Tensor = getattr(torch.empty_like(like), method)(*parameters, generator=generator)
-        return result
-
-    return kernel
-
-
-_bernoulli = _draws("bernoulli_")
 
 
 def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -107,7 +91,8 @@ def _weights(scores: Tensor, logsumexp: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _keep(scores: Tensor, dropout: float, random_key: int, salt: int) -> Tensor:
-    return _bernoulli(scores, 1.0 - dropout, random_key, salt).div_(1.0 - dropout if dropout < 1.0 else 1.0)
+    kept: Tensor = torch.ops.meshwright.bernoulli(scores, 1.0 - dropout, random_key, salt)
+    return kept.div_(1.0 - dropout if dropout < 1.0 else 1.0)
 
 
 def _fused(query: Tensor, value: Tensor, dropout: float) -> bool:
@@ -206,11 +191,6 @@ define(
     _cross_entropy_backward,
     lambda grad, logarithms, *_: torch.empty_like(logarithms),
 )
-for _name, _parameters in (
-    ("bernoulli", "float probability"), ("uniform", "float low, float high"), ("normal", "float mean, float std"),
-):  # fmt: skip
-    _schema = f"{_name}(Tensor like, {_parameters}, {KEY}) -> Tensor"
-    define(_schema, _draws(f"{_name}_"), lambda like, *_: torch.empty_like(like))
 
 
 class _Attention(torch.autograd.Function):
