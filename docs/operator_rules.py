@@ -76,7 +76,7 @@ def _rows(module: ModuleType) -> Iterator[str]:
         rules = dict.fromkeys(POINTWISE, pointwise.POINTWISE)
     for target, operator in rules.items():
         if module is random:
-            yield f"| `{target}` | as its shape | | draws its own numbers on every part, by the part's coordinates |"
+            yield f"| `{target}` | as its shape | | draws numbers that are the same under every layout |"
             continue
         how = (inspect.getdoc(operator.rule) or "").split("\n")[0].replace("``", "`").replace("|", "\\|")
         found = _example(target, operator)

@@ -21,8 +21,9 @@ from meshwright.models import MLP, classification_loss
 from meshwright.runtime import trainer
 from meshwright.runtime.clip import clip
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.rehearsed_kind import _Copies
 from meshwright.torch_private import FakeStore
-from tests.distributed import oracle, pipelines
+from tests.distributed import hugging_face, oracle, pipelines
 from tests.end_to_end import dry_run_cases
 
 PIPELINES = {
@@ -115,6 +116,49 @@ def test_skips_between_stages_of_a_u_net_end() -> None:
     assert report.findings == ()
 
 
+MIXTURES = [
+    (mw.Layout(dp=4, ep=2, zero=1), None),
+    (mw.Layout(dp=2, ep=2, tp=2, pp=2, microbatches=2), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision"), MIXTURES, ids=["experts", "pipeline, bfloat16"])
+def test_no_host_waits_for_the_numbers_of_tokens_of_experts(layout: mw.Layout, precision: Any) -> None:
+    """Nor for the counts of a router: in bfloat16 with PyTorch's grouped products, else with products of blocks."""
+    subject = hugging_face.subject("Mixtral", 1)
+    report = mw.dry_run(
+        subject.model.float(), subject.loss_fn, subject.batches[0], layout, optimizer=oracle.OPTIMIZERS["AdamW"],
+        max_grad_norm=oracle.MAX_GRAD_NORM, precision=precision, ranks=(0, layout.num_ranks - 1),
+    )  # fmt: skip
+    assert report.findings == ()
+
+
+def test_no_host_waits_for_random_numbers() -> None:
+    subject = oracle.one_block(False, dropout=0.1)
+    report = mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], mw.Layout(dp=2, tp=2, recompute="full"))
+    assert report.findings == ()
+
+
+def test_tokens_that_travel_to_their_experts_wait_for_their_numbers() -> None:
+    """A plan for CPUs, whose ranks tell each other how many tokens they send, waits on GPUs, and the report says so."""
+    subject = hugging_face.subject("Mixtral", 1)
+    graph = mw.capture(subject.model, subject.loss_fn, subject.batches[0])
+    plan = mw.plan(graph, "h100-dgx", layout=mw.Layout(dp=2, ep=2), devices=2)
+    stage = msgspec.structs.replace(plan.stage, operator_algorithms={})
+    report = mw.dry_run(
+        subject.model, subject.loss_fn, subject.batches[0], msgspec.structs.replace(plan, stages=(stage,)), ranks=(0,)
+    )
+    assert any("bincount" in finding.what for finding in report.of("wait")), report.findings
+
+
+def test_a_kernel_that_does_not_wait_for_its_inputs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are copied on a stream of their own, for which the kernels of a step must wait."""
+    monkeypatch.setattr(_Copies, "hold_kernels", lambda self: None)
+    report = dry_mlp(mw.Layout(dp=2))
+    assert {finding.kind for finding in report.findings} == {"error"}
+    assert all("reads a tensor that a copy still writes" in finding.what for finding in report.findings)
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_in_low_precision_the_host_waits_neither_for_the_scale_nor_for_the_check(precision: Any) -> None:
     assert dry_mlp(mw.Layout(dp=2), precision=precision).findings == ()
@@ -160,18 +204,9 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        mw.Layout(dp=2),
-        mw.Layout(tp=2),
-        mw.Layout(cp=2),
-        mw.Layout(cp=2, context="ring"),
-        mw.Layout(cp=4, context="ring"),
-    ],
-    ids=["dp", "heads", "gathered", "ring of 2", "ring of 4"],
-)
-def test_attention_holds_no_scores_and_waits_for_nothing(layout: mw.Layout, window: int) -> None:
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_holds_no_scores_and_waits_for_nothing(name: str, window: int) -> None:
+    layout = ATTENTION[name]
     length = 2048
     report = mw.dry_run(
         Attends(window), squares, {"x": torch.zeros(2 * layout.dp, length, 32)}, layout, "h100-dgx",

@@ -22,6 +22,8 @@ NATIVE = "native"
 """The name of PyTorch's own algorithm."""
 CONVOLUTIONS = (NATIVE, "gemm", "implicit", "fft", "winograd(2)", "winograd(4)")
 """The names of the algorithms of convolutions (``ir/convolution.py``)."""
+GATHER = "gather"
+"""The algorithm of mixtures of experts in which each rank gathers the tokens of all ranks that share the experts."""
 
 _PIECE = re.compile(r"(?:(?P<count>\d+)x(?P<samples>\d+) )?(?P<name>\S+)")
 

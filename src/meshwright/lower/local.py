@@ -109,12 +109,7 @@ class LocalCall:
         """The size of a factor on this rank, from the bounds of its part on each axis."""
         total = 1
         for letter in self._letters[factor]:
-            axes = [axis for axis in self._groups if self._strategy.get(axis) == letter]
-            units = self._rule.sizes[letter]
-            for axis in axes:
-                edges = bounds(units, [self._sizes[axis]])
-                units = edges[self._at[axis] + 1] - edges[self._at[axis]]
-            total *= units
+            total *= self._part(letter, self._rule.sizes[letter])[1]
         return total
 
     def bounds(self, factor: str, of: str = "") -> tuple[int, ...]:
@@ -135,12 +130,7 @@ class LocalCall:
     def key(self, name: str = "") -> tuple[fx.Node, int]:
         """The micro-batch's random key, and a salt: a hash of the operator's name and the rank's coordinates in its
         splits."""
-        if self._operator.prologue:  # it runs once per step, but every micro-batch needs its own numbers
-            raise RuleError(
-                "its rule draws random numbers and does not say so",
-                where=self.name,
-                remedy="OperatorRule(random=True)",
-            )
+        self._require_random()
         coordinates = [
             self._groups[axis].index + 1
             for axis, choice in sorted(self._strategy.items())
@@ -156,6 +146,36 @@ class LocalCall:
                     remedy="split an operator with dropout and its gradient alike",
                 )
         return self._shared.random_key, mix(zlib.crc32((name or self.name).encode()), *coordinates)
+
+    def draw(self) -> tuple[fx.Node, int, list[int], list[int], list[int], int, int]:
+        """The last arguments of an operator that draws this rank's part of the first output."""
+        self._require_random()
+        dims = self._rule.parsed.outputs[0].dims or ((),)
+        letters = [factor for dim in dims for factor in dim]
+        sizes = [factor.size or self._rule.sizes[factor.name] for factor in letters]
+        parts = [self._part(factor.name, size) for factor, size in zip(letters, sizes, strict=True)]
+        over_time = self._strategy.get(TIME) or TIME
+        time = next((index for index, factor in enumerate(letters) if factor.name == over_time), -1)
+        place = sizes, [begin for begin, _ in parts], [length for _, length in parts], max(1, len(dims[-1])), time
+        return self._shared.random_key, mix(zlib.crc32(self.name.encode())), *place
+
+    def _part(self, letter: str, size: int) -> tuple[int, int]:
+        """The first index of this rank's part of a letter, in the first micro-batch, and the part's length."""
+        begin, length = 0, size
+        for axis in (axis for axis in self._groups if self._strategy.get(axis) == letter):
+            edges = bounds(length, [self._sizes[axis]])
+            begin, length = begin + edges[self._at[axis]], edges[self._at[axis] + 1] - edges[self._at[axis]]
+        return begin, length
+
+    def _require_random(self) -> None:
+        """Raise a RuleError if the operator is in the prologue, which runs once a step: every micro-batch needs its own
+        numbers."""
+        if self._operator.prologue:
+            raise RuleError(
+                "its rule draws random numbers and does not say so",
+                where=self.name,
+                remedy="OperatorRule(random=True)",
+            )
 
     def group(self, factor: str) -> tuple[str, int]:
         """The name and size of the group on the axis that splits the factor; exactly one axis must split it."""
@@ -175,6 +195,13 @@ class LocalCall:
             node = self.call(collectives.ALL_REDUCE, node, op, group.name, group.algorithm)
             node = self.call(collectives.WAIT, node)
         return node
+
+    def reduce_scatter(self, node: fx.Node, factor: str) -> fx.Node:
+        """Emit a reduce-scatter and its wait for the axis that splits the factor."""
+        (axis,) = self._axes(factor)
+        group = self._groups[axis]
+        node = self.call(collectives.REDUCE_SCATTER, node, "sum", group.name, group.size, group.algorithm)
+        return self.call(collectives.WAIT, node)
 
     def all_gather(self, node: fx.Node, factor: str) -> fx.Node:
         """Emit an all-gather and its wait for each axis that splits the factor, the innermost axis first."""

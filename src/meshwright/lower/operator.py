@@ -23,7 +23,9 @@ from meshwright.ops.base import OperatorRule, Target, emit_unchanged
 from meshwright.ops.table import operator_rule
 
 CPU = torch.device("cpu")
-WITH_ALGORITHMS = ("aten.convolution", "meshwright.attention.", "meshwright.attention_backward.")
+WITH_ALGORITHMS = (
+    "aten.convolution", "meshwright.attention.", "meshwright.attention_backward.", "meshwright.experts",
+)  # fmt: skip
 """The beginnings of the names of operators that have several algorithms."""
 
 
@@ -45,7 +47,7 @@ def emit_operator(
     if algorithm and not operator.target.startswith(WITH_ALGORITHMS):
         raise PlanError(
             f"{operator.target} has no algorithms", where=f"operator_algorithms: {operator.name}",
-            remedy="name convolutions, attention and their gradients only",
+            remedy="name convolutions, attention, mixtures of experts and their gradients only",
         )  # fmt: skip
     local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first, algorithm)
     if operator.rule is None:

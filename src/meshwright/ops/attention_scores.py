@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import meshwright.ops.library  # noqa: F401 - defines meshwright::bernoulli
+import meshwright.ops.philox  # noqa: F401 - defines meshwright::bernoulli
 from meshwright.ir.attention import Band
 
 ours = torch.ops.meshwright

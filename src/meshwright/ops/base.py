@@ -93,6 +93,11 @@ class Local(Protocol):
         """Return the micro-batch's random key (a value) and the operator's salt, a number that differs between ranks
         with different parts. Operators draw equal numbers if they pass the same ``name``, and their own without it."""
 
+    def draw(self) -> tuple[Value, int, list[int], list[int], list[int], int, int]:
+        """Return the last arguments of an operator that draws random numbers (``ops/philox.py``): the micro-batch's
+        random key, the operator's salt, and the place of this rank's part of the first output. So an element of the
+        output has the same number under every layout."""
+
     def group(self, factor: str) -> tuple[str, int]:
         """The name and size of the group of ranks that hold the parts of a factor. One axis must split the factor."""
 
@@ -104,6 +109,10 @@ class Local(Protocol):
 
     def all_gather(self, value: Value, factor: str) -> Value:
         """Gather all parts on new leading dims: one dim for each axis that splits the factor, the outermost first."""
+
+    def reduce_scatter(self, value: Value, factor: str) -> Value:
+        """Sum ``value`` over the one axis that splits the factor. Its first dim has an index for each rank of the axis:
+        return that of this rank, without the dim."""
 
     def halo(
         self, value: Value, factor: str, dim: int, edges: Sequence[int], ranges: Sequence[Rows], fill: float = 0.0

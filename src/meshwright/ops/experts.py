@@ -1,9 +1,12 @@
 """Mixtures of experts as one operator, forward and backward: every token goes through the experts chosen for it.
 
-With expert parallelism (Lepikhin et al., "GShard", 2021), tokens and experts are split over the same ranks. The ranks
-tell each other at run time how many tokens they send.
+With expert parallelism (Lepikhin et al., "GShard", 2021), tokens and experts are split over the same ranks. There are
+two algorithms. By default, tokens travel to the ranks of their experts: the ranks tell each other at run time how many
+tokens they send, so the host needs numbers that the router computes. With ``gather``, every rank gathers the tokens of
+all ranks, applies its own experts, and the results are summed and scattered: no host waits for a device.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,87 +15,84 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.errors import PlanError
+from meshwright.ir.operator_algorithm import GATHER
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, make_rule
+from meshwright.ops import grouped_experts
+from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, make_rule
 from meshwright.ops.collectives import Exchange, exchange_over
+from meshwright.ops.grouped_experts import gated, gated_backward
 from meshwright.ops.library import define
 
 aten = torch.ops.aten
 ours = torch.ops.meshwright
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda value: F.gelu(value, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-def _gated(hidden: Tensor, activation: str, width: int) -> Tensor:
-    """Return ``act(gate) * up`` if ``hidden`` has two halves, gate and up; else ``act(hidden)``."""
-    if hidden.shape[-1] == width:
-        return ACTIVATIONS[activation](hidden)
-    gate, up = hidden.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
-
 
 def _experts(
     tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int,
-    kept: Tensor | None = None,
+    parts: int = 1, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply experts: tokens [t, k], index and weights [t, a], up [e, 2 f or f, k], down [e, o, f] -> [t, o].
 
     Each token has ``a`` experts. ``first`` is the number of the first expert on this rank. Experts on other ranks add
-    nothing. ``kept`` is filled with the activations after ``up`` [t a, 2 f or f], one expert after the other.
+    nothing. ``parts`` is the number of ranks with equal numbers of experts; only costs depend on it. ``kept`` is filled
+    with the activations after ``up`` [t a, 2 f or f], one expert after the other.
     """
+    if tokens.device.type != "cpu":
+        result, groups, hidden = grouped_experts.forward(tokens, index, weights, up, down, activation, first)
+        if kept is not None:
+            kept.copy_(groups.of_slots(hidden))
+        return result
     total = tokens.new_zeros(tokens.shape[0], down.shape[1], dtype=torch.promote_types(tokens.dtype, weights.dtype))
     begin = 0
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
         into = None if kept is None else kept[begin : (begin := begin + len(rows))]
         hidden = torch.mm(tokens[rows], up[expert].t(), out=into)
-        inner = _gated(hidden, activation, down.shape[2])
+        inner = gated(hidden, activation, down.shape[2])
         total.index_add_(0, rows, F.linear(inner, down[expert]) * weights[rows, slots, None])
     return total.to(tokens.dtype)
 
 
 def _experts_kept(
-    tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
-) -> tuple[Tensor, Tensor]:
+    tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int,
+    parts: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Apply experts, and return the activations after ``up`` too. If other ranks hold experts, the last rows of these
     activations are unused."""
     kept = tokens.new_empty(index.numel(), up.shape[1])
-    return _experts(tokens, index, weights, up, down, activation, first, kept), kept
+    return _experts(tokens, index, weights, up, down, activation, first, parts, kept), kept
 
 
 def _experts_backward(
-    grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, first: int,
+    parts: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of tokens, weights, up and down. Activations inside an expert are recomputed."""
-    return _experts_backward_kept(grad, tokens, index, weights, up, down, None, activation, first)
+    return _experts_backward_kept(grad, tokens, index, weights, up, down, None, activation, first, parts)
 
 
 def _experts_backward_kept(
     grad: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, kept: Tensor | None,
-    activation: str, first: int,
+    activation: str, first: int, parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of tokens, weights, up and down. ``kept`` has forward's activations after ``up``;
     if it is None, they are recomputed."""
+    if tokens.device.type != "cpu":
+        return grouped_experts.backward(grad, tokens, index, weights, up, down, kept, activation, first)
     # A product over no rows writes zeros: the gradients of up and down are written as a whole.
     grads = (*map(torch.zeros_like, (tokens, weights)), *map(torch.empty_like, (up, down)))
     begin = 0
     for expert in range(down.shape[0]):
         rows, slots = torch.where(index == first + expert)
         again = torch.mm(tokens[rows], up[expert].t()) if kept is None else kept[begin : (begin := begin + len(rows))]
-        with torch.enable_grad():
-            hidden = again.detach().requires_grad_()
-            inner = _gated(hidden, activation, down.shape[2])
+        inner = gated(again, activation, down.shape[2])
         grad_rows, share = grad[rows], weights[rows, slots, None]
         back = torch.mm(grad_rows, down[expert])
-        grads[1][rows, slots] = (back * inner.detach()).sum(-1).to(weights.dtype)
+        grads[1][rows, slots] = (back * inner).sum(-1).to(weights.dtype)
         scaled = grad_rows * share.to(grad_rows.dtype)
-        torch.mm(scaled.t(), inner.detach(), out=grads[3][expert])
-        (inside,) = torch.autograd.grad(inner, hidden, back * share.to(grad_rows.dtype))
+        torch.mm(scaled.t(), inner, out=grads[3][expert])
+        inside = gated_backward(back * share.to(grad_rows.dtype), again, activation)
         torch.mm(inside.t(), tokens[rows], out=grads[2][expert])
         grads[0].index_add_(0, rows, torch.mm(inside, up[expert]))
     return grads[0], grads[1], grads[2], grads[3]
@@ -189,13 +189,14 @@ def _shapes(grad: Tensor, tokens: Tensor, index: Tensor, *values: Any) -> tuple[
 
 
 _GIVEN = "Tensor tokens, Tensor index, Tensor weights, Tensor up, Tensor down, str activation, SymInt first"
+_PARTS = ", SymInt parts=1"
 _ACROSS = ", SymInt num_experts, str group, SymInt size"
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
-define(f"experts({_GIVEN}) -> Tensor", _experts, _shape)
-define(f"experts_backward(Tensor grad, {_GIVEN}) -> {_GRADIENTS}", _experts_backward, _shapes)
-define(f"experts_kept({_GIVEN}) -> (Tensor, Tensor)", _experts_kept, _shapes_kept)
+define(f"experts({_GIVEN}{_PARTS}) -> Tensor", _experts, _shape)
+define(f"experts_backward(Tensor grad, {_GIVEN}{_PARTS}) -> {_GRADIENTS}", _experts_backward, _shapes)
+define(f"experts_kept({_GIVEN}{_PARTS}) -> (Tensor, Tensor)", _experts_kept, _shapes_kept)
 define(
-    f"experts_backward_kept(Tensor grad, {_GIVEN.replace('str', 'Tensor hidden, str')}) -> {_GRADIENTS}",
+    f"experts_backward_kept(Tensor grad, {_GIVEN.replace('str', 'Tensor hidden, str')}{_PARTS}) -> {_GRADIENTS}",
     _experts_backward_kept, _shapes,
 )  # fmt: skip
 define(f"experts_across({_GIVEN}{_ACROSS}) -> Tensor", _over_ranks(across), _shape)
@@ -240,10 +241,21 @@ def experts_rule(call: Call) -> Rule:
 
 def experts_local(local: Local) -> Any:
     """Run the experts that this rank holds. If tokens and experts are split over the same ranks (factor ``te``), tokens
-    travel to the ranks of their experts, and results travel back."""
+    travel to the ranks of their experts, and results travel back; or all tokens are gathered (``gather``).
+
+    Raises:
+        PlanError: the plan names another algorithm.
+    """
     index, parts = local.coordinate("e")
     if not local.is_split("te"):
-        return local.call(local.target, *local.args[:-1], local.args[-1] + local.bounds("e")[index])
+        return local.call(local.target, *local.args[:-1], local.args[-1] + local.bounds("e")[index], parts)
+    if local.algorithm == GATHER:
+        return _gathered(local)
+    if local.algorithm:
+        raise PlanError(
+            f"{local.algorithm!r} is no algorithm of experts", where=f"operator_algorithms: {local.name}",
+            remedy=f"write {GATHER!r}, or leave it out: tokens then travel to the ranks of their experts",
+        )  # fmt: skip
     group, size = local.group("te")
     total, position = local.size("e"), 2 if local.target is ours.experts_backward.default else 1
     each, given = total // size // parts, list(local.args[:-1])
@@ -257,15 +269,39 @@ def experts_local(local: Local) -> Any:
     return local.call(target, *given, index * each, total, group, size)
 
 
+def _gathered(local: Local) -> Any:
+    """Gather the tokens of all ranks that split ``te``, apply this rank's experts, and scatter the sums of results."""
+    back = local.target is ours.experts_backward.default
+    *tensors, up, down, activation, _ = local.args
+    (_, size) = local.group("te")
+    (index, parts), (place, _) = local.coordinate("e"), local.coordinate("te")
+    each = local.size("e") // size // parts
+    first = each * (index * size + place if parts > 1 and local.outside("e", "te") else place * parts + index)
+    every = []
+    for position, tensor in enumerate(tensors):
+        rows, *rest = local.input_shape(position)
+        every.append(local.call(aten.reshape.default, local.all_gather(tensor, "te"), [size * rows, *rest]))
+    results = local.call(local.target, *every, up, down, activation, first, size * parts)
+
+    def scattered(value: Value, output: int) -> Value:
+        return local.reduce_scatter(local.call(aten.reshape.default, value, [size, *local.shape(output)]), "te")
+
+    if not back:
+        return scattered(results, 0)
+    grads = [local.call(operator.getitem, results, number) for number in range(4)]
+    return scattered(grads[0], 0), scattered(grads[1], 1), *grads[2:]
+
+
 def _flops(products: int, *, again: bool = False) -> Callable[[Call, Rule | None], float]:
-    """Count two operations for each token, each of its experts and each weight of the expert, ``products`` times. With
-    ``again``, count the weights of ``up`` once more."""
+    """Count two operations for each token, each of its experts on this rank (as many as on each of the ranks that share
+    the experts) and each weight of the expert, ``products`` times. With ``again``, count ``up`` once more."""
 
     def count(call: Call, rule: Rule | None) -> float:
         first = 1 if products > 1 else 0
         up, down = call.tensors[first + 3], call.tensors[first + 4]
         each = float(up[0].numel() + down[0].numel())
-        return 2.0 * call.tensors[first + 1].numel() * (products * each + again * float(up[0].numel()))
+        number = call.tensors[first + 1].numel() / arguments(call).get("parts", 1)
+        return 2.0 * number * (products * each + again * float(up[0].numel()))
 
     return count
 

@@ -1,4 +1,4 @@
-"""Operators of this project: how they are defined; a gradient of cross-entropy, and random numbers with a key."""
+"""Operators of this project: how they are defined, and a gradient of cross-entropy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,19 +35,6 @@ def mix(*values: int) -> int:
     return state >> 1
 
 
-def _draws(method: str) -> Callable[..., Tensor]:
-    """Return a kernel that fills a tensor by ``method`` of torch.Tensor; key and salt determine its random numbers."""
-
-    def kernel(like: Tensor, *values: Any) -> Tensor:
-        *parameters, random_key, salt = values
-        generator = torch.Generator(device=like.device)
-        generator.manual_seed(mix(random_key, salt))
-        result: Tensor = getattr(torch.empty_like(like), method)(*parameters, generator=generator)
-        return result
-
-    return kernel
-
-
 def _cross_entropy_backward(grad: Tensor, logarithms: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     weights = grad.expand(target.shape).masked_fill(target == ignore_index, 0).unsqueeze(-1)
     indices = target.masked_fill(target == ignore_index, 0).unsqueeze(-1)
@@ -61,8 +48,3 @@ define(
     _cross_entropy_backward,
     lambda grad, logarithms, *_: torch.empty_like(logarithms),
 )
-for _name, _parameters in (
-    ("bernoulli", "float probability"), ("uniform", "float low, float high"), ("normal", "float mean, float std"),
-):  # fmt: skip
-    _schema = f"{_name}(Tensor like, {_parameters}, {KEY}) -> Tensor"
-    define(_schema, _draws(f"{_name}_"), lambda like, *_: torch.empty_like(like))

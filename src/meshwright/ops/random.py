@@ -1,11 +1,11 @@
-"""Random numbers with explicit keys: replicas and recomputation draw equal numbers, shards draw different numbers."""
+"""Random numbers with explicit keys: every element has the same number under every layout, and under recomputation."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import meshwright.ops.library  # noqa: F401 - defines the operators below
+import meshwright.ops.philox  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
 from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, make_rule, narrowed
 from meshwright.ops.patterns import letters, operand
@@ -28,14 +28,14 @@ def permutation_rule(call: Call) -> Rule:
 def _keyed(kernel: Any, *defaults: float) -> Callable[[Local], Any]:
     def emit(local: Local) -> Any:
         parameters = [*local.args[1:], *defaults[len(local.args) - 1 :]][: len(defaults)]
-        return local.call(kernel, local.args[0], *map(float, parameters), *local.key())
+        return local.call(kernel, local.args[0], *map(float, parameters), *local.draw())
 
     return emit
 
 
 def _drawn(kernel: Any) -> Callable[[Local], Any]:
     """Return a local rewrite that draws from the standard distribution (0 to 1, or mean 0 and deviation 1)."""
-    return lambda local: local.call(kernel, _empty(local), 0.0, 1.0, *local.key())
+    return lambda local: local.call(kernel, _empty(local), 0.0, 1.0, *local.draw())
 
 
 def _empty(local: Local, **options: Any) -> Value:
@@ -49,7 +49,7 @@ def _uniform(local: Local, like: Value) -> Value:
     """Draw from [0, 1) in float32 or wider: in float16 one number in 2048 would be 0, in bfloat16 one in 256."""
     wide = torch.promote_types(local.dtype(), torch.float32)
     return local.call(
-        ours.uniform.default, local.call(aten.empty_like.default, like, dtype=wide), 0.0, 1.0, *local.key()
+        ours.uniform.default, local.call(aten.empty_like.default, like, dtype=wide), 0.0, 1.0, *local.draw()
     )
 
 
@@ -76,14 +76,14 @@ def integers_local(local: Local) -> Any:
     given = arguments(local)
     low, high = given.get("low", 0), given["high"]
     empty = _empty(local, dtype=torch.float64)
-    draws = local.call(ours.uniform.default, empty, float(low), float(high), *local.key())
+    draws = local.call(ours.uniform.default, empty, float(low), float(high), *local.draw())
     return local.call(aten._to_copy.default, local.call(aten.floor.default, draws), dtype=local.dtype())
 
 
 def permutation_local(local: Local) -> Any:
     """Draw a permutation: the order that sorts random numbers."""
     empty = _empty(local, dtype=torch.float64)
-    order = local.call(aten.argsort.default, local.call(ours.uniform.default, empty, 0.0, 1.0, *local.key()))
+    order = local.call(aten.argsort.default, local.call(ours.uniform.default, empty, 0.0, 1.0, *local.draw()))
     return local.call(aten._to_copy.default, order, dtype=local.dtype())
 
 
@@ -93,7 +93,7 @@ def dropout_local(local: Local) -> Any:
     if train is False or probability == 0.0:
         mask = local.call(aten.ones_like.default, source, dtype=torch.bool)
         return local.call(aten.clone.default, source), mask
-    draws = local.call(ours.bernoulli.default, source, 1.0 - probability, *local.key())
+    draws = local.call(ours.bernoulli.default, source, 1.0 - probability, *local.draw())
     scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
     scaled = local.call(aten.mul.Tensor, local.call(aten.mul.Tensor, source, draws), scale)
     return scaled, local.call(aten._to_copy.default, draws, dtype=torch.bool)

@@ -1,11 +1,14 @@
-"""Choose the collective algorithm for each mesh axis of a plan, and find the link that each axis uses."""
+"""Choose the collective algorithm for each mesh axis of a plan, and find the link that each axis uses. Choose how the
+tokens of experts travel."""
 
 from collections.abc import Iterable
 
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import axis_group
 from meshwright.ir.cluster import NETWORK, Cluster
+from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import JOIN, Mesh
+from meshwright.ir.operator_algorithm import GATHER
 from meshwright.ir.resharding import Link
 
 
@@ -53,3 +56,11 @@ def in_a_box(mesh: Mesh, axis: str, cluster: Cluster | None) -> bool:
     # The search prices each layer as a separate stage, so there may be more stages than devices.
     groups = [ranks for ranks in mesh.groups(axis) if max(ranks) < cluster.num_devices]
     return one_box or all(cluster.level_of(*ranks).name == box.name for ranks in groups)
+
+
+def experts_algorithms(graph: Graph, cluster: Cluster | None) -> dict[str, str]:
+    """Maps mixtures of experts to the algorithm that moves their tokens if a device runs behind its host: there, the
+    host does not wait to learn how many tokens each expert has."""
+    if cluster is None or cluster.device.kind == "cpu":
+        return {}
+    return {operator.name: GATHER for operator in graph.operators if operator.target.startswith("meshwright.experts")}

@@ -26,7 +26,7 @@ from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner import convolutions, derive
-from meshwright.planner.algorithms import algorithms_of, links_of
+from meshwright.planner.algorithms import algorithms_of, experts_algorithms, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
 from meshwright.planner.checks import batch_problems, check_microbatches, check_precision
@@ -163,6 +163,7 @@ class _Planner:
         self.missed: set[str] = set()
         self.solved: Chosen | None = None
         self.convolutions = convolutions.Chosen()
+        self.experts = experts_algorithms(graph, cluster) if "ep" in self.sizes else {}
 
     def plan(self) -> Plan:
         base, layout, graph = self.base, self.layout, self.graph
@@ -349,7 +350,7 @@ class _Planner:
             gradients={name: held[name] for name in reduced},
             released=released,
             first=first,
-            operator_algorithms=derive.algorithms(operators, self.convolutions.texts, base),
+            operator_algorithms=derive.algorithms(operators, {**self.convolutions.texts, **self.experts}, base),
             recompute=base.recompute
             if base is not None
             else derive.recomputed(operators, divided, self._recomputation(index)),

@@ -44,6 +44,9 @@ class CopyStream(Protocol):
     def keep(self, value: Tensor) -> None:
         """Keep the memory of a tensor until the copies that were started so far have read it."""
 
+    def lend(self, value: Tensor) -> None:
+        """Keep the memory of a tensor that was made on this stream until the kernels that read it have ended."""
+
     def synchronize(self) -> None:
         """Let the host wait for all copies."""
 
@@ -178,6 +181,9 @@ class _CudaCopies:
     def keep(self, value: Tensor) -> None:
         value.record_stream(self._stream)
 
+    def lend(self, value: Tensor) -> None:
+        value.record_stream(torch.cuda.current_stream(self._device))
+
     def synchronize(self) -> None:
         self._stream.synchronize()
 
@@ -234,11 +240,28 @@ def device_kind(device: torch.device) -> DeviceKind:
     return CudaKind(device) if device.type == "cuda" else CpuKind(device)
 
 
-def to_device(value: Tensor, kind: DeviceKind) -> Tensor:
-    """A tensor of a batch on the device. It goes there from pinned memory, so that the host need not wait."""
-    if kind.is_late and value.device.type == "cpu" and not value.is_pinned():
-        value = kind.pinned(value).copy_(value)
-    return value.to(kind.device, non_blocking=True)
+class InputCopies:
+    """Copies the tensors of batches to the device, from pinned memory and on a stream of its own: the host is ahead of
+    the device, so that a batch arrives while the device still runs the step before.
+
+        copies     batch 2 |         | batch 3 |
+        kernels    step 1  . . . . . . . . . . | step 2
+    """
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self._kind, self._copies = kind, kind.copies()
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """A tensor on the device, for the kernels that are started from now on."""
+        if self._copies is None or value.device.type != "cpu":
+            return value.to(self._kind.device, non_blocking=True)
+        if not value.is_pinned():
+            value = self._kind.pinned(value).copy_(value)
+        with self._copies.entered():
+            copied = value.to(self._kind.device, non_blocking=True)
+        self._copies.hold_kernels()
+        self._copies.lend(copied)
+        return copied
 
 
 def within(copies: CopyStream | None) -> AbstractContextManager[object]:

@@ -24,8 +24,6 @@ aten = torch.ops.aten
 
 DEVICE = torch.device("cuda", 0)
 """The fake device: PyTorch has no other accelerator whose fake tensors work in a build without it."""
-_DRAWS = frozenset(("bernoulli", "normal", "uniform"))
-"""Operators of this project whose kernel makes a generator of the device, which does not exist. They do not wait."""
 
 
 def workspace_bytes(function: Any, args: Any) -> int:
@@ -80,7 +78,7 @@ def kernel_of(function: Any) -> Callable[..., Any] | None:
     name = function.name().partition("::")[2]
     if function.namespace == "meshwright_comm":
         return KERNELS[name]
-    if function.namespace == "meshwright" and name not in _DRAWS:
+    if function.namespace == "meshwright":
         kernel: Callable[..., Any] = function.kernel
         return kernel
     return None

@@ -5,7 +5,8 @@ group has the ranks, but sends nothing. ``RehearsedKind`` has streams and events
 below autograd, and notes
 
 - where the host waits for the device: reads of values, copies that are not asynchronous, shapes that depend on values;
-- operators with tensors of both host and device, and operators without a kernel on the device;
+- operators with tensors of both host and device, operators without a kernel on the device, and kernels that do not
+  wait for the copy of a tensor that they read;
 - the messages and collectives that the rank starts, and its waits for them, in order;
 - the bytes of all tensors on the device.
 
@@ -122,6 +123,8 @@ class Rehearsal(TorchDispatchMode):
         self._batch: list[Message] | None = None
         self._works: list[Work] = []
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._copies = False
+        self.on_their_way: set[int] = set()  # storages that copies write, and for which kernels do not wait yet
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -178,6 +181,8 @@ class Rehearsal(TorchDispatchMode):
             return largest(*args, **kwargs)
         if DEVICE.type in devices:
             self._check_kernel(function, values)
+        if self.on_their_way and not self._copies and any(_storage(value) in self.on_their_way for value in values):
+            self.note("error", f"{function} reads a tensor that a copy still writes")
         if function in _COPIES:
             self._check_copy(function, args, kwargs)
         elif len(devices) > 1 and function.namespace in ("aten", "prims") and self._is_mixed(values):
@@ -190,8 +195,19 @@ class Rehearsal(TorchDispatchMode):
         for value in tensors_in((result,)):
             if value.device.type == DEVICE.type:
                 self.memory.hold(value)
+                if self._copies:
+                    self.on_their_way.add(_storage(value))
         self.memory.peak = max(self.memory.peak, self.memory.held + workspace_bytes(function, args))
         return result
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Work that is started in this block runs on a stream for copies."""
+        self._copies = True
+        try:
+            yield
+        finally:
+            self._copies = False
 
     def _read(self, value: Tensor) -> Any:
         """A number that the host reads: a known constant, or a stand-in for what only the device knows."""
@@ -304,6 +320,10 @@ class Rehearsal(TorchDispatchMode):
             mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY),
         ):  # fmt: skip
             yield
+
+
+def _storage(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
 
 
 def _told(value: Tensor) -> str:

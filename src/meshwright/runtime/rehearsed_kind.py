@@ -1,7 +1,7 @@
 """The kind of a device that is not there: its streams and events only note what a dry run's rank asks of them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -66,15 +66,18 @@ class _Copies:
     rehearsal: Rehearsal
 
     def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self.rehearsal.copying()
 
     def wait_for_kernels(self) -> None:
         pass
 
     def hold_kernels(self) -> None:
-        pass
+        self.rehearsal.on_their_way.clear()
 
     def keep(self, value: Tensor) -> None:
+        pass
+
+    def lend(self, value: Tensor) -> None:
         pass
 
     def synchronize(self) -> None:

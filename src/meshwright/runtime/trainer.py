@@ -27,10 +27,10 @@ from meshwright.ir.trace import Trace
 from meshwright.lower.regions import Compiler
 from meshwright.lower.reshard import local_part
 from meshwright.ops.base import OperatorRule, Target
-from meshwright.ops.library import mix
+from meshwright.ops.philox import key_of
 from meshwright.runtime.clip import clip
 from meshwright.runtime.codec_memory import CodecMemory, check_momentum
-from meshwright.runtime.device import DeviceKind, device_kind, to_device
+from meshwright.runtime.device import DeviceKind, InputCopies, device_kind
 from meshwright.runtime.device_errors import explained
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.guards import CallersTensors, Guard, check_same_change
@@ -88,7 +88,7 @@ class Trainer(Resumable):
         self.max_grad_norm, self.seed, self.device = max_grad_norm, seed, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._kind = kind = kind or device_kind(device)
-        self.saver, self.losses = Saver(kind), LossCheck(kind)
+        self.saver, self.losses, self._input_copies = Saver(kind), LossCheck(kind), InputCopies(kind)
         self.replica: Replica | None = None
         self._model, self._loss_fn, self._replan, self._rules = model, loss_fn, replan, rules
         self.groups: dict[str, AxisGroup] = groups_of(plan, self.rank, device) if plan.mesh.world_size > 1 else {}
@@ -292,14 +292,14 @@ class Trainer(Resumable):
             if local and not self.plan.uneven:
                 rest = {axis: placement for axis, placement in placements.items() if axis not in DATA_AXES}
                 placements = {} if self._split.is_cut(name, value) else rest
-            inputs[name] = to_device(local_part(value.detach(), placements, self.groups), self._kind)
+            inputs[name] = self._input_copies(local_part(value.detach(), placements, self.groups))
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
         own = () if self.replica is None else (self.replica.number,)  # each replica draws different dropout masks
         return step.run(
             self.parameters.values(), self.parameters.named_buffers, inputs,
-            lambda microbatch: mix(self.seed, self.step_number, microbatch, *own),
+            lambda microbatch: key_of(microbatch, self.seed, self.step_number, *own),
         )  # fmt: skip
 
     def _trained(self) -> tuple[str, ...]:
