@@ -31,6 +31,8 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals with which batch systems and Kubernetes warn a process. SIGUSR1: what ``sbatch --signal`` sends by custom."""
 TOGETHER_S = 1.0
 """Signals within so many seconds are the same warning, sent to a rank itself and through its launcher."""
+_TOLD = "this process was told to end before"
+"""A note to an error after a signal. A launcher, too, sends SIGTERM to the ranks beside one that has failed."""
 _FOREVER = timedelta(days=10000)
 _END = "-"
 
@@ -52,7 +54,7 @@ class Preemption:
         self._store: Any = None
         self._timer: threading.Timer | None = None
         self._threads: list[threading.Thread] = []
-        self._is_main = False
+        self._is_main = self._is_told = False
 
     def __enter__(self) -> Self:
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -67,7 +69,7 @@ class Preemption:
             self._start(self._listen, "hears signals")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._is_main:
             for number, handler in self._before.items():
                 signal.signal(number, self._without_repetitions(handler) if self._reason else handler)
@@ -83,6 +85,8 @@ class Preemption:
         if self._is_main:
             self._heard.close()
             self._told.close()
+        if error is not None and self._is_told:
+            error.add_note(_TOLD)
 
     def connect(self, step: int) -> None:
         """Listen to the other ranks of the world from now on; ``step`` steps are done. Every rank must call this."""
@@ -152,7 +156,7 @@ class Preemption:
                 if number not in WARNINGS:
                     continue
                 if not warned_s:
-                    warned_s = time.monotonic()
+                    warned_s, self._is_told = time.monotonic(), True
                     self.ask(signal.Signals(number).name)
                 elif time.monotonic() - warned_s > TOGETHER_S:
                     self._end(128 + number)
@@ -180,6 +184,11 @@ class Preemption:
         log.warning("not saved within %g s after %s: the run goes on from its last checkpoint", self._grace_s,
                     self._reason)  # fmt: skip
         self._end(PreemptedError.CODE)
+
+
+def is_told_to_end(error: BaseException) -> bool:
+    """Whether an error that left the context of a ``Preemption`` came after a signal."""
+    return _TOLD in getattr(error, "__notes__", ())
 
 
 def _noted(number: int, frame: object) -> None:

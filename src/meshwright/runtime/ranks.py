@@ -31,15 +31,17 @@ from meshwright.runtime.failures import Failure, Status, as_error, file_of, firs
 from meshwright.runtime.kept_memory import kept_memory, latest_step
 from meshwright.runtime.launchers import ATTEMPT, KEEPS_STORE, Meeting
 from meshwright.runtime.lock import LAUNCHER, locked
-from meshwright.runtime.preemption import WARNINGS
+from meshwright.runtime.preemption import WARNINGS, is_told_to_end
 from meshwright.runtime.roll_call import Fits, RollCall
-from meshwright.runtime.signals import STOP_S, Signals, blocked
+from meshwright.runtime.signals import Signals, blocked
 
 T = TypeVar("T")
 Again = Callable[[RankError, Path], bool]
 """A function that returns whether to start all ranks again after an error. Before they start, the files of the failed
 attempt are moved to the directory that is its second argument."""
 
+STOP_S = 5
+"""Seconds that ranks may take to end after they were told to stop. After that they are killed."""
 MOST_RANKS = 256
 """Maximum number of ranks (processes) on one machine."""
 PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
@@ -216,7 +218,7 @@ def _together(
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
             signals_to_handle="SIGQUIT",
-            shutdown_timeout=round(STOP_S),
+            shutdown_timeout=STOP_S,
         )
         _start_server()
         try:
@@ -271,7 +273,7 @@ def _rank(
         atexit._run_exitfuncs()  # before Python 3.13, a fork does not run these functions
         return result if launch.is_first_here() else None
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must be told
-        _fail(record(error, directory, rank))
+        _fail(record(error, directory, rank), is_told=is_told_to_end(error))
 
 
 def _result(function: Callable[..., T], args: tuple[Any, ...]) -> T | None:
@@ -292,12 +294,13 @@ def _end_with_launcher() -> None:
         os._exit(1)
 
 
-def _fail(failure: Failure) -> NoReturn:
+def _fail(failure: Failure, *, is_told: bool) -> NoReturn:
     """End this rank without cleanup, which could wait for ranks that will not answer. A rank that has lost another rank
-    first waits ``LINGER_S`` seconds."""
+    first waits ``LINGER_S`` seconds, unless the launcher has seen the loss and told this rank to end: SIGTERM ends it
+    while it waits, too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if failure.lost_peer:
+    if failure.lost_peer and not is_told:
         time.sleep(LINGER_S)
     os._exit(1)
 

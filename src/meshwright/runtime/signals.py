@@ -1,6 +1,5 @@
 """Signals and requests that reach a launcher while its ranks run."""
 
-import math
 import multiprocessing
 import os
 import signal
@@ -10,13 +9,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
-from typing import Any, Self
+from typing import Self
 
 from meshwright.runtime.preemption import TOGETHER_S, WARNINGS
-
-STOP_S = 1.0
-"""Seconds that ranks may take to end after another rank has failed: they have nothing to save that they could finish
-without that rank. After that they are killed."""
 
 
 class Signals:
@@ -26,9 +21,6 @@ class Signals:
     The handler itself raises no exception, because torch's agent could swallow it. Ranks start with SIGINT blocked:
     Ctrl-C reaches all processes of a terminal, and must not stop a rank in the middle of its imports. In the launcher,
     the main thread blocks SIGINT too, and another thread receives it.
-
-    When a rank has failed, torch's agent asks the others to end by SIGTERM, which to them is a warning. So they are
-    killed after ``STOP_S``, and at once if that rank was killed.
 
     ``ask`` and ``kill``, if they are given, do the same as the first SIGUSR1 and as SIGINT, without an exception: this
     launcher goes on. ``num_ranks`` is the number of its ranks.
@@ -80,14 +72,10 @@ class Signals:
             self._stop = self._stop or number
 
     def _watch(self) -> None:
-        warned, ranks, failed_s = set(self._others), set[Any](), math.inf
+        warned = set(self._others)
         while not self._done.wait(0.1):
-            ranks |= set(multiprocessing.active_children()) - self._others
-            codes = {process.exitcode for process in ranks} - {None, 0}
-            if failed_s == math.inf and codes:  # beside a rank that was killed, there is no error to wait for
-                failed_s = time.monotonic() - (STOP_S if min(codes) < 0 else 0.0)
             name = self.warning or (signal.SIGUSR1.name if self._ask.is_set() else "")
-            if self._stop or self._kill.is_set() or time.monotonic() > failed_s + STOP_S:
+            if self._stop or self._kill.is_set():
                 running = set(multiprocessing.active_children()) - self._others
                 self.killed_all |= self._kill.is_set() and len(running) == self._num_ranks
                 for process in running:
