@@ -217,7 +217,7 @@ def test_a_cut_connection_is_told_from_a_dead_rank(ranks: Ranks) -> None:
 
 def cut_the_link(folder: Path) -> tuple[str, ...]:
     """Rank 1 cuts the link of its box, until rank 0 has seen that."""
-    world, seen = dist.group.WORLD, folder / "seen"
+    world, cut, seen = dist.group.WORLD, folder / "cut", folder / "seen"
     assert world is not None
     dog = member.member(world).watchdog
     assert dog is not None
@@ -234,6 +234,8 @@ def cut_the_link(folder: Path) -> tuple[str, ...]:
 
     if world.rank() == 1:
         subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+        cut.touch()
+    until(cut.exists)
     thread = threading.Thread(target=look)
     thread.start()
     reduce(world.group_name, "native", "second")

@@ -89,10 +89,6 @@ class Watchdog:
         run = threading.Thread(target=_watch, args=(dog, world_ref, self._stopped), name="watchdog", daemon=True)
         run.start()
 
-    def leave(self, ending: str) -> None:
-        """Record how this rank ends."""
-        self.recorder.leave(ending)
-
     def stop(self) -> None:
         """Watch no more, and handle the signal for stacks no more."""
         self._stopped.set()
@@ -113,8 +109,9 @@ class Watchdog:
         if not self._all_known:
             self._all_known = self._flights.open()
             if self._flights.far and self._far is None:
-                store, waiting = self._store.clone(), self._store.clone()
-                self._far = FarFlights(store, waiting, self._rank, self.recorder.read, self._notes)
+                with suppress(RuntimeError):  # the store is gone
+                    store, waiting = self._store.clone(), self._store.clone()
+                    self._far = FarFlights(store, waiting, self._rank, self.recorder.read, self._notes)
         if self.recorder.asked != self._answered:
             self._answered = self.recorder.asked
             self.recorder.note(self._notes())
@@ -238,7 +235,10 @@ def _watch(dog: "weakref.ref[Watchdog]", world: "weakref.ref[dist.ProcessGroup]"
     """Look until the world is left, or the watchdog is dropped."""
     while not stopped.wait(LOOK_S):
         watchdog = dog()
-        if watchdog is None or dist.group.WORLD is not world() or sys.is_finalizing():
+        if watchdog is None or sys.is_finalizing():
+            return
+        if dist.group.WORLD is not world():
+            watchdog.stop()
             return
         watchdog.look()
         del watchdog

@@ -9,14 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_INFO = struct.Struct("=8B24I4Q")  # the first fields of struct tcp_info in linux/tcp.h
+_INFO = struct.Struct("=8B24I4Q3I")  # the first fields of struct tcp_info in linux/tcp.h
 _ESTABLISHED, _CLOSE_WAIT = 1, 8
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connection(NamedTuple):
     """A connection, and its state as the kernel counts it. ``unacknowledged``: packets that the other end has not
-    confirmed, which were sent ``tries`` times in vain. ``silent_s``: the time since data has last come."""
+    confirmed, or bytes that could not be sent; the kernel has tried again ``tries`` times in vain. ``silent_s``: the
+    time since data has last come."""
 
     peer: str
     is_closed: bool
@@ -53,7 +54,13 @@ def _connection(descriptor: int) -> Iterator[tuple[str, Connection]]:
         yield (
             f"{own_port} {host}:{port}",
             Connection(
-                f"{host}:{port}", data[0] == _CLOSE_WAIT, words[4], fields[2], words[11] / 1e3, fields[34], fields[35]
+                f"{host}:{port}",
+                data[0] == _CLOSE_WAIT,
+                words[4] or fields[38],
+                max(fields[2:5]),
+                words[11] / 1e3,
+                fields[34],
+                fields[35],
             ),
         )
 
@@ -68,8 +75,8 @@ def described(before: Mapping[str, Connection], now: Mapping[str, Connection], s
             lines.append(f"the connection to {each.peer} was closed by its other end")
         elif each.unacknowledged and each.tries:
             lines.append(
-                f"the connection to {each.peer} is cut or loses packets: {each.unacknowledged} of them, sent "
-                f"{1 + each.tries} times, were not confirmed; no data has come for {each.silent_s:.1f} s"
+                f"the connection to {each.peer} is cut or loses packets: what was sent {1 + each.tries} times was not "
+                f"confirmed; no data has come for {each.silent_s:.1f} s"
             )
         elif moved and seconds > 0:
             lines.append(f"the connection to {each.peer} moves {moved / seconds / 1e6:.3g} MB/s: it is slow, not dead")

@@ -286,7 +286,7 @@ class SharedMemory(Lane):
             while ((seen := word.value) - number) & _BEHIND:
                 if self.while_waiting is not None:
                     sleep_s = min(sleep_s, self.while_waiting())
-                sleep = _Timespec(0, int(sleep_s * 1e9))
+                sleep = _Timespec(int(sleep_s), int(sleep_s % 1 * 1e9))
                 self._futex(_FUTEX, ctypes.byref(word), _FUTEX_WAIT, seen, ctypes.byref(sleep))
                 sleep_s = SLEEP_S
                 if word.value == seen and time.monotonic() >= look:
