@@ -317,6 +317,22 @@ def test_each_rank_runs_once_and_no_ranks_are_those_that_are_run_by_default() ->
     assert [each.rank for each in dry_mlp(layout, ranks=[1, 0, 1]).ranks] == [1, 0]
 
 
+class Resizes(nn.Module):
+    """Resizes features by an operator that PyTorch decomposes on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        planes = self.inner(inputs).unflatten(1, (1, 2, 2))
+        return nn.functional.interpolate(planes, scale_factor=2.0, mode="bilinear").flatten(1)
+
+
+def test_operators_that_pytorch_decomposes_are_followed() -> None:
+    assert mw.dry_run(Resizes(), classification_loss, a_batch(), mw.Layout(dp=2)).findings == ()
+
+
 class Integers(nn.Module):
     """A product of integers, for which CUDA has no kernel."""
 

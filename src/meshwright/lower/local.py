@@ -162,7 +162,7 @@ class LocalCall:
     def _part(self, letter: str, size: int) -> tuple[int, int]:
         """The first index of this rank's part of a letter, in the first micro-batch, and the part's length."""
         begin, length = 0, size
-        for axis in (axis for axis in self._groups if self._strategy.get(axis) == letter):
+        for axis in (axis for axis in self._groups if letter and self._strategy.get(axis) == letter):
             edges = bounds(length, [self._sizes[axis]])
             begin, length = begin + edges[self._at[axis]], edges[self._at[axis] + 1] - edges[self._at[axis]]
         return begin, length
