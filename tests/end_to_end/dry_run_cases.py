@@ -12,12 +12,16 @@ import torch
 
 import meshwright as mw
 from meshwright.api.dry_runs import dry_run_captured
-from meshwright.ir.dry_run import DryRun
+from meshwright.ir.dry_run import DryRun, RankRun
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from tests.distributed import hugging_face, oracle, pipelines
 
 CLUSTER = "h100-dgx-ndr400x8"
 MAX_RANKS = 16
+WITHIN = 0.05
+"""The largest relative difference between the peak memory of a rank and its prediction."""
+SCALARS_BYTES = 256
+"""Scalars of a step, such as flags and norms, are not predicted; they count in models of a few KiB."""
 LAYOUTS: Mapping[str, mw.Layout] = {
     **oracle.LAYOUTS,
     "dp2, zero 1": mw.Layout(dp=2, zero=1),
@@ -110,6 +114,11 @@ def large(make: Callable[[], oracle.Subject]) -> Iterator[Case]:
     """A few layouts of 256 ranks."""
     for name, layout in LARGE.items():
         yield Case(name, make, {"plan": layout, "optimizer": oracle.OPTIMIZERS["AdamW"]}, make.__name__)
+
+
+def as_predicted(rank: RankRun) -> bool:
+    """Whether the peak memory of a rank is predicted."""
+    return abs(rank.predicted_bytes - rank.peak_bytes) <= max(WITHIN * rank.peak_bytes, SCALARS_BYTES)
 
 
 def run(case: Case) -> DryRun:

@@ -302,7 +302,7 @@ class _Stage:
                 if value.name in once}  # fmt: skip
         whole = {storage for storage, name in kept.items() if name in derived}
         return HeldBytes(
-            parameters_bytes=sum(parameter.bytes for parameter in program.parameters),
+            parameters_bytes=sum(parameter.bytes for parameter in self._own_parameters()),
             gathered_bytes=sum(self.sizes[storage] for storage in whole),
             prologue_bytes=sum(self.sizes[storage] for storage in kept.keys() - whole),
             gradients_bytes=_num_bytes(program.accumulators),
@@ -312,6 +312,13 @@ class _Stage:
             # A rank holds these once, not once per chunk.
             inputs_bytes=sum(map(self._input_bytes, program.inputs)) if program.stage < self.pipeline.num_ranks else 0,
         )
+
+    def _own_parameters(self) -> list[Held]:
+        """The parameters of the stage, without those that an earlier stage of the same rank holds."""
+        rank, stage = self.pipeline.rank_of(self.program.stage), self.program.stage
+        earlier = (other for other in self.programs[:stage] if self.pipeline.rank_of(other.stage) == rank)
+        known = {held.name for other in earlier for held in other.parameters}
+        return [held for held in self.program.parameters if held.name not in known]
 
     def _input_bytes(self, held: Held) -> int:
         """The bytes of an input of the step on this rank. On a CPU it is a view of the whole batch, which the caller
@@ -334,7 +341,7 @@ class _Stage:
     def _optimizer_bytes(self) -> int:
         """Bytes of optimizer state on the device. If the state is kept on the host, two chunks of it are on the
         device."""
-        trained = [parameter.bytes for parameter in self.program.parameters if parameter.name in self.trained]
+        trained = [parameter.bytes for parameter in self._own_parameters() if parameter.name in self.trained]
         every = sum(trained) * self.optimizer.states
         if not self._offloads:
             return every

@@ -26,7 +26,8 @@ _SENDS_WHOLE = collectives.STARTS - {collectives.HALO_EXCHANGE, collectives.HALO
 @dataclass
 class _Function:
     """One function: its calls, the storages of their results, and the last reader of each storage. ``stored`` maps an
-    input that does not own its memory to its storage. ``counter`` counts kernels. ``axes`` maps a group to its size."""
+    input that does not own its memory to its storage. ``counter`` counts kernels. ``axes`` maps a group to its size.
+    ``passed`` maps each output to its storage, by its name for other functions."""
 
     graph: fx.Graph
     counter: Counter
@@ -35,6 +36,7 @@ class _Function:
     given: list[ir.Value] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     returned: tuple[str, ...] = ()
+    passed: dict[str, str] = field(default_factory=dict)
     values: dict[str, ir.Value] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
@@ -47,15 +49,23 @@ class _Function:
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._names[node] = tuple(
-                    self._put(name, value, self.stored.get(name, name)).name for name, value in _results(node)
+                    self._put(name, value, self.stored.get(between, name)).name
+                    for between, (name, value) in zip(_between(node), _results(node), strict=True)
                 )
                 self.given += [self.values[name] for name in self._names[node]]
             elif node.op == "output":
                 self.returned = tuple(name for argument in node.all_input_nodes for name in self._names[argument])
+                self.passed = {
+                    between: self.values[name].storage
+                    for argument in node.all_input_nodes
+                    for between, name in zip(_between(argument), self._names[argument], strict=True)
+                }
             elif node.target is getitem and not isinstance(node.all_input_nodes[0].meta["val"], Tensor):
                 source, index = node.all_input_nodes[0], node.args[1]
                 places = [at for at, output in enumerate(source.meta["val"]) if isinstance(output, Tensor)]
                 self._names[node] = (self._names[source][places.index(index)],) if index in places else ()
+                # All results live until the last of them is taken out of their tuple.
+                self.last.update({self.values[name].storage: len(self.calls) for name in self._names[source]})
             elif node.meta.get("val") is not None:
                 self._call(node)
 
@@ -138,6 +148,16 @@ def _item(node: Any, index: int) -> str:
     return f"{node.name}.{index}"
 
 
+def _between(node: fx.Node) -> list[str]:
+    """The names under which functions pass a node's tensors to each other. They do not depend on the nodes that take a
+    tensor out of several results, which differ from function to function."""
+    value = node.meta["val"]
+    if isinstance(value, Tensor):
+        return [node.name]
+    several = value if isinstance(value, tuple | list) else ()
+    return [f"{node.name}.{index}" for index, output in enumerate(several) if isinstance(output, Tensor)]
+
+
 def _results(node: fx.Node) -> list[tuple[str, Tensor]]:
     """The tensors that a node returns, with their names."""
     value = node.meta["val"]
@@ -204,8 +224,7 @@ def _of_functions(lowered: LoweredStage, counter: Counter, axes: Mapping[str, in
             kept |= {stored.get(input_name, input_name) for input_name in functions[WEIGHT].inputs}
         (phase,) = function.phases([(name, len(function.calls))], kept)
         yield ir.Phase(name, tuple(function.given), phase.nodes, function.returned)
-        results = zip(taken.outputs, function.returned, strict=False)
-        stored |= {output: function.values[value].storage for output, value in results}
+        stored |= function.passed
         if name == PROLOGUE:
             step |= {function.values[value].storage for value in function.returned}
             stored |= {part: stored.get(piece.source, piece.source) for part, piece in program.slices.items()}
