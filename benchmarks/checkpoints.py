@@ -17,6 +17,8 @@ stream    A folder of Hugging Face is loaded by two ranks into a model on the me
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import shutil
 import sys
@@ -212,6 +214,8 @@ def load_large(path: str) -> tuple[int, int]:
     """Load under two ranks: the bytes of this rank's parameters, and the most memory beyond them."""
     trainer = large(mw.Layout(tp=2))
     dist.barrier()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the initialisation has freed does not hide what the load takes
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     trainer.load(path)

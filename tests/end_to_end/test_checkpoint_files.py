@@ -10,6 +10,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import meshwright as mw
 from meshwright import api
 from meshwright.cli import run
 from meshwright.errors import CheckpointError
+from meshwright.ir.mesh import AxisGroup
+from meshwright.ir.placement import Shard
 from meshwright.models import MLP
 from meshwright.runtime import checkpoint_files, manifest, saving, shards, share
 from meshwright.runtime.chunk_files import ChunkFile, ChunkReader, frame_of, numbers_of, verify_chunks
 from meshwright.runtime.chunk_index import Index, IndexedTensor, read_index
 from meshwright.runtime.manifest import DamagedCheckpointError
 from meshwright.runtime.object_path import ObjectPath, place_of
+from meshwright.runtime.rehearsal import Rehearsal
+from meshwright.runtime.rehearsed_kind import RehearsedKind
+from meshwright.runtime.shards import part_at
+from meshwright.runtime.share_copy import to_host
 from tests.end_to_end.checkpoint_cases import (
     a_batch,
     a_checkpoint,
@@ -356,3 +364,76 @@ def test_a_damaged_checkpoint_is_not_resharded(saved: Path, tmp_path: Path) -> N
     with pytest.raises(DamagedCheckpointError, match="its checksum is not"):
         checkpoint_files.reshard(saved, tmp_path / "new", 2)
     assert not (tmp_path / "new").exists()
+
+
+# --- saves on a device that is not there ------------------------------------------------------------------------------
+
+
+def test_the_copies_of_a_save_wait_once_for_a_gpu_and_in_the_saving_thread() -> None:
+    """All parts, also blocks of a part, and step counts on the device, go to pinned memory in one stream."""
+    part = part_at(torch.empty(6, 8), (6, 16), {"tp": Shard(1, 2)}, {"tp": AxisGroup("tp", 2, 1)})
+    with FakeTensorMode(allow_non_fake_inputs=True), Rehearsal(0) as rehearsal:
+        kind = RehearsedKind(rehearsal)
+        values = {f"model.{number}": torch.empty(6, 8, device="cuda:0") for number in range(5)}
+        parts = {name: replace(part, value=value) for name, value in values.items()}
+        steps = {"states": {name: {"values": {"step": torch.empty((), device="cuda:0")}} for name in values}}
+        rehearsal.begin("step 1")
+        copies = kind.copies()
+        memory: dict[int, torch.Tensor] = {}
+        copying = share.Share(parts).copy(kind, copies, memory)
+        on_host = to_host(steps, kind, copies)
+        copying.hold()
+        assert rehearsal.findings == [], "the host and the kernels of the next step go on"
+        assert {one["values"]["step"].device.type for one in on_host["states"].values()} == {"cpu"}
+        copying.finish()
+        (found,) = rehearsal.findings
+        assert (found.what, found.times) == ("the host waits for the copies", 1)
+        copied = list(copying.values())
+        assert len(copied) == len(memory) == 10, "two blocks of each part"
+        assert {value.device.type for _, value in copied} == {"cpu"}
+        again = share.Share(parts).copy(kind, copies, memory)
+        assert len(memory) == 10, "pinned memory is used again"
+        again.finish()
+
+
+# --- what disks refuse ------------------------------------------------------------------------------------------------
+
+
+def test_a_place_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, *args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    trainer = a_trainer()
+    saved = Path(trainer.save_in(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.save(tmp_path / "other")
+    assert str(caught.value) == (
+        f"{tmp_path}/other: tensors could not be written (rank 0: Permission denied)\n"
+        "  -> check the disk's space and permissions"
+    )
+    assert not (tmp_path / "other").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        with pytest.raises(CheckpointError, match=r"__0_0.distcp: Permission denied|Permission denied"):
+            trainer.load(saved)
+    trainer.load(saved)
+
+
+@given(st.data())
+def test_a_torn_write_is_never_taken_for_a_checkpoint(tmp_path_factory: Any, data: st.DataObject) -> None:
+    """A file of chunks that is cut, or in which a block is zeros, as after a power cut."""
+    path = tmp_path_factory.mktemp("torn")
+    file = ChunkFile(path / "__0_0.distcp")
+    chunk = file.add(torch.arange(1.0, 200.0), (0,))
+    file.close()
+    whole = (path / "__0_0.distcp").read_bytes()
+    begin = data.draw(st.integers(0, len(whole) - 1))
+    size = data.draw(st.integers(1, 128))
+    cut = whole[:begin] if data.draw(st.booleans()) else whole[:begin] + bytes(size) + whole[begin + size :]
+    (path / "__0_0.distcp").write_bytes(cut[: len(whole)])
+    if cut[: len(whole)] == whole:
+        return
+    with pytest.raises(DamagedCheckpointError):
+        verify_chunks(path, [chunk])

@@ -1,5 +1,6 @@
 """This rank's share of a save: the chunks that it writes, and their way to a file."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -102,7 +103,8 @@ class Share:
 
 def check_finite(name: str, value: Tensor) -> None:
     """Raise a CheckpointError if a chunk of a parameter holds NaN or infinity: it is not worth saving."""
-    if value.numel() and not torch.isfinite(torch.linalg.vector_norm(value, ord=torch.inf)):
+    numbers = torch.view_as_real(value) if value.is_complex() else value
+    if value.numel() and not all(map(math.isfinite, map(float, torch.aminmax(numbers)))):  # both are NaN if one is
         raise NotFiniteError(
             "it holds NaN or infinite values, and is not saved",
             where=f"parameter {name.removeprefix('model.')}",
