@@ -8,7 +8,7 @@ from meshwright import api
 from meshwright.api.measured_gpus import gpu_cluster
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.kernel import Product
-from meshwright.ir.result import Check
+from meshwright.ir.result import Check, Verdict
 from meshwright.runtime import calibrate_gpus
 from meshwright.runtime.calibrate_gpus import Effort
 from meshwright.runtime.device import num_cuda_devices
@@ -38,11 +38,11 @@ def run(context: Context) -> None:
             flush=True,
         )
     deviation = cluster.software.spread.step
+    verdict: Verdict = "pass" if deviation <= 0.1 else "fail"
     context.notes.found(
         Check(
             target="fitted constants of matrix products hold, and calls repeat, within 10%",
-            verdict="reported" if context.rehearse else "pass" if deviation <= 0.1 else "fail",
-            passed=int(deviation <= 0.1), total=1,
+            verdict="reported" if context.rehearse else verdict, passed=int(deviation <= 0.1), total=1,
             measured=f"standard deviation {deviation:.1%}; the same call from sweep to sweep "
             f"{cluster.calibration.drift if cluster.calibration else 0.0:.1%}",
         )

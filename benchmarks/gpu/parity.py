@@ -1,7 +1,8 @@
 """The part ``parity``: models under the layouts of one GPU, beside one process of eager PyTorch.
 
 In float64, beside the CPU: losses and parameters after a few steps, within 1e-9. In bfloat16, beside float32 on the
-same GPU: the error may be at most ``FACTOR`` times that of eager PyTorch under autocast, which rounds alike.
+same GPU: the error may be at most ``FACTOR`` times that of eager PyTorch under autocast, which rounds alike,
+plus ``FLOOR``: the errors of single losses are that small, and random.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 """What one GPU can vary."""
 MODELS = ("GPT", "GPT, own head", "MLP", "LeNet", "ResNet")
 COMPILED = ("GPT", "LeNet")
-FACTOR = 1.5
+FACTOR, FLOOR = 1.5, 1e-4
 STEPS = 4
 
 
@@ -112,7 +113,7 @@ def _bfloat16(context: Context, name: str, options: dict[str, Any]) -> None:
     ours = losses, {key: value.cpu().double() for key, value in trainer.full_state_dict().items()}
     before = {key: value.double() for key, value in model.state_dict().items()}
     found, usual = _errors(ours, exact, before), _errors(rounded, exact, before)
-    passed = sum(mine <= FACTOR * theirs for mine, theirs in zip(found, usual, strict=True))
+    passed = sum(mine <= FACTOR * theirs + FLOOR for mine, theirs in zip(found, usual, strict=True))
     context.notes.found(
         Check(
             target=f"bfloat16, {name}: the error beside float32 is at most {FACTOR} of that of eager autocast",

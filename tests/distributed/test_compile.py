@@ -240,6 +240,7 @@ def test_wide_regions_end_at_what_a_compiler_must_not_touch() -> None:
 def test_a_kernel_is_not_given_what_it_was_not_compiled_for() -> None:
     expected = [(torch.bfloat16, (4, 1))]
     _check_arguments("region_0", [torch.zeros(2, 4, dtype=torch.bfloat16)], expected)
+    _check_arguments("region_0", [torch.zeros(1, 4, dtype=torch.bfloat16).as_strided((1, 4), (9, 1))], expected)
     with pytest.raises(CompileError, match="region_0, input 0 \\(2x4\\): it is float32 with strides \\(4, 1\\)"):
         _check_arguments("region_0", [torch.zeros(2, 4)], expected)
     with pytest.raises(CompileError, match="was compiled as bfloat16 with strides \\(4, 1\\)"):

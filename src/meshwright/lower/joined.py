@@ -35,6 +35,8 @@ _UNKNOWN = frozenset(
     {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 )
 """Tags of operators that draw random numbers, or whose results depend on values in their shape."""
+_WITHIN = frozenset({"dtype", "memory_format", "layout", "device"})
+"""Arguments of copies within a device: all tensors of a lowered step are on the device of its rank."""
 WORTH = 4096
 """The smallest number of elements in a region's largest result for which the region is compiled. With fewer elements,
 calling the kernel takes longer than running the operators."""
@@ -80,7 +82,7 @@ def joins_widely(node: fx.Node) -> bool:
         assert isinstance(value, Tensor)
         given = source.meta["val"]
         differs = value.dtype != given.dtype or value.stride() != given.stride()
-        return differs and not node.kwargs.keys() - {"dtype", "memory_format"}
+        return differs and not node.kwargs.keys() - _WITHIN
     return True
 
 

@@ -147,7 +147,8 @@ def _check_arguments(name: str, arguments: Sequence[Tensor], expected: Sequence[
         CompileError: they have not.
     """
     for index, (value, (dtype, stride)) in enumerate(zip(arguments, expected, strict=True)):
-        if value.dtype != dtype or value.stride() != stride:
+        lengths = zip(value.shape, value.stride(), stride, strict=True)
+        if value.dtype != dtype or any(found != wanted for size, found, wanted in lengths if size > 1):
             found = f"{str(value.dtype).removeprefix('torch.')} with strides {value.stride()}"
             raise CompileError(
                 f"{name}, input {index} ({'x'.join(map(str, value.shape))}): it is {found}, and was compiled as "
