@@ -535,7 +535,7 @@ def test_the_demo_is_a_run_file_that_writes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[object] = []
-    monkeypatch.setattr(api, "calibrate", lambda measured_by: measured.append(measured_by))  # it takes half a minute
+    monkeypatch.setattr(api, "calibrate", lambda **how: measured.append(how))  # it takes half a minute
     assert cli(["demo", "--print"]) == 0
     text = capsys.readouterr().out
     assert config.make(config.tables(text.encode(), where="demo"), where="demo").train.steps >= 100
@@ -545,7 +545,7 @@ def test_the_demo_is_a_run_file_that_writes(
         )
         == 0
     )
-    assert measured == [measure_rank]
+    assert measured == [{"measured_by": measure_rank, "device": "cpu"}]
     text = capsys.readouterr().out
     assert "measuring this machine, once" in text
     assert re.search(r"--- it writes, after 'The':\n.*\n---\n", text, re.DOTALL)

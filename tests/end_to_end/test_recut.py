@@ -118,4 +118,4 @@ def test_the_whole_model_takes_as_long_as_its_layers() -> None:
     lower = PlanLowering(model())
     ask = Ask(explains=False, fits_buckets=False, lower=lower, firsts=found.firsts)
     plan = plan_layout(model(), msgspec.structs.replace(found.layout), world_size=8, cluster=CLUSTER, ask=ask)
-    assert foretell(lower, plan, CLUSTER).played.step_s == pytest.approx(found.step_s, rel=0.03)
+    assert foretell(lower, plan, CLUSTER).played.step_s == pytest.approx(found.step_s, rel=0.045)

@@ -16,7 +16,7 @@ REFUSED = {
 }  # fmt: skip
 """Modules and functions that run code from bytes or texts, and collectives that pickle."""
 ALLOWED = {
-    "runtime/shards.py: pickle": "torch's index, read by an unpickler that knows ten plain classes",
+    "runtime/chunk_index.py: pickle": "torch's index, read by an unpickler that knows plain classes only",
     "runtime/checkpoint.py: pickle": "the name of an error",
 }
 IMPORTS = {
