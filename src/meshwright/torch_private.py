@@ -8,6 +8,7 @@ underscore (``Tensor._version``, ``Module._parameters``, ``OpOverload._schema``)
 import functools
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def device_of_objects(group: torch.distributed.ProcessGroup) -> torch.device:
     return torch.device(_device_of_objects(group))
 
 
-def enable_symmetric_memory(group_name: str) -> None:
+def enable_symmetric_memory(group_name: Any) -> None:
     """Let ``torch.ops.symm_mem`` work in a group."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

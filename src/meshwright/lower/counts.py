@@ -102,11 +102,11 @@ class Counter:
         if target is aten.convolution_backward.default:
             return tuple(self._convolution_backward(call, dtype))
         if target is ours.float8_mm.default:  # each operand is rounded first
-            product = self._counted(Call(aten.mm.default, call.args[:2], {}, outputs), False)
+            wide = self._counted(Call(aten.mm.default, call.args[:2], {}, outputs), False)
             rounded = tuple(
                 Kernel("pointwise", dtype, 0.0, num_bytes(operand) + operand.numel()) for operand in call.args[:2]
             )
-            return (*rounded, *map(in_float8, product))
+            return (*rounded, *map(in_float8, wide))
         if target in DIRECTIONS:
             return work_of(convolution_sizes(call, DIRECTIONS[target]), call.args[-1]).kernels
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"

@@ -38,9 +38,9 @@ _MOVABLE = frozenset({collectives.WAIT, collectives.GATHER_PARTS})
 
 
 class _Work(NamedTuple):
-    """The division of a group's products: the rank's index, the rows, and the (begin, end) of each chunk of a block."""
+    """The division of a group's products: the rank's place, the rows, and the (begin, end) of each chunk of a block."""
 
-    index: int
+    place: int
     rows: Rows
     chunks: tuple[tuple[int, int], ...]
 
@@ -55,7 +55,8 @@ class _Emitter:
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self._graph = graph
-        self._meta = {key: node.meta[key] for key in ("operator", "phase", "backward") if key in node.meta}
+        keys = ("operator", "phase", "backward")
+        self._meta: dict[str, Any] = {key: node.meta[key] for key in keys if key in node.meta}
 
     def __call__(self, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
         """Add a call. ``value``: its fake value (default: made by the operator)."""
@@ -129,7 +130,7 @@ class Pieces:
             return
         work, emit = self._work(products[0], start, rows), _Emitter(graph, products[0])
         group, size = _group_of(start)
-        chain: list[fx.Node] = []
+        chain, parts, moving = list[fx.Node](), list[fx.Node](), list[fx.Node]()
         width = products[0].args[-2].meta["val"].shape[1]  # type: ignore[union-attr]
         with graph.inserting_before(start):
             own = emit(aten.reshape.default, start.args[0], [rows.block, width])
@@ -174,6 +175,7 @@ class Pieces:
         group, size = _group_of(start)
         value, width = wait.meta["val"], product.meta["val"].shape[1]
         flat = _view(value, [rows.block, width])
+        moving, terms, sums = list[fx.Node](), list[fx.Node](), list[fx.Node]()
         shares = group in self._symmetric and scattered.dtype is None
         with graph.inserting_before(product):
             left = product.args[-2]
@@ -181,12 +183,10 @@ class Pieces:
             if shares:
                 ordered = [_block(emit, blocks, rows, rank) for rank in range(size)]
                 joined = emit(aten.cat.default, ordered)
-                result = emit(collectives.MULTIPLY_SCATTER, joined, product.args[-1], group, size, value=flat)
+                sums = [emit(collectives.MULTIPLY_SCATTER, joined, product.args[-1], group, size, value=flat)]
             else:
-                moving: list[fx.Node] = []
                 for step in range(size):
-                    block = _block(emit, blocks, rows, (work.index - 1 - step) % size)
-                    terms = []
+                    block = _block(emit, blocks, rows, (work.place - 1 - step) % size)
                     for number, chunk in enumerate(work.chunks):
                         term = emit.product(product, _rows_of(emit, block, work, chunk))
                         if scattered.dtype is not None:
@@ -202,10 +202,8 @@ class Pieces:
             if not shares:
                 arrived = (emit(collectives.WAIT, node) for node in moving)
                 alone = flat if len(terms) == 1 else None
-                sums = [
-                    emit(aten.add.Tensor, *pair, value=alone) for pair in zip(arrived, terms, strict=True)
-                ]  # fmt: skip
-                result = sums[0] if len(sums) == 1 else emit(aten.cat.default, sums, value=flat)
+                sums = [emit(aten.add.Tensor, *pair, value=alone) for pair in zip(arrived, terms, strict=True)]
+            result = sums[0] if len(sums) == 1 else emit(aten.cat.default, sums, value=flat)
             held = emit(aten.view.default, result, list(value.shape), value=value)
         _replace(graph, wait, held)
         _erase_unread(graph, [start], product)
@@ -233,7 +231,7 @@ def _ring(
     the chunks of all ranks, in order of the ranks."""
     held: dict[tuple[int, int], fx.Node] = {}
     for step in range(work.size):
-        source = (work.index - step) % work.size
+        source = (work.place - step) % work.size
         into = [emit(aten.select.int, buffer, 0, source) for _, buffer in products]
         for number, chunk in enumerate(work.chunks):
             part = parts[number]

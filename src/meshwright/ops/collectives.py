@@ -88,7 +88,7 @@ def _gathered_products(value: Tensor, weights: list[Tensor], group: str, size: i
 _HALO = "int dim, int[] lows, int[] highs, int[] edges"
 _PARTS = "str group, int size, str algorithm, str label='', bool again=False"
 _CODEC = "str codec='', Tensor? before=None, Tensor(b!)? state=None, SymInt draw=0"
-_SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
+_SCHEMAS: dict[str, Callable[..., Tensor | list[Tensor]] | None] = {
     "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='', "
     f"{_CODEC}, int[] shapes=[]) -> Tensor(a!)": lambda value, *_: value,
     "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor": (

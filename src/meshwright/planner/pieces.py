@@ -157,5 +157,5 @@ def _divided(plan: Plan, graph: Graph, pieces: Mapping[tuple[str, bool], int]) -
     for stage in plan.stages:
         held = set(map(starred, stage.strategies))
         own = {name: text for name, text in texts.items() if name in held}
-        stages.append(msgspec.structs.replace(stage, operator_algorithms={**stage.operator_algorithms, **own}))
+        stages.append(msgspec.structs.replace(stage, operator_algorithms={**own, **stage.operator_algorithms}))
     return msgspec.structs.replace(plan, stages=tuple(stages))
