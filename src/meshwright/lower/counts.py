@@ -25,7 +25,7 @@ from meshwright.ir.kind import kind_of_target
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.ir.shapes import shapes_of
 from meshwright.lower.fuse import FUNCTIONAL
-from meshwright.ops import collectives, experts
+from meshwright.ops import collectives, experts, float8
 from meshwright.ops.attention import SETTINGS_AT
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
 from meshwright.ops.convolution_algorithms import DIRECTIONS
@@ -101,7 +101,7 @@ class Counter:
             return (Kernel("pointwise", dtype, 0.0, 3 * num_bytes(call.args[1])),)
         if target is aten.convolution_backward.default:
             return tuple(self._convolution_backward(call, dtype))
-        if target is ours.float8_mm.default:  # each operand is rounded first
+        if target is float8.FLOAT8_MM:  # each operand is rounded first
             wide = self._counted(Call(aten.mm.default, call.args[:2], {}, outputs), False)
             rounded = tuple(
                 Kernel("pointwise", dtype, 0.0, num_bytes(operand) + operand.numel()) for operand in call.args[:2]

@@ -78,13 +78,16 @@ define(
 )
 
 
+FLOAT8_MAX, FLOAT8_MM = ours.float8_max.default, ours.float8_mm.default
+
+
 def product_in_float8(local: Local) -> Any:
     """Run ``aten.mm`` on one rank in float8, as the plan's algorithm says."""
     form = float8_of(local.algorithm)
     most = []
     for value, dim, factors in ((local.args[0], 1, "mj"), (local.args[1], 0, "jf")):
-        found = local.call(ours.float8_max.default, value, dim if form.rowwise else -1)
+        found = local.call(FLOAT8_MAX, value, dim if form.rowwise else -1)
         for factor in "j" if form.rowwise else factors:
             found = local.all_reduce(found, factor, "max")
         most.append(found)
-    return local.call(ours.float8_mm.default, *local.args, *most, form.left, form.right)
+    return local.call(FLOAT8_MM, *local.args, *most, form.left, form.right)
