@@ -19,14 +19,9 @@ SPLITS = (1, 2, 4, 8)
 ATTENTION_BACKWARD = 1.15
 """Factor by which fused attention's backward takes longer per FLOP than its forward (Dao et al. 2022)."""
 
-_INSTEAD = {
-    "bfloat16": ("float16", "float32"),
-    "float16": ("bfloat16", "float32"),
-    "int8": ("float32",),
-    "float8": ("bfloat16", "float32"),
-}
+_INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "int8": ("float32",)}
 """Maps a dtype to the dtypes that replace it on a device that lacks it. Old GPUs have no bfloat16, and CPUs compute
-16-bit products, and products of values rounded to float8, in float32."""
+16-bit products in float32."""
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -159,6 +154,8 @@ class Rates:
         if (dtype, convolves) not in self._peaks:
             known = self.device.peak_flops_per_s
             wanted = dtype if dtype in PEAK_DTYPES else "float32"
+            if wanted == "float8" and self.device.kind == "cpu":  # it multiplies the rounded numbers in float32
+                wanted = "float32"
             if convolves:
                 wanted = "tfloat32" if "tfloat32" in known else wanted
             there = next((name for name in (wanted, *_INSTEAD.get(wanted, ())) if name in known), wanted)
