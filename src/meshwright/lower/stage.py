@@ -75,8 +75,7 @@ def lower_stage(
         rules: maps an operator to the user's rule for it.
         constants: the values of the graph's constants on ``device``; without them the program can be read, but not run.
         compiler: compiles runs of operators; ``kernels`` maps an operator to the function that replaces it.
-        note: called with a phase's name where the phase begins, if it is part of a larger function. ``symmetric``: the
-            groups that run products in pieces in memory that their accelerators share.
+        note: called with a phase's name where the phase begins in a larger function. ``symmetric``: see ``partition``.
 
     Raises:
         PlanError: the graph cannot be cut before the stages' first operators, or an operator would have to communicate
