@@ -236,10 +236,10 @@ def test_what_somebody_keeps_is_read_once_and_the_rest_once_an_epoch(tmp_path: P
 
 def test_a_rank_that_is_gone_costs_reads_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
     store = Counted(24)
-    first, second = in_one_process(2, lambda shard: PrefetchLoader(store, 4, 400, shard=shard, epochs=2, threads=2))
-    expected = lists(StoreLoader(store, 4, shard=(0, 2), epochs=2))
+    first, second = in_one_process(2, lambda shard: PrefetchLoader(store, 4, 400, shard=shard, epochs=6, threads=2))
+    expected = lists(StoreLoader(store, 4, shard=(0, 2), epochs=6))
     begin = lists(first, 2)
-    second.close()
+    second.close()  # while staging has room for two of the other 16 batches
     assert begin + lists(first) == expected
     first.close()
     assert "rank 1 gives no samples any more" in caplog.text

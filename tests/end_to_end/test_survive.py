@@ -143,6 +143,10 @@ def test_a_run_goes_on_while_the_disk_is_full(
             await_checkpoint(directory, 2)
             fill(small_disk)
         elif step == 7:
+            deadline = time.monotonic() + 60
+            while len(told(caplog)) < 2:  # the thread that saves step 6 has found the disk full
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             assert checkpoints(directory) == ["step-00000002"], "the last good checkpoint stays"
             filling.unlink()
 

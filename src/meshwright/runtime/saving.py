@@ -259,9 +259,10 @@ class Saver:
             return
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), name="saves checkpoints", daemon=True).start()
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="saves checkpoints", daemon=True)
+            thread.start()
             weakref.finalize(self, self._jobs.put, None).atexit = False
-            atexit.register(_wait_at_end, weakref.ref(self))
+            atexit.register(_wait_at_end, self._jobs, thread)
         self._ended.clear()
         self._jobs.put(partial(self._run, save))
 
@@ -304,7 +305,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job
 
 
-def _wait_at_end(saver: weakref.ref[Saver]) -> None:
-    """Wait for the running save when the program ends."""
-    if (running := saver()) is not None:
-        running._ended.wait(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
+def _wait_at_end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """Wait for the running save, and for the end of its thread, when the program ends. A thread that still frees tensors
+    while Python ends would abort the process."""
+    jobs.put(None)
+    thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
