@@ -1,6 +1,8 @@
 """Loaders that fetch ahead: batches of the plain loader, samples read as seldom as planned, bounds that are kept."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -232,6 +234,21 @@ def test_what_somebody_keeps_is_read_once_and_the_rest_once_an_epoch(tmp_path: P
     assert (by_class[PEER] > 0) == (count > 1)
     assert all(each.kept == (5 * sample_bytes, 3 * sample_bytes) for each in counts)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_may_end_in_the_middle_of_an_epoch() -> None:
+    """Its threads run operators; Python must not end under them."""
+    program = (
+        "import itertools, torch\n"
+        "from meshwright.data.ahead import PrefetchLoader\n"
+        "from tests.end_to_end.data_cases import Counted\n"
+        "class Slow(Counted):\n"
+        "    def decode(self, index, raw):\n"
+        "        return (torch.randn(300, 300) @ torch.randn(300, 300)).sum()\n"
+        "loader = PrefetchLoader(Slow(10_000), 4, 4000, epochs=2, threads=3)\n"
+        "assert len(list(itertools.islice(loader, 3))) == 3"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_rank_that_is_gone_costs_reads_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
