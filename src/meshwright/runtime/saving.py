@@ -306,7 +306,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _wait_at_end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    """Wait for the running save, and for the end of its thread, when the program ends. A thread that still frees tensors
-    while Python ends would abort the process."""
+    """Wait for the running save, and for the end of its thread, when the program ends. A thread that still frees
+    tensors while Python ends would abort the process."""
     jobs.put(None)
     thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
