@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-checkpoints bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix gpu gpu-wheels clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend conformance audit clusters matrix gpu gpu-wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ bench-data: $(STAMP) ## loaders that fetch ahead beside torch's DataLoader, on a
 
 bench-products: $(STAMP) ## words of products on grids beside formulas and brute force; 4 ranks in two emulated boxes (as root)
 	@$(BIN)/python -m benchmarks.products
+
+bench-pieces: $(STAMP) ## products in pieces beside their plain form: 2 ranks in two emulated boxes (as root), and in shared memory
+	@$(BIN)/python -m benchmarks.pieces
 
 bench-jobs: $(STAMP) ## job graphs on Ray: makespans beside simulated ones; 100 kills of vertices, workers and the scheduler
 	@$(BIN)/python -m benchmarks.jobs
