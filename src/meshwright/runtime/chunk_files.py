@@ -3,16 +3,14 @@
     __0_0.distcp    ┌ head ┬ numbers of chunk 0 ┬ tail ┐┌ head ┬ numbers of chunk 1 ┬ tail ┐ ...
 
 Head and tail (a zip archive around the numbers) depend only on dtype and sizes, but for the checksum of the numbers. So
-a chunk is written from the tensor's own memory, and read into memory that is given, without a copy in between. While
-the disk writes, checksums of the next numbers are computed.
+a chunk is written from the tensor's own memory (``chunk_writer.py``), and read into memory that is given, without a
+copy in between.
 """
 
+import functools
 import io
 import math
-import os
-import queue
 import struct
-import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,11 +29,7 @@ from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.shards import Chunk, StoredPart, block
 
 PIECE_BYTES = 4 * 2**20
-"""Bytes that are written or read at once."""
-PENDING = 8
-"""Largest number of pieces that wait for the disk."""
-SYNC_BYTES = 64 * 2**20
-"""The disk is told to write when this many bytes have gathered in memory."""
+"""Bytes that are read at once."""
 CHANGED = "its checksum is not the one that was written"
 
 
@@ -56,10 +50,11 @@ class Frame:
         return bytes(tail)
 
 
-def frame_of(dtype: torch.dtype, sizes: Sequence[int]) -> Frame:
+@functools.lru_cache(maxsize=2**12)
+def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
     """The frame of a tensor: torch.save writes an empty one, whose records are put around any other's numbers."""
     saved = io.BytesIO()
-    torch.save(torch.empty(tuple(sizes), dtype=dtype), saved)
+    torch.save(torch.empty(sizes, dtype=dtype), saved)
     archive = io.BytesIO()
     stream: Any = _Stream(archive.write)
     with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
@@ -95,124 +90,6 @@ def numbers_of(value: Tensor) -> memoryview:
         return memoryview(b"")
     numbers: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
-
-
-class ChunkFile:
-    """A file of chunks that is written. ``name`` is its name in the index.
-
-    The chunks go to the file in a thread. The memory of a tensor must not change until ``close``.
-    """
-
-    def __init__(self, path: AnyPath) -> None:
-        self.name = path.name
-        self._file: IO[bytes] = path.open("wb")
-        self._pieces: queue.Queue[tuple[Any, ...] | None] = queue.Queue(PENDING)
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._write_all, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # Python starts no thread when the program ends: this one then waits for the disk
-            self._thread = None
-        self._small = bytearray()
-        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], Frame] = {}
-        self._position = self._unsynced = 0
-
-    def add(self, value: Tensor, offsets: Sequence[int]) -> SavedChunk:
-        """Write a chunk, which begins at ``offsets`` of its whole tensor."""
-        sizes, at = tuple(value.shape), self._position
-        frame = self._frames.get((value.dtype, sizes))
-        if frame is None:
-            frame = self._frames[value.dtype, sizes] = frame_of(value.dtype, sizes)
-        self._put(memoryview(frame.head))
-        numbers, numbers_at, checksum = numbers_of(value), self._position, 0
-        for start in range(0, len(numbers), PIECE_BYTES):
-            piece = numbers[start : start + PIECE_BYTES]
-            checksum = zlib.crc32(piece, checksum)
-            self._put(piece)
-        tail = frame.ending(checksum)
-        self._put(memoryview(tail))
-        frame_checksum = zlib.crc32(tail, zlib.crc32(frame.head))
-        return SavedChunk(
-            tuple(offsets),
-            sizes,
-            self.name,
-            at,
-            self._position - at,
-            numbers_at,
-            len(numbers),
-            checksum,
-            frame_checksum,
-        )
-
-    def _put(self, data: memoryview) -> None:
-        self._position += len(data)
-        if len(data) < PIECE_BYTES // 4:
-            self._small += data
-            if len(self._small) < PIECE_BYTES:
-                return
-            data = memoryview(b"")
-        small, self._small = self._small, bytearray()
-        self._give(small, data)
-
-    def _give(self, *pieces: Any) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._thread is None:
-            self._write(*pieces)
-        else:
-            self._pieces.put(pieces)
-
-    def _write_all(self) -> None:
-        while (pieces := self._pieces.get()) is not None:
-            if self._error is None:
-                try:
-                    self._write(*pieces)
-                except BaseException as error:  # noqa: BLE001 - the thread that gives the pieces raises it
-                    self._error = error
-
-    def _write(self, *pieces: Any) -> None:
-        for piece in pieces:
-            if len(piece):
-                self._file.write(piece)
-                self._unsynced += len(piece)
-        if self._unsynced >= SYNC_BYTES:
-            self._sync()
-
-    def _sync(self) -> None:
-        self._unsynced = 0
-        self._file.flush()
-        if (number := _file_number(self._file)) is not None:
-            os.fdatasync(number)
-
-    def close(self) -> None:
-        """Write what is left, and flush it to the disk."""
-        try:
-            self._give(self._small)
-            self._end()
-            if self._error is not None:
-                raise self._error
-            self._sync()
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        self._end()
-        self._file.close()
-
-    def _end(self) -> None:
-        if self._thread is not None:
-            self._pieces.put(None)
-            self._thread.join()
-            self._thread = None
-
-
-def _file_number(file: IO[bytes]) -> int | None:
-    """The descriptor of a file of this machine; None for an object of a store."""
-    try:
-        return file.fileno()
-    except (AttributeError, OSError):
-        return None
 
 
 def check_numbers(chunk: SavedChunk, data: Any, file: AnyPath) -> None:
