@@ -10,7 +10,9 @@ copy in between.
 import functools
 import io
 import math
+import os
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +32,8 @@ from meshwright.runtime.shards import Chunk, StoredPart, block
 
 PIECE_BYTES = 4 * 2**20
 """Bytes that are read at once."""
+ZEROS = 2**18
+"""Bytes that are counted at once where a file has none."""
 CHANGED = "its checksum is not the one that was written"
 
 
@@ -52,30 +56,41 @@ class Frame:
 
 @functools.lru_cache(maxsize=2**12)
 def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
-    """The frame of a tensor: torch.save writes an empty one, whose records are put around any other's numbers."""
-    saved = io.BytesIO()
-    torch.save(torch.empty(sizes, dtype=dtype), saved)
+    """The frame of a tensor: torch.save writes one without numbers, whose records are put around any other's. Neither
+    file takes memory for the numbers."""
     archive = io.BytesIO()
     stream: Any = _Stream(archive.write)
-    with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
-        numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
-        kept = [name for name in given.namelist() if name != numbers and "/." not in name]
-        for name in kept:
-            made.writestr(zipfile.ZipInfo(name), given.read(name))
-        size = given.getinfo(numbers).file_size
-        with made.open(zipfile.ZipInfo(numbers), "w") as entry:
-            begin = archive.tell()
-            for start in range(0, size, PIECE_BYTES):
-                entry.write(bytes(min(PIECE_BYTES, size - start)))
-    whole = archive.getbuffer()
-    tail = bytes(whole[begin + size :])
+    with _hollow_file() as saved:
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(sizes, dtype=dtype), saved)
+        with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
+            numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
+            for name in given.namelist():
+                if name != numbers and "/." not in name:
+                    made.writestr(zipfile.ZipInfo(name), given.read(name))
+            size, zeros = given.getinfo(numbers).file_size, memoryview(bytes(ZEROS))
+            with made.open(zipfile.ZipInfo(numbers), "w") as entry:
+                begin = archive.tell()
+                stream.write = len
+                for start in range(0, size, ZEROS):
+                    entry.write(zeros[: size - start])
+                stream.write = archive.write
+    whole = archive.getvalue()
+    tail = whole[begin:]
     # The numbers' record is the last: its checksum stands in the descriptor behind it, and in the last directory entry.
     last = tail.rindex(b"PK\x01\x02")
-    return Frame(bytes(whole[:begin]), tail, (4, last + 16))
+    return Frame(whole[:begin], tail, (4, last + 16))
+
+
+def _hollow_file() -> IO[bytes]:
+    """A temporary file, in memory if the system can, in which bytes that are left out take no room."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("meshwright-frame"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 class _Stream:
-    """A file that zipfile cannot seek in."""
+    """A file that zipfile cannot seek in. ``write`` returns the number of the bytes that it was given."""
 
     def __init__(self, write: Callable[[bytes], int]) -> None:
         self.write = write
