@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from meshwright import api, config
 from meshwright.cli import run as cli
-from meshwright.errors import FileFormatError, LaunchError, PreemptedError
+from meshwright.errors import FileFormatError, LaunchError, LostRankError, PreemptedError
 from meshwright.ir import files
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
@@ -99,6 +100,28 @@ def test_an_evaluation_is_not_lost(tmp_path: Path) -> None:
     for at in (1, 2, 2):
         train_and_be_warned(small_run(directory), {0: (at, signal.SIGTERM)})
     assert api.train(small_run(directory)).held_out == expected
+
+
+class Absent:
+    """The attendance of a world whose rank 1 is lost."""
+
+    def is_gone(self, rank: int) -> bool:
+        return rank == 1
+
+    def check(self, rank: int) -> None:
+        raise LostRankError("its process has ended", where=f"rank {rank}")
+
+
+def test_a_rank_that_is_told_to_end_does_not_wait_for_one_that_is_lost() -> None:
+    """A launcher tells the ranks beside a lost one to end, and they may notice the loss later than that."""
+    with Preemption(1000.0) as preemption:
+        preemption._store, preemption._size, preemption._attendance = dist.HashStore(), 2, Absent()  # type: ignore[assignment]
+        preemption._store.set(preemption._key(0, "begun"), "4")
+        preemption.ask("SIGTERM")
+        with pytest.raises(LostRankError, match="rank 1: its process has ended"):
+            preemption.due(3)
+        preemption._store.set(preemption._key(1, "begun"), "5")
+        assert preemption.due(3) == ""
 
 
 # --- time, and a second signal ---------------------------------------------------------------------------------------

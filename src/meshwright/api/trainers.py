@@ -74,6 +74,7 @@ def parallelize(
     rules: Rules | None = None,
     strict: bool = False,
     compile: bool = False,
+    copies: bool = False,
     weights: str | os.PathLike[str] | None = None,
 ) -> Trainer:
     """Make a trainer for an unmodified model.
@@ -108,6 +109,7 @@ def parallelize(
             Triton on a GPU (experimental). SGD, Adam, AdamW and Adagrad then use PyTorch's fused kernels. Results are
             equal except for rounding. The first use of a model takes some seconds to a minute longer; inductor caches
             its kernels.
+        copies: whether "auto" leaves memory for copies of the state (see ``plan``).
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
 
@@ -147,7 +149,7 @@ def parallelize(
     def planned() -> Plan:
         return choose(
             plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec, seconds=seconds,
-            rules=rules,
+            rules=rules, copies=copies,
         )  # fmt: skip
 
     chosen = _plan_of_rank_0(planned)

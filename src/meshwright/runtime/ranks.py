@@ -4,6 +4,7 @@ Torch's elastic agent starts the ranks as processes. ``runtime/failures.py`` des
 """
 
 import atexit
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -253,6 +254,7 @@ def _rank(
 ) -> T | None:
     """Run ``function`` as one rank, and record its error if it fails. ``environment`` holds the environment variables
     of the launcher."""
+    gc.freeze()  # what the server has imported: a collection would visit it all, and copy its pages to this process
     threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

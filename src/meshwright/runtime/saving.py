@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
-
 from meshwright.comm.board import Board
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.member import attend
@@ -38,7 +36,7 @@ from meshwright.runtime.device import CopyStream, DeviceKind
 from meshwright.runtime.manifest import TRAINER, Manifest, SavedFile
 from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.share import NotFiniteError, Share
-from meshwright.runtime.share_copy import ShareCopy
+from meshwright.runtime.share_copy import HostMemory, ShareCopy
 
 log = logging.getLogger("meshwright")
 
@@ -224,7 +222,7 @@ class Saver:
         self._ended.set()
         self._error: MeshwrightError | None = None
         self._copying: ShareCopy | None = None
-        self._memory: dict[int, Tensor] = {}
+        self._memory: HostMemory = {}
         self._count = 0
 
     @cached_property
@@ -265,6 +263,11 @@ class Saver:
             atexit.register(_wait_at_end, self._jobs, thread)
         self._ended.clear()
         self._jobs.put(partial(self._run, save))
+
+    @property
+    def num_staged_bytes(self) -> int:
+        """The bytes of memory in which saves keep their copies, also between saves."""
+        return sum(value.nbytes for value in [*self._memory.values()])
 
     def hold_update(self) -> None:
         """Called before parameters are updated: the update waits until a running save has copied them."""

@@ -31,6 +31,7 @@ class LocalParameters:
         own: maps names to this rank's parameters, or to its parts of parameters.
         given: maps names of parameters that are not whole on this rank to the meta tensors in the caller's module.
         named_buffers: maps names to the buffers that this rank holds.
+        parts: for ``runtime/shards.py``: where this rank's parts lie, by name, as far as it was asked.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LocalParameters:
         self.own: dict[str, nn.Parameter] = {}
         self.given: dict[str, nn.Parameter] = {}
         self.named_buffers: dict[str, Tensor] = {}
+        self.parts: dict[str, Any] = {}
         parts: dict[str, nn.Parameter] = {}
         unset = self._make_room(loaded, parts)
         materialize(model, device, seed, lambda name, value: self._take(name, value, parts), unset)
