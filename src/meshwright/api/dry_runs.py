@@ -15,8 +15,9 @@ from meshwright.api.machine import known_cluster
 from meshwright.api.planned_runs import captured as captured_run
 from meshwright.api.planned_runs import cluster_of
 from meshwright.api.plans import Rules, choose, cost_of, loaded, precision_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
 from meshwright.capture.builder import Capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.errors import ClusterError, LayoutError
@@ -54,6 +55,7 @@ def dry_run(
     seed: int = 0,
     precision: Precision | None = None,
     rules: Rules | None = None,
+    opaque: OpaqueChoice = "",
     progress: Callable[[str], None] = lambda what: None,
 ) -> DryRun:
     """Run the set-up and two steps of a plan on fake tensors of a GPU that is not there, rank by rank in this process.
@@ -78,7 +80,9 @@ def dry_run(
         LayoutError, PlanError, CaptureError, RuleError, OptimizerError: as ``parallelize``.
     """
     check_factory(optimizer, max_grad_norm)
-    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=precision_of(plan, precision))
+    captured = opaque_capture.capture(
+        model, loss_fn, batch, rules=rules, precision=precision_of(plan, precision), opaque=opaque
+    )
     return dry_run_captured(
         captured, model, loss_fn, batch, plan, cluster, devices=devices, ranks=ranks, optimizer=optimizer,
         max_grad_norm=max_grad_norm, seed=seed, progress=progress,

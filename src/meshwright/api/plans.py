@@ -15,7 +15,8 @@ from meshwright.api import plan_cache
 from meshwright.api.machine import calibrated, check_size, known_cluster
 from meshwright.api.plan_cache import SearchRequest
 from meshwright.api.times import times_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -53,16 +54,18 @@ def capture(
     *,
     rules: Rules | None = None,
     precision: Precision | None = None,
+    opaque: OpaqueChoice = "",
 ) -> Graph:
     """The training step of ``model`` on a global batch, as a graph. No tensor is computed, and models may be on the
     meta device.
 
     ``precision``: the precision of matrix products. Parameters stay in float32 (see ``Layout.precision``).
+    ``opaque="auto"``: submodules that cannot be captured are one operator each (see ``opaque``).
 
     Raises:
         CaptureError: the step cannot be traced (for example because of data-dependent control flow).
     """
-    return builder.capture(model, loss_fn, batch, rules=rules, precision=precision).graph
+    return opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=precision, opaque=opaque).graph
 
 
 def plan(

@@ -14,7 +14,8 @@ from torch import nn
 from meshwright.api.allowed import plan_before_start, search_allowed
 from meshwright.api.gpus import check_gpus, making_trainer, smallest_change
 from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost.optimizer import ADAMW
@@ -75,6 +76,7 @@ def parallelize(
     strict: bool = False,
     compile: bool = False,
     weights: str | os.PathLike[str] | None = None,
+    opaque: OpaqueChoice = "",
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -110,6 +112,8 @@ def parallelize(
             its kernels.
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
+        opaque: ``"auto"``: a submodule that cannot be captured runs as it is, as one operator (see ``opaque``), and the
+            plan says what that costs. By default, only marked modules do.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -134,7 +138,9 @@ def parallelize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     computed_in = from_rank_0(lambda: precision_of(plan, precision))
     check_device(computed_in, target, tells=not dist.is_initialized() or dist.get_rank() == 0)
-    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=computed_in)
+    captured = opaque_capture.capture(
+        model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque
+    )
     graph = captured.graph
     if strict:
         check_strict(graph)
@@ -176,6 +182,7 @@ def verify(
     seed: int = 0,
     rules: Rules | None = None,
     strict: bool = False,
+    opaque: OpaqueChoice = "",
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> tuple[Verification, ...]:
@@ -210,13 +217,13 @@ def verify(
     if not isinstance(plan, Layout) and plan != "auto":
         launch.start(device)
         computed_in = from_rank_0(lambda: precision_of(plan, None))
-        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in)
-        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules))
+        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque)
+        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules, opaque=opaque))
     elif isinstance(plan, Layout):
         plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
         copy, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device=device,
-        rules=rules, strict=strict,
+        rules=rules, strict=strict, opaque=opaque,
     )  # fmt: skip
     _check_comparable(trainer)
     progress.begin("parallel steps", steps)

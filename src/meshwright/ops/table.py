@@ -19,6 +19,7 @@ from meshwright.ops import (
     loss,
     matmul,
     normalization,
+    opaque,
     packed_attention,
     pointwise,
     pooling,
@@ -36,7 +37,7 @@ aten = torch.ops.aten
 
 FILES = (
     attention, batch_norm, convolution, creation, embedding, experts, fourier, indexing, loss, matmul, normalization,
-    packed_attention, pooling, random, reduction, resizing, softmax, unfolding, view,
+    opaque, packed_attention, pooling, random, reduction, resizing, softmax, unfolding, view,
 )  # fmt: skip
 """The modules with rules, one for each kind of operator."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
