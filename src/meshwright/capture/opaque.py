@@ -112,6 +112,8 @@ class RegionCall:
         count = len(tensors) - len(self.names)
         given, state = tensors[:count], dict(zip(self.names, tensors[count:], strict=True))
         state |= {name: state[name].clone() for name in self.changes}
+        kept = {name: state[name] for name in self.names if name not in self.changes}
+        versions = {name: value._version for name, value in kept.items()}
         args, kwargs = pytree.tree_unflatten(_filled(self.constants, given), self.spec)
         step, device = _Region(self.module), tensors[0].device.type if tensors else "cpu"
         modes = self.modes if trains else dict.fromkeys(self.modes, False)
@@ -128,6 +130,13 @@ class RegionCall:
                 where=f"opaque region {self.path}",
                 remedy="return tensors, and no numbers or texts that change from call to call",
             )
+        written = next((name for name, value in kept.items() if value._version != versions[name]), "")
+        written = written or next((name for name in buffers if name in kept and buffers[name] is not kept[name]), "")
+        if written:
+            raise CaptureError(
+                f"it changed {written}, and did not when the step was captured", where=f"opaque region {self.path}",
+                remedy="capture the step with an example batch on which it changes the buffer",
+            )  # fmt: skip
         return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *(buffers[name] for name in self.changes)]
 
 

@@ -191,7 +191,7 @@ class _Observer:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         kept = {**{f"argument {at}": value for at, value in enumerate(inputs)}, **parameters}
         versions = {name: value._version for name, value in kept.items()}
-        of_buffers = {name: (id(value), value._version) for name, value in buffers.items()}
+        before = {name: (value, value._version, value.detach().clone()) for name, value in buffers.items()}
         states = generator_states(frozenset(value.device for value in inputs if value.device.type == "cuda"))
         copies = [value.detach().clone() for value in inputs]
         output = plain(module, *args, **kwargs)
@@ -202,7 +202,7 @@ class _Observer:
                 remedy="change a copy (clone), or mark the module around it that makes the tensor",
             )  # fmt: skip
         after = dict(module.named_buffers())
-        changes = tuple(name for name, value in after.items() if of_buffers.get(name) != (id(value), value._version))
+        changes = tuple(name for name, value in after.items() if _has_changed(value, *before[name]))
         out_leaves, out_spec = pytree.tree_flatten(output)
         tensors = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
         results = [(tuple(value.shape), _dtype(value)) for value in (*tensors, *(after[name] for name in changes))]
@@ -220,6 +220,11 @@ class _Observer:
 
 
 _HOST = {"cpu", "python", "numpy"}
+
+
+def _has_changed(value: Tensor, before: Tensor, version: int, copy: Tensor) -> bool:
+    """Whether a buffer was replaced or written to. Some kernels (batch norm) write without a new version."""
+    return value is not before or value._version != version or not torch.equal(value, copy)
 
 
 def _dtype(value: Tensor) -> str:
