@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright import build
 from meshwright.api.machine import known_cluster
+from meshwright.api.opaque_costs import with_costs
 from meshwright.api.planned_runs import captured as captured_run
 from meshwright.api.planned_runs import cluster_of
 from meshwright.api.plans import Rules, choose, cost_of, loaded, precision_of
@@ -96,7 +97,7 @@ def dry_run_captured(
     seed: int = 0, progress: Callable[[str], None] = lambda what: None,
 ) -> DryRun:  # fmt: skip
     """``dry_run`` of a step that is captured already, so that many layouts share a capture."""
-    rules, graph = captured.rules, captured.graph
+    rules, graph = captured.rules, with_costs(captured)
     factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     world_size = devices or _size_of(plan, known_cluster(cluster, CPU).num_devices)
     known = known_cluster(cluster, CPU, world_size)

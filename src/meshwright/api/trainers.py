@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.api.allowed import plan_before_start, search_allowed
 from meshwright.api.gpus import check_gpus, making_trainer, smallest_change
+from meshwright.api.opaque_costs import with_costs
 from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
 from meshwright.capture import opaque_capture
 from meshwright.capture.opaque_capture import OpaqueChoice
@@ -152,11 +153,13 @@ def parallelize(
 
     def planned() -> Plan:
         return choose(
-            plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec, seconds=seconds,
-            rules=rules,
+            plan, with_costs(captured), world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec,
+            seconds=seconds, rules=rules,
         )  # fmt: skip
 
     chosen = _plan_of_rank_0(planned)
+    if captured.opaque is not None:
+        captured.opaque.forget_inputs()
     with making_trainer(target):
         trainer = Trainer(
             model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,

@@ -161,6 +161,11 @@ class OpaqueRegions:
     samples: "dict[tuple[str, int], SampledCall]" = field(default_factory=dict)
     calls: dict[tuple[str, int], RegionCall] = field(default_factory=dict)
 
+    def forget_inputs(self) -> None:
+        """Free the tensors of the example batch, once the calls are measured."""
+        for sampled in self.samples.values():
+            sampled.inputs.clear()
+
     @property
     def kernels(self) -> dict[Any, Callable[..., Any]]:
         """Maps both operators to the functions that run them."""

@@ -1,5 +1,6 @@
 """A call of an opaque region as data: its results, its rows of samples, and its measured cost."""
 
+import ast
 from functools import lru_cache
 from typing import ClassVar
 
@@ -102,3 +103,9 @@ class OpaqueCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 def read_call(text: str) -> OpaqueCall:
     """The call from its text."""
     return msgspec.json.decode(text, type=OpaqueCall)
+
+
+def call_of(arguments: str) -> OpaqueCall:
+    """The call in the text of an operator's arguments (``Operator.arguments``)."""
+    begin, end = arguments.index("'{"), arguments.rindex("}'")
+    return read_call(ast.literal_eval(arguments[begin : end + 2]))
