@@ -46,7 +46,7 @@ def test_training_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
     assert len(every[0]) == len(PARTS) * len(ALL[num_ranks]) + len(ROW_WISE) * len(BY_ROWS[num_ranks])
 
 
-# --- random numbers ----------------------------------------------------------------------------------------------------
+# --- random numbers --------------------------------------------------------------------------------------------------
 
 
 class Summed(nn.Module):
@@ -103,7 +103,7 @@ def test_a_region_on_the_whole_batch_draws_the_same_under_every_layout(ranks: Ra
     assert [found["losses"] for found in every] == [pytest.approx(alone, rel=1e-5)] * 2
 
 
-# --- split and whole ---------------------------------------------------------------------------------------------------
+# --- split and whole -------------------------------------------------------------------------------------------------
 
 
 def losses_of(name: str, batch_dim: Any) -> tuple[list[float], list[str]]:

@@ -134,6 +134,9 @@ def dry_run_captured(
         matched=matched,
         ranks=tuple(map(_figures, found, peaks)),
         findings=(*_merged(found), *_never_ending(streams), *_too_large(found, room)),
+        unchecked=tuple(dict.fromkeys(name for name, _ in captured.opaque.calls))
+        if captured.opaque is not None
+        else (),
     )
 
 
@@ -155,6 +158,7 @@ def dry_run_of(
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
         precision=run.layout.precision,
+        opaque=build.opaque_choice(run),
         progress=progress,
     )
 

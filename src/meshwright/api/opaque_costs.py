@@ -112,7 +112,9 @@ def _measured(regions: OpaqueRegions, call: OpaqueCall, sampled: SampledCall) ->
     forward, backward = (
         MeasuredCost(whole[at][0], half[at][0] if half is not None else 0.0, whole[at][1]) for at in (0, 1)
     )  # fmt: skip
-    return OpaqueCost(device=machine_name() if device.type == "cpu" else device.type, forward=forward, backward=backward)
+    return OpaqueCost(
+        device=machine_name() if device.type == "cpu" else device.type, forward=forward, backward=backward
+    )
 
 
 def _with_rows(tensors: list[Tensor], call: OpaqueCall) -> Iterator[tuple[Tensor, int]]:

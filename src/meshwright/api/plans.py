@@ -67,9 +67,7 @@ def capture(
     Raises:
         CaptureError: the step cannot be traced (for example because of data-dependent control flow).
     """
-    return with_costs(
-        opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=precision, opaque=opaque)
-    )
+    return with_costs(opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=precision, opaque=opaque))
 
 
 def plan(

@@ -74,6 +74,7 @@ def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[V
         steps=steps,
         seed=run.train.seed,
         strict=run.layout.strict,
+        opaque=build.opaque_choice(run),
         device=device,
         progress=progress,
     )
@@ -97,6 +98,7 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,
         compile=run.train.compile,
+        opaque=build.opaque_choice(run),
     )
 
 

@@ -322,6 +322,7 @@ def _in_modes(module: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
 
 # --- trees of arguments -----------------------------------------------------------------------------------------------
 
+
 class _AnyTensor:
     def __repr__(self) -> str:
         return "a tensor"

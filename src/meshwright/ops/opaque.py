@@ -50,7 +50,7 @@ define(f"opaque_backward(Tensor[] tensors, Tensor[] grads, str call, {KEY}) -> T
 FORWARD, BACKWARD = ours.opaque.default, ours.opaque_backward.default
 
 
-class OpaqueFunction(torch.autograd.Function):
+class _OpaqueFunction(torch.autograd.Function):
     """A region as one forward and one backward operator."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class OpaqueFunction(torch.autograd.Function):
 def run(call: OpaqueCall, tensors: list[Tensor]) -> list[Tensor]:
     """Run a region as one operator; differentiable."""
     if call.needs:
-        return list(OpaqueFunction.apply(call, *tensors))
+        return list(_OpaqueFunction.apply(call, *tensors))
     return list(ours.opaque(tensors, call.text, 0, 0))
 
 

@@ -52,8 +52,9 @@ def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
 
 
 def unsplit_notes(graph: Graph, mesh: Mesh, cluster: Cluster | None, lower: Lower | None) -> tuple[Note, ...]:
-    """One note for every operator that has no rule, except opaque regions; repeated operators share one note. The note says why there is no
-    rule, and what the operator costs on every rank: in bytes and, if the cluster is known, in seconds."""
+    """One note for every operator that has no rule, except opaque regions. Repeated operators share one note. The note
+    says why there is no rule, and what the operator costs on every rank: in bytes and, if the cluster is known, in
+    seconds."""
     totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     costs = NodeCosts(mesh, cluster) if cluster is not None else None
     for operator in graph.operators:
