@@ -134,9 +134,7 @@ def dry_run_captured(
         matched=matched,
         ranks=tuple(map(_figures, found, peaks)),
         findings=(*_merged(found), *_never_ending(streams), *_too_large(found, room)),
-        unchecked=tuple(dict.fromkeys(name for name, _ in captured.opaque.calls))
-        if captured.opaque is not None
-        else (),
+        unchecked=tuple(captured.opaque.names) if captured.opaque is not None else (),
     )
 
 

@@ -66,7 +66,7 @@ class StandIns:
             region, results = self._told(path, module, (leaves, spec), [*parameters, *buffers])
             floats = tuple(at for at, each in enumerate(results) if getattr(torch, each.dtype).is_floating_point)
             call = OpaqueCall(
-                region=path, number=key[1], results=results, needs=tuple(differs) if floats else (),
+                region=path, number=key[1], results=told, needs=tuple(differs) if floats else (),
                 given=floats if differs else (),
                 reason="opaque region, not split by samples: it was not run on an example batch",
             )  # fmt: skip
