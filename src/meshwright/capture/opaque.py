@@ -167,6 +167,11 @@ class OpaqueRegions:
             sampled.inputs.clear()
 
     @property
+    def names(self) -> list[str]:
+        """The paths of the regions that the step calls."""
+        return list(dict.fromkeys(path for path, _ in self.calls))
+
+    @property
     def kernels(self) -> dict[Any, Callable[..., Any]]:
         """Maps both operators to the functions that run them."""
         return {operators.FORWARD: self.forward, operators.BACKWARD: self.backward} if self.calls else {}
@@ -232,7 +237,7 @@ def _check_results(call: OpaqueCall, results: list[Tensor]) -> None:
         raise CaptureError(
             f"it returned {', '.join(found)}; the captured step has {', '.join(expected)}",
             where=f"opaque region {call.region}",
-            remedy="return tensors whose shapes follow from the shapes of the arguments, such as padded ones with a mask",
+            remedy="return tensors whose shapes follow from those of the arguments, such as padded ones with a mask",
         )
 
 
@@ -251,8 +256,8 @@ def msg_of(result: OpaqueResult) -> str:
 
 @contextmanager
 def _numbers(call: OpaqueCall, tensors: Sequence[Tensor], key: int, salt: int) -> Iterator[None]:
-    """Seed all generators for a call, and restore them afterwards. Raise a CaptureError if a region that was captured as
-    one without random numbers draws some."""
+    """Seed all generators for a call, and restore them afterwards. Raise a CaptureError if a region draws random
+    numbers, and drew none when the step was captured."""
     devices = {value.device for value in tensors if value.device.type == "cuda"}
     before = generator_states(devices)
     if call.random:

@@ -238,7 +238,9 @@ def _joined(
     _check_alike(first, second)
     dim = setting.batch_dim if type(setting.batch_dim) is int else 0
     rows, why = rows_of([value.shape for value in first.inputs], [value.shape for value in second.inputs], sizes, dim)
-    result_rows, problem = rows_of(*([shape for shape, _ in each.results] for each in (first, second)), sizes, dim)
+    result_rows, problem = rows_of(
+        [shape for shape, _ in first.results], [shape for shape, _ in second.results], sizes, dim
+    )
     reason = ""
     if setting.batch_dim is None:
         reason = "batch_dim=None"

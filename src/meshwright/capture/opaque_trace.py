@@ -63,8 +63,8 @@ class StandIns:
                 needs=tuple(differs) if sampled.given else (), given=sampled.given if differs else (),
             )  # fmt: skip
         elif setting.outputs is not None:
-            region, results = self._told(path, module, (leaves, spec), [*parameters, *buffers])
-            floats = tuple(at for at, each in enumerate(results) if getattr(torch, each.dtype).is_floating_point)
+            region, told = self._told(path, module, (leaves, spec), [*parameters, *buffers])
+            floats = tuple(at for at, each in enumerate(told) if getattr(torch, each.dtype).is_floating_point)
             call = OpaqueCall(
                 region=path, number=key[1], results=told, needs=tuple(differs) if floats else (),
                 given=floats if differs else (),
@@ -77,7 +77,7 @@ class StandIns:
                 "the shapes of its results are not known: the model or the batch is on the meta device, so that it "
                 "cannot be run",
                 where=f"opaque region {path}",
-                remedy="say them: mw.opaque(module, outputs=lambda x: torch.empty_like(x)), or give tensors with values",
+                remedy="say them: mw.opaque(module, outputs=lambda x: torch.empty_like(x)), or pass real tensors",
             )
         self._regions.calls[key] = region
         results = operators.run(call, tensors)

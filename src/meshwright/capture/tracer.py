@@ -72,6 +72,8 @@ class Traced:
 
 
 class TracedStep(nn.Module):
+    """The loss of a batch, as a module that also returns the buffers after the step."""
+
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
         self.model = model

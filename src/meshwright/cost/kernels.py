@@ -109,8 +109,8 @@ class Rates:
         return self.kernels.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
-        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm, and an opaque region what was
-        measured."""
+        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm, and an opaque region the
+        measured time."""
         if kernel.attention is not None:
             on_cpu = self.device.kind == "cpu"
             parts = [self.cost(launch) for launch in emitted_kernels(kernel, on_cpu, self.kernels.cudnn_attention)]
