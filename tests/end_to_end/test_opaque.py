@@ -150,6 +150,27 @@ def test_auto_leaves_alone_what_can_be_captured_and_what_fails_anyway() -> None:
         mw.capture(Model(nn.Linear(9, 8)), loss_fn, batch(), opaque="auto")
 
 
+class Counted(nn.Module):
+    """Its part returns a number that differs from batch to batch; it itself returns tensors only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Tells()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, number = self.parts[0](x)
+        result: Tensor = y / (1 + abs(number))
+        return result
+
+
+def test_auto_takes_the_module_around_one_that_cannot_be_one_operator() -> None:
+    assert regions_of(mw.capture(Model(Counted()), loss_fn, batch(), opaque="auto")) == ["part:opaque#0"]
+    model: Any = Model(Counted())
+    mw.opaque(model.part.parts[0])
+    with pytest.raises(CaptureError, match=r"opaque region part\.parts\.0: a result that is no tensor changes"):
+        mw.capture(model, loss_fn, batch(), opaque="auto")
+
+
 # --- capture and training leave the model as eager PyTorch would ------------------------------------------------------
 
 

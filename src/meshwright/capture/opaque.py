@@ -83,6 +83,13 @@ def marked(model: nn.Module) -> dict[str, Opaque]:
     return found
 
 
+def refusal(path: str, problem: str, *, remedy: str) -> CaptureError:
+    """The error of a region that cannot be one operator."""
+    error = CaptureError(problem, where=f"opaque region {path}", remedy=remedy)
+    error.module = path
+    return error
+
+
 def is_within(path: str, regions: Mapping[str, object]) -> bool:
     """Whether a module is one of the regions, or inside one."""
     return any(path == region or path.startswith(f"{region}.") for region in regions)
@@ -124,19 +131,20 @@ class RegionCall:
         leaves, spec = pytree.tree_flatten(output)
         constants = without_tensors(leaves)
         if spec != self.out_spec or not same(constants, self.out_constants):
-            raise CaptureError(
-                f"its results are {_told(leaves)}; when the step was captured, they had other parts or values "
-                f"({', '.join(map(repr, self.out_constants)) or 'tensors only'})",
-                where=f"opaque region {self.path}",
+            raise refusal(
+                self.path,
+                f"its results are {_told(leaves)}; when the step was captured, they had other parts or "
+                f"values ({', '.join(map(repr, self.out_constants)) or 'tensors only'})",
                 remedy="return tensors, and no numbers or texts that change from call to call",
             )
         written = next((name for name, value in kept.items() if value._version != versions[name]), "")
         written = written or next((name for name in buffers if name in kept and buffers[name] is not kept[name]), "")
         if written:
-            raise CaptureError(
-                f"it changed {written}, and did not when the step was captured", where=f"opaque region {self.path}",
+            raise refusal(
+                self.path,
+                f"it changed {written}, and did not when the step was captured",
                 remedy="capture the step with an example batch on which it changes the buffer",
-            )  # fmt: skip
+            )
         return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *(buffers[name] for name in self.changes)]
 
 
@@ -234,9 +242,9 @@ def _check_results(call: OpaqueCall, results: list[Tensor]) -> None:
     found = [described(value) for value in results]
     expected = [msg_of(result) for result in call.results]
     if found != expected:
-        raise CaptureError(
+        raise refusal(
+            call.region,
             f"it returned {', '.join(found)}; the captured step has {', '.join(expected)}",
-            where=f"opaque region {call.region}",
             remedy="return tensors whose shapes follow from those of the arguments, such as padded ones with a mask",
         )
 
@@ -273,9 +281,9 @@ def _numbers(call: OpaqueCall, tensors: Sequence[Tensor], key: int, salt: int) -
     yield
     if not same_states(before, generator_states(devices)):
         restore_generators(before)
-        raise CaptureError(
-            "it draws random numbers, and drew none when the step was captured, so that backward would draw others",
-            where=f"opaque region {call.region}",
+        raise refusal(
+            call.region,
+            "it draws random numbers, and drew none when the step was captured: backward would draw others",
             remedy="capture the step with an example batch on which it draws random numbers",
         )
 

@@ -38,7 +38,8 @@ def capture(
     """Capture one training step (or evaluation) of ``model``, with marked modules as opaque regions.
 
     If there are regions, the step's forward first runs eagerly on the batch, to learn what the regions return.
-    ``opaque="auto"`` also makes each innermost module opaque whose capture fails. ``known`` are the regions of an
+    ``opaque="auto"`` also makes each innermost module opaque whose capture fails, or the next module
+    around it that can be one operator. ``known`` are the regions of an
     earlier capture: nothing is run then. The other arguments are those of ``builder.capture``.
 
     Raises:
@@ -59,6 +60,8 @@ def capture(
             )  # fmt: skip
         except CaptureError as error:
             path = error.module
+            if path in settings and settings[path].chosen:  # it cannot be one operator: the module around it may be
+                path = _around(model, path)
             if opaque != "auto" or known is not None or not path or is_within(path, settings):
                 raise
             log.warning("module %s runs as an opaque region: %s", path, error.problem)
@@ -67,3 +70,12 @@ def capture(
             continue
         captured.opaque = regions
         return captured
+
+
+def _around(model: nn.Module, path: str) -> str:
+    """The module that calls a submodule, as far as paths tell; empty for the model itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            break
+    return path

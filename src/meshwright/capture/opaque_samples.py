@@ -15,6 +15,7 @@ from meshwright.capture.opaque import (
     OpaqueRegions,
     RegionCall,
     generator_states,
+    refusal,
     restore_generators,
     same,
     same_states,
@@ -74,10 +75,10 @@ class SampledCall:
             for a, b in zip(small, large, strict=True):
                 more, rest = divmod((b - a) * (size - first), second - first)
                 if rest or a + more < 0:
-                    raise CaptureError(
-                        f"a result has {a} indices for a batch of {first} and {b} for one of {second}: for one of "
-                        f"{size} the number is not known",
-                        where=f"opaque region {self.region.path}",
+                    raise refusal(
+                        self.region.path,
+                        f"a result has {a} indices for a batch of {first}, and {b} for one of {second}: their number "
+                        f"for one of {size} is not known",
                         remedy="return tensors whose shapes follow from those of the arguments",
                     )
                 shape.append(a + more)
@@ -115,10 +116,11 @@ def sample(
         )
         if first.keys() != second.keys():
             name, number = next(iter(first.keys() ^ second.keys()))
-            raise CaptureError(
-                f"call {number} of it depends on the batch: the step calls it for only one of the batch sizes {sizes}",
-                where=f"opaque region {name}", remedy="mark the module around it that decides about the call",
-            )  # fmt: skip
+            raise refusal(
+                name,
+                f"call {number} of it depends on the batch: the step makes it for only one of the sizes {sizes}",
+                remedy="mark the module around it that decides about the call",
+            )
         return {key: _joined(regions, first[key], second[key], sizes) for key in first}
     finally:
         restore_generators(states)
@@ -197,10 +199,11 @@ class _Observer:
         output = plain(module, *args, **kwargs)
         written = next((name for name, value in kept.items() if value._version != versions[name]), "")
         if written:
-            raise CaptureError(
-                f"it changes its {written} in place", where=f"opaque region {path}",
+            raise refusal(
+                path,
+                f"it changes its {written} in place",
                 remedy="change a copy (clone), or mark the module around it that makes the tensor",
-            )  # fmt: skip
+            )
         after = dict(module.named_buffers())
         changes = tuple(name for name, value in after.items() if _has_changed(value, *before[name]))
         out_leaves, out_spec = pytree.tree_flatten(output)
@@ -257,9 +260,9 @@ def _joined(
     elif setting.batch_dim == "auto":
         reason = "a batch of one sample does not show whether samples are independent"
     if reason and type(setting.batch_dim) is int:
-        raise CaptureError(
+        raise refusal(
+            region.path,
             f"batch_dim={dim} says that it computes each sample by itself, but {reason}",
-            where=f"opaque region {region.path}",
             remedy="leave batch_dim out: the region then runs on the whole batch on every rank",
         )
     if reason:
@@ -282,15 +285,17 @@ def _check_alike(first: _Observed, second: _Observed) -> None:
     for kind, (left, right) in pairs.items():
         if not same(left, right):
             what = next((f"{a!r}, then {b!r}" for a, b in zip(left, right, strict=False) if not same([a], [b])), "")
-            raise CaptureError(
-                f"a {kind} that is no tensor changes from call to call: {what}", where=f"opaque region {one.path}",
+            raise refusal(
+                one.path,
+                f"a {kind} that is no tensor changes from call to call: {what}",
                 remedy="pass and return tensors, and plain values that are equal in all steps "
                 "(a Hugging Face model: use_cache=False)",
-            )  # fmt: skip
+            )
     ranks = [[len(shape) for shape, _ in each.results] for each in (first, second)]
     dtypes = [[dtype for _, dtype in each.results] for each in (first, second)]
     if one.out_spec != two.out_spec or ranks[0] != ranks[1] or dtypes[0] != dtypes[1] or one.spec != two.spec:
-        raise CaptureError(
-            "its arguments or results have other parts for another batch size", where=f"opaque region {one.path}",
+        raise refusal(
+            one.path,
+            "its arguments or results have other parts for another batch size",
             remedy="return the same number of tensors for every batch",
-        )  # fmt: skip
+        )

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.opaque import TENSOR, OpaqueRegions, RegionCall, same, without_tensors
+from meshwright.capture.opaque import TENSOR, OpaqueRegions, RegionCall, refusal, same, without_tensors
 from meshwright.capture.provenance import Provenance
 from meshwright.errors import CaptureError
 from meshwright.ir.opaque import OpaqueCall, OpaqueResult
@@ -73,10 +73,10 @@ class StandIns:
         elif self._regions.samples:
             raise _unlike(path, f"for time number {key[1] + 1}, and was not on the example batch")
         else:
-            raise CaptureError(
-                "the shapes of its results are not known: the model or the batch is on the meta device, so that it "
+            raise refusal(
+                path,
+                "the shapes of its results are not known: the model or the batch is on the meta device, and "
                 "cannot be run",
-                where=f"opaque region {path}",
                 remedy="say them: mw.opaque(module, outputs=lambda x: torch.empty_like(x)), or pass real tensors",
             )
         self._regions.calls[key] = region
@@ -112,10 +112,11 @@ class StandIns:
             try:
                 out_leaves, out_spec = pytree.tree_flatten(outputs(*args, **kwargs))
             except Exception as error:
-                raise CaptureError(
-                    f"outputs= fails: {type(error).__name__}: {error}", where=f"opaque region {path}",
+                raise refusal(
+                    path,
+                    f"outputs= fails: {type(error).__name__}: {error}",
                     remedy="make it return tensors like the region's results from tensors like its arguments",
-                ) from error  # fmt: skip
+                ) from error
         results = tuple(
             OpaqueResult(str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
             for leaf in out_leaves if isinstance(leaf, Tensor)
@@ -127,7 +128,8 @@ class StandIns:
 
 
 def _unlike(path: str, how: str) -> CaptureError:
-    return CaptureError(
-        f"it is called {how}", where=f"opaque region {path}",
+    return refusal(
+        path,
+        f"it is called {how}",
         remedy="mark the module around it, whose arguments do not change",
-    )  # fmt: skip
+    )
