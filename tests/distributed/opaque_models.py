@@ -103,6 +103,26 @@ class Normed(nn.Module):
         return self.norm(x) if float(x.detach().abs().sum()) > 0 else x
 
 
+class Turned(nn.Module):
+    """Gives the samples to its part in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnFunction()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x.t()).t()
+        return result
+
+
+class Flattened(Turned):
+    """Gives two rows of each sample to its part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x.reshape(-1, WIDTH // 2)).reshape(-1, WIDTH)
+        return result
+
+
 class Model(nn.Module):
     """A part between two layers, called `calls` times."""
 
@@ -126,9 +146,11 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "item": lambda: Model(Clipped(), most=0.5),
     "norm": lambda: Model(Normed()),
     "twice": lambda: Model(OwnFunction(), calls=2),
+    "turned": lambda: Model(Turned()),
+    "flattened": lambda: Model(Flattened()),
 }
 """What a part does that capture refuses, and a model with it."""
-ROW_WISE = ("function", "sparse", "twice")
+ROW_WISE = ("function", "sparse", "twice", "flattened")
 
 
 def made(name: str) -> nn.Module:

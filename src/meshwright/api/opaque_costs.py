@@ -85,7 +85,8 @@ def _file(graph: Graph, region: RegionCall, call: OpaqueCall) -> Path:
     for kind in dict.fromkeys(type(part) for part in region.module.modules()):
         with suppress(OSError, TypeError):  # a class that was typed in has no source
             code += inspect.getsource(kind)
-    shapes = [graph.tensors[name].shape for each in graph.operators if _call(each) == call for name in each.inputs]
+    inputs = [graph.tensors[name] for each in graph.operators if _call(each) == call for name in each.inputs]
+    shapes = [(value.shape, value.dtype) for value in inputs]
     said = (graph.fingerprint, machine_name(), torch.__version__, code, shapes, call.text)
     return launch.cache_directory() / "opaque" / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}.json"
 

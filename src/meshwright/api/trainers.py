@@ -132,7 +132,7 @@ def parallelize(
     if allow:
         plan = plan_before_start(plan, lambda: search_allowed(
             model, loss_fn, batch, allow, optimizer=optimizer, clips=max_grad_norm is not None, precision=precision,
-            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules,
+            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules, opaque=opaque,
         ))  # fmt: skip
     plan, target, place = joining.start(plan, _layout_of(plan), device)
     batch = place.part(batch)

@@ -69,6 +69,8 @@ def capture(
             settings = {**kept, path: Opaque(chosen=error.problem)}
             continue
         captured.opaque = regions
+        for path in sorted(settings.keys() - set(regions.names)) if training else ():
+            log.warning("the step does not call module %s, which is marked as opaque", path)
         return captured
 
 
