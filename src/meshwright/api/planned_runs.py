@@ -226,6 +226,7 @@ def _graph(run: Run, replicas: int) -> Graph:
         build.loss_function(run),
         World(num_replicas=replicas).part(build.example_batch(run)),
         precision=precision_of(run.layout.chosen(), run.layout.precision),
+        opaque=build.opaque_choice(run),
     )
 
 

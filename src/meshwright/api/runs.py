@@ -56,6 +56,7 @@ def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[V
         steps=steps,
         seed=run.train.seed,
         strict=run.layout.strict,
+        opaque=build.opaque_choice(run),
         device=device,
         progress=progress,
     )
@@ -80,6 +81,7 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
         strict=run.layout.strict,
         compile=run.train.compile,
         copies=True,
+        opaque=build.opaque_choice(run),
     )
 
 

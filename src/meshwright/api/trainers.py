@@ -13,8 +13,10 @@ from torch import nn
 
 from meshwright.api.allowed import plan_before_start, search_allowed
 from meshwright.api.gpus import check_gpus, making_trainer, smallest_change
+from meshwright.api.opaque_costs import with_costs
 from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost.optimizer import ADAMW
@@ -76,6 +78,7 @@ def parallelize(
     compile: bool = False,
     copies: bool = False,
     weights: str | os.PathLike[str] | None = None,
+    opaque: OpaqueChoice = "",
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -112,6 +115,8 @@ def parallelize(
         copies: whether "auto" leaves memory for copies of the state (see ``plan``).
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
+        opaque: ``"auto"``: a submodule that cannot be captured runs as it is, as one operator (see ``opaque``), and the
+            plan says what that costs. By default, only marked modules do.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -129,14 +134,14 @@ def parallelize(
     if allow:
         plan = plan_before_start(plan, lambda: search_allowed(
             model, loss_fn, batch, allow, optimizer=optimizer, clips=max_grad_norm is not None, precision=precision,
-            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules,
+            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules, opaque=opaque,
         ))  # fmt: skip
     plan, target, place = joining.start(plan, _layout_of(plan), device)
     batch = place.part(batch)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     computed_in = from_rank_0(lambda: precision_of(plan, precision))
     check_device(computed_in, target, tells=not dist.is_initialized() or dist.get_rank() == 0)
-    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=computed_in)
+    captured = opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque)
     graph = captured.graph
     if strict:
         check_strict(graph)
@@ -148,11 +153,13 @@ def parallelize(
 
     def planned() -> Plan:
         return choose(
-            plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec, seconds=seconds,
-            rules=rules, copies=copies,
+            plan, with_costs(captured), world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec,
+            seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
 
     chosen = _plan_of_rank_0(planned)
+    if captured.opaque is not None:
+        captured.opaque.forget_inputs()
     with making_trainer(target):
         trainer = Trainer(
             model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,
@@ -178,6 +185,7 @@ def verify(
     seed: int = 0,
     rules: Rules | None = None,
     strict: bool = False,
+    opaque: OpaqueChoice = "",
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> tuple[Verification, ...]:
@@ -212,13 +220,13 @@ def verify(
     if not isinstance(plan, Layout) and plan != "auto":
         launch.start(device)
         computed_in = from_rank_0(lambda: precision_of(plan, None))
-        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in)
-        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules))
+        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque)
+        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules, opaque=opaque))
     elif isinstance(plan, Layout):
         plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
         copy, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device=device,
-        rules=rules, strict=strict,
+        rules=rules, strict=strict, opaque=opaque,
     )  # fmt: skip
     _check_comparable(trainer)
     progress.begin("parallel steps", steps)

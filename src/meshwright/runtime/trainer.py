@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.capture.batch import Leaves, take_apart
-from meshwright.capture.builder import Capture, capture
+from meshwright.capture.builder import Capture
+from meshwright.capture.opaque_capture import capture
 from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
@@ -116,7 +117,7 @@ class Trainer(Resumable):
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
-        self._num_changes, self._last = 0, lowered
+        self._num_changes, self._last, self._opaque = 0, lowered, captured.opaque
         if weights is not None:
             self.load_weights(weights)
         for place, change in captured.moved.items() if self.rank == 0 else ():
@@ -193,8 +194,7 @@ class Trainer(Resumable):
                 self.replica.begin()
             result = self._run(batch, local, training=True)
             loss = result.scalars["loss"]
-            finite = self._is_finite(result)
-            if not finite and self.replica is None:
+            if not (finite := self._is_finite(result)) and self.replica is None:
                 self.step_number += 1
                 return loss
             if finite:
@@ -353,7 +353,7 @@ class Trainer(Resumable):
             log.info("capturing the step again for batch shapes %s", shapes)
         captured = capture(
             self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules,
-            precision=self.graph.precision,
+            precision=self.graph.precision, known=self._opaque,
         )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
         step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler, self._codecs)
