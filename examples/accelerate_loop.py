@@ -26,12 +26,13 @@ def main() -> None:
     accelerator = PlannedAccelerator(cpu=not torch.cuda.is_available(), plan=mw.Layout(dp=-1, tp=arguments.tp))
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    text, _ = standard_library_text(train_bytes=64 * 8 * arguments.steps, held_out_bytes=64)
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(-1, 64).long()
+    num_bytes = 64 * 8 * arguments.steps
+    text, _ = standard_library_text(train_bytes=2 * num_bytes, held_out_bytes=64)
+    rows: Any = torch.frombuffer(bytearray(text[:num_bytes]), dtype=torch.uint8).view(-1, 64).long()
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
-    loader: Any = DataLoader(list(rows), batch_size=8)  # 8 samples for all ranks together; the plan divides them
+    loader: Any = DataLoader(rows, batch_size=8)  # 8 samples for all ranks together; the plan divides them
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
     for step, tokens in enumerate(loader):

@@ -17,7 +17,6 @@ from tests.distributed.launched import example, launched_by_torchrun, lines_of
 from tests.distributed.pool import Ranks
 
 
-
 class Words(lightning.LightningModule):
     """Predicts the next byte from the eight before it."""
 

@@ -251,33 +251,47 @@ def alternating(layout: mw.Layout) -> float:
     ours = copy.deepcopy(plain)
     batches = [{"real": torch.randn(8, 4).double(), "noise": torch.randn(8, 4).double()} for _ in range(3)]
     parts = (("discriminator", discriminator_loss), ("generator", generator_loss))
-    trainers = [mw.parallelize(ours, loss, batches[0], plan=layout, optimizer=of(part)) for part, loss in parts]
+    trainers: list[mw.Trainer] = []
+    for part, loss in parts:
+        beside = trainers[0] if trainers else None
+        trainers.append(
+            mw.parallelize(ours, loss, batches[0], plan=layout, optimizer=of(part), max_grad_norm=0.5, beside=beside)
+        )
     optimizers = [of(part)(plain.named_parameters()) for part, _ in parts]
     for batch in batches:
         for trainer, optimizer, (_, loss) in zip(trainers, optimizers, parts, strict=True):
             trainer.step(batch)
             plain.zero_grad()
             loss(plain, batch).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             optimizer.step()
-    return far(trainers[0].full_state_dict(all_ranks=True), dict(plain.named_parameters()))
+    weights = trainers[1].full_state_dict(all_ranks=True)
+    assert all(torch.equal(weights[name], value) for name, value in trainers[0].full_state_dict(all_ranks=True).items())
+    return far(weights, dict(plain.named_parameters()))
 
 
-def test_alternating_losses_share_parameters(ranks: Ranks) -> None:
-    assert max(ranks(2, alternating, mw.Layout(dp=2))) < 1e-9
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=["dp", "zero-3"])
+def test_alternating_losses_train_one_set_of_parameters(ranks: Ranks, layout: mw.Layout) -> None:
+    assert max(ranks(2, alternating, layout)) < 1e-9
 
 
-def split_twice() -> str:
-    model = Pair()
+def not_alike() -> list[str]:
+    model, texts = Pair(), []
     batch = {"real": torch.randn(8, 4), "noise": torch.randn(8, 4)}
-    mw.parallelize(model, discriminator_loss, batch, plan=mw.Layout(dp=2, zero=3), optimizer=of("discriminator"))
-    with pytest.raises(MeshwrightError) as raised:
-        mw.parallelize(model, generator_loss, batch, plan=mw.Layout(dp=2, zero=3), optimizer=of("generator"))
-    return str(raised.value)
+    first = mw.parallelize(model, discriminator_loss, batch, plan=LAYOUTS[3], optimizer=of("discriminator"))
+    for other, layout, beside in ((model, LAYOUTS[3], None), (model, LAYOUTS[1], first), (Pair(), LAYOUTS[3], first)):
+        with pytest.raises(MeshwrightError) as raised:
+            mw.parallelize(other, generator_loss, batch, plan=layout, optimizer=of("generator"), beside=beside)
+        texts.append(str(raised.value))
+    return texts
 
 
-def test_parameters_that_are_split_are_not_shared_by_trainers(ranks: Ranks) -> None:
-    for text in ranks(2, split_twice):
-        assert "split over the ranks of another trainer" in text
+def test_trainers_beside_each_other_store_parameters_alike(ranks: Ranks) -> None:
+    for alone, other_layout, other_model in ranks(2, not_alike):
+        assert "split over the ranks of another trainer" in alone
+        assert "parallelize(..., beside=trainer)" in alone
+        assert "parameter or buffer generator.0.weight: this plan stores it as tp: S(0)" in other_layout
+        assert "its model is another Pair" in other_model
 
 
 def recomputing(layout: mw.Layout) -> float:

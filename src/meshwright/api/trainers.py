@@ -75,6 +75,7 @@ def parallelize(
     strict: bool = False,
     compile: bool = False,
     weights: str | os.PathLike[str] | None = None,
+    beside: Trainer | None = None,
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -110,6 +111,9 @@ def parallelize(
             its kernels.
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
+        beside: another trainer of the same model, with another loss. Both train the same parameters, such as a
+            generator's and a discriminator's losses, each with an optimizer of its own. Both plans must store
+            parameters alike.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -155,6 +159,7 @@ def parallelize(
         trainer = Trainer(
             model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,
             device=target, replan=adapt_plan, rules=rules, compile=compile, weights=weights,
+            shared=beside.parameters if beside is not None else None,
         )  # fmt: skip
     trainer.smaller = partial(smallest_change, graph, chosen, cluster, target, optimizer, clips, rules)
     if place.server >= 0:

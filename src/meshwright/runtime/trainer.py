@@ -42,6 +42,7 @@ from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.replica import Replica
 from meshwright.runtime.saving import Saver
+from meshwright.runtime.shared_parameters import SharedParameters
 from meshwright.runtime.state import LocalParameters
 from meshwright.runtime.steps import Step, StepResult, groups_of
 from meshwright.runtime.stepwise import Stepwise
@@ -81,6 +82,7 @@ class Trainer(Stepwise):
         compile: bool = False,
         kind: DeviceKind | None = None,
         weights: Path_ | None = None,
+        shared: LocalParameters | None = None,
     ) -> None:
         self.plan = self._ran = plan
         self.step_number = 0
@@ -100,7 +102,10 @@ class Trainer(Stepwise):
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
         self.graph = captured.graph
         names = self.names_of_weights(model, weights, strict=True) if weights is not None else {}
-        self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed, names)
+        if shared is not None:
+            self.parameters: LocalParameters = SharedParameters(shared, model, captured.graph, plan, self.groups)
+        else:
+            self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed, names)
         fused = compile or kind.is_late  # on accelerators: no temporaries of all parameters, and updates can be skipped
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=fused) if optimizer is not None else None
         self.losses.skip_updates_of(self._optimizer)
