@@ -79,6 +79,7 @@ def parallelize(
     copies: bool = False,
     weights: str | os.PathLike[str] | None = None,
     opaque: OpaqueChoice = "",
+    beside: Trainer | None = None,
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -117,6 +118,9 @@ def parallelize(
             meta device, each rank reads the slices that it holds, and no others.
         opaque: ``"auto"``: a submodule that cannot be captured runs as it is, as one operator (see ``opaque``), and the
             plan says what that costs. By default, only marked modules do.
+        beside: another trainer of the same model, with another loss. Both train the same parameters, such as a
+            generator's and a discriminator's losses, each with an optimizer of its own. Both plans must store
+            parameters alike.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -164,6 +168,7 @@ def parallelize(
         trainer = Trainer(
             model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,
             device=target, replan=adapt_plan, rules=rules, compile=compile, weights=weights,
+            shared=beside.parameters if beside is not None else None,
         )  # fmt: skip
     trainer.smaller = partial(smallest_change, graph, chosen, cluster, target, optimizer, clips, rules)
     if place.server >= 0:

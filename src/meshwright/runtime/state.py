@@ -184,11 +184,11 @@ class LocalParameters:
         """The axes over which ranks hold different parts of the parameter."""
         return tuple(axis for axis, placement in self.placements(name).items() if is_split(placement))
 
-    def whole(self, name: str, value: Tensor | None) -> Tensor:
+    def whole(self, name: str, value: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Gather a whole tensor from ``value``, which is split like the parameter or buffer ``name``. Every rank must
-        call this method. Ranks that do not hold the parameter pass None."""
+        call this method. Ranks that do not hold the parameter pass None, and the dtype if it is not the parameter's."""
         if value is None:
-            result = self.empty(name)
+            result = self.empty(name) if dtype is None else self.empty(name).to(dtype)
         else:
             result = gather_whole(value, self.global_shape(name), self.placements(name), self.groups)
             result = result.clone() if result.data_ptr() == value.data_ptr() else result
