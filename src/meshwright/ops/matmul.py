@@ -21,6 +21,14 @@ def _added(product: Target) -> Callable[..., Tensor]:
     return canonical
 
 
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    return left.unsqueeze(1) * right
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    return aten.bmm.default(left, right).sum(0)
+
+
 RULES = {
     aten.mm.default: OperatorRule(lambda call: make_rule(call, "^m j, ^^j f -> m f"), flops=contraction_flops),
     aten.bmm.default: OperatorRule(lambda call: make_rule(call, "^g m j, ^^g j f -> g m f"), flops=contraction_flops),
@@ -32,4 +40,6 @@ CANONICAL = {
     aten.addmm.default: _added(aten.mm.default),
     aten.addmv.default: _added(aten.mv.default),
     aten.baddbmm.default: _added(aten.bmm.default),
+    aten.addr.default: _added(_outer),
+    aten.addbmm.default: _added(_summed),
 }
