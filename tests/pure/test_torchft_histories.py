@@ -1,9 +1,9 @@
 """Our DiLoCo beside torchft's: the exact histories of its regression test, which it writes and compares itself.
 
 Both fragments of torchft's model have one parameter, which begins at 1. The inner learning rate is 1, the outer 2, and
-every gradient is 2. torchft sends a fragment's change ``delay`` steps before its turn, and applies it in its turn. Ours
-sends it in its turn, and applies it ``delay`` steps later. So our replicas first make ``delay`` steps without gradients:
-then the same steps lie between equal events.
+every gradient is 2. torchft sends a fragment's change ``delay`` steps before its turn, and applies it in its turn; ours
+sends it in its turn, and applies it ``delay`` steps later. So our replicas first make ``delay`` steps without
+gradients: then as many steps lie between equal events.
 """
 
 from __future__ import annotations

@@ -143,15 +143,17 @@ def take_rule(call: Call) -> Rule:
 
 
 def search_rule(call: Call) -> Rule:
-    """``b s, !k -> b s``: every value is looked up in a sorted row of its own, or in one for all, which stays whole."""
+    """``b s, k -> b s``: a place in a sorted row is a sum over the row's parts; a sorter keeps the row whole."""
     given = arguments(call)
-    rows, values = (given.get(name) for name in ("sorted_sequence", "self"))
-    names, tables = letters(values.dim()), "!k"
-    if rows is not None and rows.dim() > 1:
-        tables = operand([*names[:-1], "!k"])
-    if rows is None:  # bucketize: values come first, and have no rows of their own
-        return make_rule(call, f"{operand(names)}, {tables} -> {operand(names)}")
-    return make_rule(call, f"{tables}, {operand(names)}{f', {tables}' * len(call.tensors[2:])} -> {operand(names)}")
+    names, rows = letters(given["self"].dim()), given.get("sorted_sequence")
+    bounds = [
+        *(names[:-1] if rows is not None and rows.dim() > 1 else []),
+        "!k" if given.get("sorter") is not None else "k",
+    ]
+    values, table = operand(names), operand(bounds)
+    if rows is None:  # bucketize: values come first
+        return make_rule(call, f"{values}, {table} -> {values}")
+    return make_rule(call, f"{table}, {values}{f', {table}' * len(call.tensors[2:])} -> {values}")
 
 
 def membership_rule(call: Call) -> Rule:

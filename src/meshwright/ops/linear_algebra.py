@@ -7,43 +7,47 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, OperatorRule, Target, Unsplit, make_rule
+from meshwright.ops.base import Call, OperatorRule, Target, Unsplit, arguments, make_rule
 from meshwright.ops.patterns import letters, operand
 
 aten = torch.ops.aten
 
-_LINEAR: dict[Target, int] = {
+_RIGHT_SIDE: dict[Target, int] = {
     aten.linalg_solve_triangular.default: 1, aten.linalg_lu_solve.default: 2, aten.linalg_ldl_solve.default: 2,
-    aten.cholesky_solve.default: 0,
+    aten.cholesky_solve.default: 0, aten.ormqr.default: 2,
 }  # fmt: skip
-"""Maps the solution of a system to the position of its right side, in which it is linear."""
-_SOLUTIONS = frozenset({*_LINEAR, aten.triangular_solve.default})
+"""Maps a solution or product to the position of its right side. It is linear there, and treats each column alone."""
+_SOLUTIONS = frozenset({*_RIGHT_SIDE, aten.triangular_solve.default})
 _BROADCAST = Unsplit("its matrices are broadcast over a batch")
 
 
 def matrix_rule(call: Call) -> Rule | Unsplit:
-    """``b !m !n, b !m !k -> b !m !k``: dims before the matrices may be split, rows and columns stay whole."""
+    """``b !m !n, b !m k -> b !m k``: dims before the matrices may be split, and columns of a right side."""
     first, last = call.tensors[0], call.tensors[-1]
     batch, names, number = first.shape[:-2], letters(first.dim() - 2), count()
-    right_side = last.dim() == first.dim() or last.shape == first.shape[:-1]
-    if call.target is aten._linalg_solve_ex.default and not right_side:
+    is_right_side = last.dim() == first.dim() or last.shape == first.shape[:-1]
+    if call.target is aten._linalg_solve_ex.default and not is_right_side:
         return _BROADCAST
     if call.target in _SOLUTIONS and last.dim() != first.dim():
         return _BROADCAST
 
-    def dims(tensor: Tensor) -> str | None:
+    def dims(tensor: Tensor) -> list[str] | None:
         of_batch = tensor.shape[: len(batch)] == batch
         if not of_batch and tensor.numel():
             return None
         whole = tensor.dim() - (len(batch) if of_batch else 0)
-        return operand([*(names if of_batch else []), *(f"!m{next(number)}" for _ in range(whole))])
+        return [*(names if of_batch else []), *(f"!m{next(number)}" for _ in range(whole))]
 
     inputs, outputs = ([dims(tensor) for tensor in tensors] for tensors in (call.tensors, call.outputs))
     if None in inputs or None in outputs:
         return _BROADCAST
-    linear = ["^" if _LINEAR.get(call.target) == position else "" for position in range(len(inputs))]
-    texts = [f"{caret}{text}" for caret, text in zip(linear, inputs, strict=True)]
-    return make_rule(call, f"{', '.join(texts)} -> {', '.join(map(str, outputs))}")
+    right_side = _RIGHT_SIDE.get(call.target, -1)
+    if right_side >= 0:
+        free = -1 if arguments(call).get("left", True) else -2
+        for operand_dims in (inputs[right_side], outputs[0]):
+            operand_dims[free] = "k"  # type: ignore[index]
+    texts = ["^" * (index == right_side) + operand(of or []) for index, of in enumerate(inputs)]
+    return make_rule(call, f"{', '.join(texts)} -> {', '.join(operand(of or []) for of in outputs)}")
 
 
 def _flops(call: Call, rule: Rule | None) -> float:

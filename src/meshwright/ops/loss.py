@@ -147,6 +147,21 @@ def cross_entropy_backward_local(local: Local) -> Any:
     return local.call(aten.scatter_add.default, scaled, -1, indices, local.call(aten.neg.default, weights))
 
 
+def binary_cross_entropy_with_logits(
+    self: Tensor, target: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
+    """Capture the binary cross-entropy of logits as elementwise operators, and a mean as a sum over a global count."""
+    logarithms = self.clamp(max=0) - torch.log1p(torch.exp(-self.abs()))
+    if pos_weight is not None:
+        logarithms = ((pos_weight - 1) * target + 1) * logarithms
+    values = (1 - target) * self - logarithms
+    values = values if weight is None else values * weight
+    if reduction == NONE:
+        return values
+    total = values.sum(dtype=wide_dtype(values.dtype))
+    return (total if reduction == SUM else total / values.numel()).to(values.dtype)
+
+
 def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
     """Return a function that captures a loss as an elementwise operator and a sum, or a sum over a global count."""
 
@@ -177,7 +192,7 @@ def _elementwise_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
 def margin_rule(call: Call) -> Rule:
     """``n !c, n -> n``, or the gradient: classes are compared with each other, so they stay whole."""
     given, one_sample = arguments(call), arguments(call)["self"].dim() < 2
-    whole = "!c" if one_sample else "n !c"
+    whole = {0: ".", 1: "!c"}.get(given["self"].dim(), "n !c")
 
     def of(name: str, value: Tensor) -> str:
         if name == "weight":
@@ -246,4 +261,5 @@ _FORMS: tuple[tuple[Callable[..., Any], tuple[Target, ...]], ...] = (
 CANONICAL: dict[Target, Callable[..., Any]] = {
     **{target: form(target) for form, targets in _FORMS for target in targets},
     aten.multilabel_margin_loss_forward.default: multilabel_margin,
+    aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
 }

@@ -222,6 +222,19 @@ def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
     return whole.permute(order).reshape(*lead, channels // times**2, height * times, width * times)
 
 
+def rot90(self: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    """Capture rot90 as flips and a transposition."""
+    first, second = dims
+    flipped: Tensor = self.flip([[], [second], [first, second], [first]][k % 4])
+    return flipped.transpose(first, second) if k % 2 else flipped
+
+
+def channel_shuffle(self: Tensor, groups: int) -> Tensor:
+    """Capture channel_shuffle as a transposition between reshapes."""
+    samples, channels, *space = self.shape
+    return self.reshape(samples, groups, channels // groups, *space).transpose(1, 2).reshape(self.shape)
+
+
 def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
     """Capture pixel_unshuffle as a permutation between reshapes, which turns pixels into channels."""
     *lead, channels, height, width = self.shape
@@ -292,8 +305,10 @@ RULES = {
 
 CANONICAL = {
     aten.cat.default: cat,
+    aten.channel_shuffle.default: channel_shuffle,
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.pixel_unshuffle.default: pixel_unshuffle,
+    aten.rot90.default: rot90,
     aten.stack.default: stack,
     aten.view.default: view,
 }
