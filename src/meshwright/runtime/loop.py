@@ -111,6 +111,7 @@ class Loop:
         self.traces: list[Trace] = []
         self.data_waits: list[float] = []
         self.batch_sizes = batch_sizes
+        trainer.saver.before = meter.flush
         for size in dict.fromkeys(batch_sizes or ()):
             _check_batch(size, trainer, loader)
 
