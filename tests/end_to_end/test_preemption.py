@@ -227,6 +227,23 @@ def test_the_command_ends_with_75_and_the_same_command_goes_on(tmp_path: Path) -
     assert [number for number, _ in losses(directory)] == list(range(1, step + 2))
 
 
+def test_a_command_that_ends_at_once_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "RUN.toml"
+    config.save(small_run(tmp_path / "run", steps=1, ranks=2), path)
+
+    def told_twice(*arguments: object, **options: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr(api, "run_ranks", told_twice)
+    assert cli(["train", str(path)]) == 143
+    assert capsys.readouterr().err == (
+        "meshwright: stopped at once by SIGTERM\n"
+        "  -> the same command goes on from the last checkpoint, or from the beginning if there is none\n"
+    )
+
+
 def test_ranks_that_end_before_they_listen_have_lost_nothing(tmp_path: Path) -> None:
     with pytest.raises(PreemptedError, match=r"ended after SIGTERM, while starting, without saving\n  -> give"):
         api.run_ranks(warn_the_launcher, os.getpid(), num_ranks=2, directory=tmp_path)

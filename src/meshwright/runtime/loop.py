@@ -114,6 +114,7 @@ class Loop:
         self.copies_held: list[tuple[int, int]] = []
         self.data_waits: list[float] = []
         self.batch_sizes = batch_sizes
+        trainer.saver.before = meter.flush
         for size in dict.fromkeys(batch_sizes or ()):
             _check_batch(size, trainer, loader)
 

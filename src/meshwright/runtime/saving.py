@@ -77,6 +77,7 @@ class Save:
         join: makes one state of those of all ranks; None: they are all equal.
         earlier: the ``data`` of the save before; empty if there was none.
         failed: the error that kept this rank from taking its share.
+        before: called on rank 0 before the checkpoint counts as complete.
         keep: number of checkpoints to keep in the parent directory; 0: remove none, as in ``Resumable.save``.
     """
 
@@ -91,6 +92,7 @@ class Save:
     board: Board
     earlier: str
     failed: MeshwrightError | None = None
+    before: Callable[[], object] = lambda: None
 
     def run(self) -> MeshwrightError | None:
         """Write this rank's share, and return the verdict on the shares of all ranks: None, or the error with which the
@@ -201,6 +203,7 @@ class Save:
             packed = to_bytes(self.join([from_bytes(report.state) for report in reports]))
         index = joined(report.tensors for report in reports)
         described = self.describe()
+        self.before()
         manifest.complete(self.path, described, self.data, saved, small_files(index) | {TRAINER: packed})
         log.info("step %d is saved in %s", described.step, self.path)
         if self.keep and (later := manifest.prune(self.path.parent, self.path.name, self.keep)):
@@ -224,6 +227,8 @@ class Saver:
         self._copying: ShareCopy | None = None
         self._memory: HostMemory = {}
         self._count = 0
+        self.before: Callable[[], object] = lambda: None
+        """What rank 0 does before a checkpoint counts as complete, in the thread that saves."""
 
     @cached_property
     def board(self) -> Board:
