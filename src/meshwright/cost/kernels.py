@@ -109,11 +109,14 @@ class Rates:
         return self.kernels.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
-        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm."""
+        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm, and an opaque region the
+        measured time."""
         if kernel.attention is not None:
             on_cpu = self.device.kind == "cpu"
             parts = [self.cost(launch) for launch in emitted_kernels(kernel, on_cpu, self.kernels.cudnn_attention)]
             return msgspec.structs.replace(sum(parts, Cost()), flops=kernel.flops)
+        if kernel.measured_s:
+            return Cost(kernel.measured_s, kernel.flops, kernel.bytes, kernel.calls)
         seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
         return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes, kernel.calls)
 

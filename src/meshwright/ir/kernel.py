@@ -100,7 +100,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     ``flops`` and ``bytes`` (read and written) are totals of all calls. ``product`` has the sizes of a matrix product,
     or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``convolution`` those of a
     convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of temporary tensors while the kernel
-    runs."""
+    runs. ``measured_s``: the measured seconds of an opaque region (0: not measured)."""
 
     kind: str
     dtype: str = ""
@@ -111,6 +111,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     attention: AttentionSizes | None = None
     convolution: ConvolutionSizes | None = None
     workspace_bytes: int = 0
+    measured_s: float = 0.0
 
 
 def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operand, flops: float) -> Product | None:

@@ -22,10 +22,11 @@ from meshwright.ir.kernel import (
     product_of,
 )
 from meshwright.ir.kind import kind_of_target
+from meshwright.ir.opaque import read_call
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.ir.shapes import shapes_of
 from meshwright.lower.fuse import FUNCTIONAL
-from meshwright.ops import collectives, experts, float8
+from meshwright.ops import collectives, experts, float8, opaque
 from meshwright.ops.attention import SETTINGS_AT
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
 from meshwright.ops.convolution_algorithms import DIRECTIONS
@@ -97,6 +98,8 @@ class Counter:
         if target in _PASSES:
             largest = max(map(num_bytes, (*call.tensors, *outputs)))
             return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
+        if target in opaque.RULES:
+            return (_opaque(call, dtype, read + written),)
         if target is collectives.ADD_ROWS:  # in place: only these rows are read and written
             return (Kernel("pointwise", dtype, 0.0, 3 * num_bytes(call.args[1])),)
         if target is aten.convolution_backward.default:
@@ -261,3 +264,14 @@ def inside(call: Call, label: str) -> tuple[Collective, ...]:
         counts = [("all_gather", keys * size * (steps - 1) // (size - 1))]
         counts += [("all_to_all", 2 * keys)] if balanced else []
     return tuple(Collective(kind, axis, size, count, label=label) for kind, count in counts)
+
+
+def _opaque(call: Call, dtype: str, moved_bytes: int) -> Kernel:
+    """A region as a kernel that takes the time that was measured."""
+    backward = call.target is opaque.BACKWARD
+    given = read_call(call.args[2 if backward else 1])
+    cost = given.measured(backward)
+    if cost is None:
+        return Kernel("opaque", dtype, 0.0, moved_bytes)
+    scratch = round(cost.scratch_bytes * given.share)
+    return Kernel("opaque", dtype, 0.0, moved_bytes, measured_s=cost.seconds(given.share), workspace_bytes=scratch)

@@ -11,6 +11,7 @@ from meshwright.capture.fx_graph import FxGraph
 from meshwright.errors import PlanError, RuleError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, sizes_of
+from meshwright.ir.opaque import TARGETS
 from meshwright.ir.operator_algorithm import FLOAT8, pieces_of
 from meshwright.ir.placement import input_placements, is_linear, local_shape
 from meshwright.ir.plan import Strategy
@@ -60,7 +61,7 @@ def emit_operator(
             where=f"operator_algorithms: {operator.name}", remedy="leave the operator out",
         )  # fmt: skip
     local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first, algorithm)
-    if operator.rule is None:
+    if operator.rule is None and operator.target not in TARGETS:
         return emit_unchanged(local)
     rule = operator_rule(target, rules)
     if rule is None:

@@ -12,19 +12,23 @@ from meshwright.ops import (
     batch_norm,
     convolution,
     creation,
+    distance,
     embedding,
     experts,
     fourier,
     indexing,
+    linear_algebra,
     loss,
     matmul,
     normalization,
+    opaque,
     packed_attention,
     pointwise,
     pooling,
     random,
     reduction,
     resizing,
+    sampling,
     softmax,
     strided,
     unfolding,
@@ -35,8 +39,8 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 FILES = (
-    attention, batch_norm, convolution, creation, embedding, experts, fourier, indexing, loss, matmul, normalization,
-    packed_attention, pooling, random, reduction, resizing, softmax, unfolding, view,
+    attention, batch_norm, convolution, creation, distance, embedding, experts, fourier, indexing, linear_algebra, loss,
+    matmul, normalization, packed_attention, pooling, random, reduction, resizing, sampling, softmax, unfolding, view,
 )  # fmt: skip
 """The modules with rules, one for each kind of operator."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}
@@ -64,6 +68,8 @@ def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = No
         return own[target]
     if target in RULES:
         return RULES[target]
+    if target in opaque.RULES:  # their rules depend on the modules that run, not on the operators
+        return opaque.RULES[target]
     return pointwise.POINTWISE if pointwise.is_pointwise(target) else None
 
 

@@ -96,11 +96,12 @@ class Step:
         self._plan, self._graph = plan, graph
         clock = Clock()
         constants = {name: value.to(device) for name, value in captured.traced.constants.items()}
+        kernels = {**KERNELS, **(captured.opaque.kernels if captured.opaque is not None else {})}
         with disable_current_modes():  # lowering has fake tensors of its own
             self.stages = {
                 stage: lower_stage(
                     planned, stage, stage_groups, device=device, rules=captured.rules, constants=constants,
-                    compiler=compiler, kernels=KERNELS, note=clock.begin,
+                    compiler=compiler, kernels=kernels, note=clock.begin,
                     symmetric=symmetric_groups(stage_groups.values(), device) if plan.stages[stage].in_pieces else (),
                 )
                 for stage in self._places.stages_of(index)
