@@ -48,12 +48,13 @@ def capture(
     if opaque not in ("", "auto"):
         raise CaptureError(f"opaque={opaque!r}", where="opaque", remedy="write 'auto', or leave it out")
     settings = known.settings if known is not None else marked(model)
+    samples = known.samples if known is not None else {}
     while True:
-        regions = OpaqueRegions(settings, precision, {} if known is None else known.samples)
+        regions = OpaqueRegions(settings, precision, {key: samples[key] for key in samples if key[0] in settings})
         try:
             if settings and known is None and can_run(model, leaves := take_apart(batch)):
                 with Reads(model, loss_fn):  # undoes what the run changes in Python objects
-                    regions.samples = sample(model, loss_fn, leaves, regions, training, precision)
+                    samples = regions.samples = sample(model, loss_fn, leaves, regions, training, precision)
             captured = builder.capture(
                 model, loss_fn, batch, training=training, rules=rules, precision=precision,
                 in_place=StandIns(model, regions).in_place if settings else None,
