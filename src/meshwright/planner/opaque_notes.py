@@ -67,7 +67,7 @@ def _regions(plan: Plan, graph: Graph, cluster: Cluster, lower: Lower) -> tuple[
         cost = call.measured(operator.target == TARGETS[1])
         if operator.target == TARGETS[0]:
             region.calls.append(call)
-        region.axes |= {axis for axis, letter in strategy.items() if letter and axis != TIME}
+        region.axes |= {axis for axis, letter in strategy.items() if letter}
         seconds = costs.of(nodes).seconds * plan.microbatches
         region.stages_s[rank] = region.stages_s.get(rank, 0.0) + seconds
         less = max(0.0, seconds - cost.whole_s / ranks) if cost is not None else 0.0
@@ -76,8 +76,9 @@ def _regions(plan: Plan, graph: Graph, cluster: Cluster, lower: Lower) -> tuple[
 
 
 def _split(region: _Region, plan: Plan) -> str:
-    split = [axis for axis in plan.mesh.names if axis in region.axes]
-    return " ".join(f"batch@{axis}" for axis in split) if split else "whole on each rank"
+    split = [f"batch@{axis}" for axis in plan.mesh.names if axis in region.axes]
+    split += [f"{plan.microbatches} micro-batches"] if TIME in region.axes else []
+    return " ".join(split) or "whole on each rank"
 
 
 def _reason(region: _Region, ranks: int, step_s: float, cluster: Cluster) -> str:
@@ -91,7 +92,7 @@ def _reason(region: _Region, ranks: int, step_s: float, cluster: Cluster) -> str
         if cluster.device.kind != "cpu":
             price += f" (measured on {first.cost.device}, not on {cluster.device.name})"
     gain = ""
-    if not region.axes and ranks > 1:
+    if not region.axes - {TIME} and ranks > 1:
         gain = f"; {first.reason.partition(': ')[2] or first.reason}" if first.reason else ""
         if first.cost is not None:
             less = max(region.saved_s.values()) * 1e3
