@@ -21,6 +21,7 @@ CASES: dict[int, list[tuple[str, mw.Layout]]] = {
         ("function", L(dp=2, zero=3)), ("function", L(pp=2)), ("loop", L(dp=2, zero=3)), ("loop", L(pp=2)),
         ("sparse", L(tp=2)), ("sparse", L(pp=2, microbatches=2)), ("item", L(dp=2)), ("item", L(tp=2)),
         ("norm", L(dp=2)), ("norm", L(pp=2)), ("twice", L(dp=2)), ("turned", L(dp=2)), ("flattened", L(dp=2)),
+        ("reentrant", L(dp=2, zero=3)), ("recomputed", L(dp=2, zero=3)),
     ],
     4: [
         ("function", L(dp=4, zero=2)), ("twice", L(dp=2, pp=2, microbatches=2, recompute="full")),

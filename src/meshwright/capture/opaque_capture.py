@@ -61,8 +61,9 @@ def capture(
             )  # fmt: skip
         except CaptureError as error:
             path = error.module
-            if path in settings and settings[path].chosen:  # it cannot be one operator: the module around it may be
-                path = _around(model, path)
+            region = next((name for name in settings if is_within(path, {name: None})), "") if path else ""
+            if region and settings[region].chosen:  # it is not called, or cannot be one operator: try the module around
+                path = _around(model, region)
             if opaque != "auto" or known is not None or not path or is_within(path, settings):
                 raise
             log.warning("module %s runs as an opaque region: %s", path, error.problem)
