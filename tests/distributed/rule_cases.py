@@ -97,6 +97,11 @@ def _dot(draw: Draw) -> Arguments:
     return (draw.tensor(k), draw.tensor(k)), {}
 
 
+def _trilinear(draw: Draw) -> Arguments:
+    n, o, i, j = draw.sizes(4)
+    return (draw.tensor(n, i), draw.tensor(o, i, j), draw.tensor(n, j), [1, 3], [0], [1, 2], [2, 3]), {}
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +351,129 @@ def _col2im(draw: Draw) -> Arguments:
     return (draw.tensor(*columns.shape), list(source.shape[-2:]), *settings), {}
 
 
+# --- matrices ---------------------------------------------------------------------------------------------------------
+
+
+def _square(draw: Draw) -> Tensor:
+    """A batch of matrices that are far from singular."""
+    n = draw.size()
+    return draw.tensor(*draw.shape(0, 2), n, n) + 2 * n * torch.eye(n, dtype=torch.float64)
+
+
+def _definite(draw: Draw) -> Tensor:
+    source = _square(draw)
+    return (source + source.mT) / 2
+
+
+def _squares(*settings: Any, definite: bool = False) -> Callable[[Draw], Arguments]:
+    return lambda draw: ((_definite(draw) if definite else _square(draw), *settings), {})
+
+
+def _right_side(draw: Draw, matrix: Tensor) -> Tensor:
+    return draw.tensor(*matrix.shape[:-1], draw.size())
+
+
+def _solve(draw: Draw) -> Arguments:
+    matrix = _square(draw)
+    return (matrix, _right_side(draw, matrix) if draw.flag() else draw.tensor(*matrix.shape[:-1])), {}
+
+
+def _factored_solve(factor: Any, definite: bool = False) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        matrix = _definite(draw) if definite else _square(draw)
+        factors, pivots, _ = factor(matrix)
+        return (factors, pivots, _right_side(draw, matrix)), {}
+
+    return build
+
+
+def _triangular(draw: Draw) -> Arguments:
+    matrix = _square(draw).triu()
+    return (matrix, _right_side(draw, matrix)), {"upper": True}
+
+
+def _cholesky_solve(draw: Draw) -> Arguments:
+    lower = torch.linalg.cholesky(_definite(draw))
+    return (_right_side(draw, lower), lower), {}
+
+
+def _reflections(draw: Draw) -> Arguments:
+    return tuple(aten.geqrf(_square(draw))), {}
+
+
+def _reflected(draw: Draw) -> Arguments:
+    (factors, tau), _ = _reflections(draw)
+    return (factors, tau, _right_side(draw, factors)), {}
+
+
+# --- distances and samples --------------------------------------------------------------------------------------------
+
+
+def _distances(draw: Draw) -> Arguments:
+    batch, (m, r, k) = draw.shape(0, 2), draw.sizes(3)
+    return (draw.tensor(*batch, m, k), draw.tensor(*batch, r, k), draw.pick(2.0, 1.0, 3.0), None), {}
+
+
+def _distances_backward(draw: Draw) -> Arguments:
+    (first, second, p, _), _ = _distances(draw)
+    found = aten._cdist_forward(first, second, p, None)
+    return (draw.tensor(*found.shape), first, second, p, found), {}
+
+
+def _cross(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 3)
+    dim = draw.dim(len(shape))
+    shape[dim] = 3
+    other = [1 if size != 3 and draw.flag() else size for size in shape]
+    return (draw.tensor(*shape), draw.tensor(*other)), {"dim": dim}
+
+
+def _renorm(draw: Draw) -> Arguments:
+    shape = draw.shape(2, 3)
+    return (draw.tensor(*shape), draw.pick(1, 2), draw.dim(len(shape)), 1.5), {}
+
+
+def _grid_sample(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        n, c, *rest = draw.sizes(2 + 2 * space)
+        grid = draw.tensor(n, *rest[space:], space)
+        return (draw.tensor(n, c, *rest[:space]), grid, draw.pick(0, 1), draw.pick(0, 1, 2), draw.flag()), {}
+
+    return build
+
+
+def _grid_sample_backward(space: int) -> Callable[[Draw], Arguments]:
+    forward = aten.grid_sampler_2d if space == 2 else aten.grid_sampler_3d
+
+    def build(draw: Draw) -> Arguments:
+        (image, grid, *settings), _ = _grid_sample(space)(draw)
+        mask = [draw.pick(True, True, False), True]
+        return (draw.tensor(*forward(image, grid, *settings).shape), image, grid, *settings, mask), {}
+
+    return build
+
+
+def _affine_grid(draw: Draw) -> Arguments:
+    n, *space = draw.sizes(draw.pick(3, 4))
+    return (draw.tensor(n, len(space), len(space) + 1), [n, 2, *space], draw.flag()), {}
+
+
+def _affine_grid_backward(draw: Draw) -> Arguments:
+    (maps, size, corners), _ = _affine_grid(draw)
+    return (draw.tensor(*aten.affine_grid_generator(maps, size, corners).shape), size, corners), {}
+
+
+def _unpool(space: int) -> Callable[[Draw], Arguments]:
+    def build(draw: Draw) -> Arguments:
+        source = _image(draw, space, (4, 6), batched=True)
+        forward = F.max_pool2d if space == 2 else F.max_pool3d
+        pooled, indices = forward(source, 2, return_indices=True)
+        more = ([2] * space, [0] * space) if space == 3 else ()
+        return (draw.tensor(*pooled.shape), indices, list(source.shape[-space:]), *more), {}
+
+    return build
+
+
 # --- creation ---------------------------------------------------------------------------------------------------------
 
 
@@ -447,6 +575,50 @@ def _index_select(draw: Draw) -> Arguments:
     return (draw.tensor(*shape), dim, draw.integers(shape[dim], draw.size())), {}
 
 
+def _scatter_reduce(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _gather(draw)
+    kind, whole = draw.pick("sum", "mean", "amax", "prod"), draw.flag()
+    return (source, dim, index, draw.tensor(*index.shape), kind), {"include_self": whole}
+
+
+def _index_fill(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _index_select(draw)
+    return (source, dim, index, draw.pick(0, 2.5)), {}
+
+
+def _index_copy(draw: Draw) -> Arguments:
+    (source, dim, index), _ = _index_select(draw)
+    index = torch.randperm(source.shape[dim], generator=draw.generator)[: len(index)]  # equal indices win in any order
+    written = list(source.shape)
+    written[dim] = len(index)
+    return (source, dim, index, draw.tensor(*written)), {}
+
+
+def _index_reduce(draw: Draw) -> Arguments:
+    (source, dim, index, values), _ = _index_copy(draw)
+    return (source, dim, index, values, draw.pick("mean", "amax", "prod")), {"include_self": draw.flag()}
+
+
+def _take(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.integers(math.prod(shape), *draw.shape(1, 2))), {}
+
+
+def _searched(draw: Draw) -> Arguments:
+    lead, k, values = draw.shape(1, 2), draw.size(), draw.size()
+    rows = draw.tensor(*lead, k) if draw.flag() else draw.tensor(k)
+    order = {"sorter": rows.argsort(-1)} if draw.flag() else {}
+    return (rows if order else rows.sort(-1).values, draw.tensor(*lead, values)), {**order, "right": draw.flag()}
+
+
+def _bucketize(draw: Draw) -> Arguments:
+    return (draw.tensor(*draw.shape()), draw.tensor(draw.size()).sort().values), {}
+
+
+def _member(draw: Draw) -> Arguments:
+    return (draw.integers(9, *draw.shape()), draw.integers(9, *draw.shape(1, 2))), {"invert": draw.flag()}
+
+
 def _index_add(draw: Draw) -> Arguments:
     (source, dim, index), _ = _index_select(draw)
     added = list(source.shape)
@@ -488,6 +660,32 @@ def _nll_backward(space: bool) -> Callable[[Draw], Arguments]:
 def _cross_entropy_backward(draw: Draw) -> Arguments:
     logarithms, target, _, _, ignore = _likelihood(draw, space=False)
     return (draw.tensor(), logarithms, target, ignore), {}
+
+
+def _margin(draw: Draw) -> Arguments:
+    n, c = draw.sizes(2)
+    rows = [n] if draw.flag() else []
+    weight = draw.positive(c) if draw.flag() else None
+    return (draw.tensor(*rows, c), draw.integers(c, *rows), draw.pick(1, 2), 0.7, weight, draw.pick(NONE, SUM)), {}
+
+
+def _margin_backward(draw: Draw) -> Arguments:
+    (source, target, *settings), _ = _margin(draw)
+    loss = aten.multi_margin_loss(source, target, *settings)
+    return (draw.tensor(*loss.shape), source, target, *settings), {}
+
+
+def _multilabel(draw: Draw) -> Arguments:
+    n, c = draw.sizes(2)
+    rows = [n] if draw.flag() else []
+    labels = draw.integers(c, *rows, c, low=-1)
+    return (draw.tensor(*rows, c), labels, draw.pick(NONE, SUM)), {}
+
+
+def _multilabel_backward(draw: Draw) -> Arguments:
+    (source, target, reduction), _ = _multilabel(draw)
+    loss, hits = aten.multilabel_margin_loss_forward(source, target, reduction)
+    return (draw.tensor(*loss.shape), source, target, reduction, hits), {}
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -592,6 +790,24 @@ def _over_dim(draw: Draw) -> Arguments:
 def _over_any_dim(draw: Draw) -> Arguments:
     (source, dim, keep), _ = _over_dim(draw)
     return (source, draw.pick(dim, dim, None), keep), {}
+
+
+def _some_not_a_number(draw: Draw) -> Arguments:
+    (source, *rest), _ = _over_dims(draw)
+    return (source.masked_fill(draw.bools(*source.shape), math.nan), *rest), {}
+
+
+def _some_zeros(build: Callable[[Draw], Arguments]) -> Callable[[Draw], Arguments]:
+    def zeros(draw: Draw) -> Arguments:
+        (source, *rest), _ = build(draw)
+        return (source.masked_fill(source > 0, 0.0), *rest[:1]), {}
+
+    return zeros
+
+
+def _extrema(draw: Draw) -> Arguments:
+    (source, dim, keep), _ = _over_dim(draw)
+    return (source,), draw.pick({"dim": dim, "keepdim": keep}, {})
 
 
 def _truth(build: Callable[[Draw], Arguments]) -> Callable[[Draw], Arguments]:
@@ -778,6 +994,41 @@ def _cat(draw: Draw) -> Arguments:
     return (parts, dim), {}
 
 
+def _diagonal(draw: Draw) -> Arguments:
+    shape = draw.shape(2, 3)
+    first, second = draw.some(range(len(shape)), 2)
+    return (draw.tensor(*shape), draw.pick(0, 1, -1), first, second - len(shape)), {}
+
+
+def _diagonal_backward(draw: Draw) -> Arguments:
+    (source, *settings), _ = _diagonal(draw)
+    return (draw.tensor(*aten.diagonal(source, *settings).shape), list(source.shape), *settings), {}
+
+
+def _diagonal_scatter(draw: Draw) -> Arguments:
+    (source, *settings), _ = _diagonal(draw)
+    return (source, draw.tensor(*aten.diagonal(source, *settings).shape), *settings), {}
+
+
+def _diag_embed(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 2)
+    first, second = draw.some(range(len(shape) + 1), 2)
+    return (draw.tensor(*shape), draw.pick(0, 1, -1), first, second - len(shape) - 1), {}
+
+
+def _window_of(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    dim, size = draw.dim(len(shape)), draw.pick(2, 3)
+    step = draw.pick(size, 1, 2)
+    shape[dim] = size * draw.pick(2, 3) + draw.pick(0, 0, 1)
+    return (draw.tensor(*shape), dim, size, step), {}
+
+
+def _window_backward(draw: Draw) -> Arguments:
+    (source, *settings), _ = _window_of(draw)
+    return (draw.tensor(*aten.unfold(source, *settings).shape), list(source.shape), *settings), {}
+
+
 def _constant_pad(draw: Draw) -> Arguments:
     shape = draw.shape()
     padding = [draw.pick(1, 0, 2) for _ in range(2 * draw.pick(1, len(shape)))]
@@ -816,6 +1067,7 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.bmm.default: _bmm,
     aten.mv.default: _mv,
     aten.dot.default: _dot,
+    aten._trilinear.default: _trilinear,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.max_pool2d_with_indices.default: _max_pool(2),
@@ -966,6 +1218,82 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.triu.default: _triangle,
     aten.flip.default: _flip,
     aten.roll.default: _roll,
+    aten.diagonal.default: _diagonal,
+    aten.diagonal_backward.default: _diagonal_backward,
+    aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.diag_embed.default: _diag_embed,
+    aten.unfold.default: _window_of,
+    aten.unfold_backward.default: _window_backward,
+    aten._linalg_det.default: _squares(),
+    aten._linalg_eigh.default: _squares(definite=True),
+    aten._linalg_slogdet.default: _squares(),
+    aten._linalg_solve_ex.default: _solve,
+    aten._linalg_svd.default: _squares(),
+    aten.cholesky.default: _squares(definite=True),
+    aten.cholesky_inverse.default: _squares(),
+    aten.cholesky_solve.default: _cholesky_solve,
+    aten.geqrf.default: _squares(),
+    aten.linalg_cholesky_ex.default: _squares(definite=True),
+    aten.linalg_eig.default: _squares(),
+    aten.linalg_householder_product.default: _reflections,
+    aten.linalg_inv_ex.default: _squares(),
+    aten.linalg_ldl_factor_ex.default: _squares(definite=True),
+    aten.linalg_ldl_solve.default: _factored_solve(aten.linalg_ldl_factor_ex, definite=True),
+    aten.linalg_lu.default: _squares(),
+    aten.linalg_lu_factor_ex.default: _squares(),
+    aten.linalg_lu_solve.default: _factored_solve(aten.linalg_lu_factor_ex),
+    aten.linalg_matrix_exp.default: lambda draw: ((_square(draw) * 0.1,), {}),
+    aten.linalg_qr.default: _squares("reduced"),
+    aten.linalg_solve_triangular.default: _triangular,
+    aten.lu_unpack.default: lambda draw: (tuple(aten.linalg_lu_factor_ex(_square(draw))[:2]), {}),
+    aten.ormqr.default: _reflected,
+    aten.triangular_solve.default: lambda draw: (_triangular(draw)[0][::-1], {}),
+    aten.trace.default: lambda draw: ((draw.tensor(*draw.sizes(2)),), {}),
+    aten._cdist_forward.default: _distances,
+    aten._cdist_backward.default: _distances_backward,
+    aten.linalg_cross.default: _cross,
+    aten.renorm.default: _renorm,
+    aten.grid_sampler_2d.default: _grid_sample(2),
+    aten.grid_sampler_2d_backward.default: _grid_sample_backward(2),
+    aten.grid_sampler_3d.default: _grid_sample(3),
+    aten.grid_sampler_3d_backward.default: _grid_sample_backward(3),
+    aten.affine_grid_generator.default: _affine_grid,
+    aten.affine_grid_generator_backward.default: _affine_grid_backward,
+    aten.max_unpool2d.default: _unpool(2),
+    aten.max_unpool3d.default: _unpool(3),
+    aten._upsample_nearest_exact1d.default: _nearest(1),
+    aten._upsample_nearest_exact1d_backward.default: _nearest_backward(1),
+    aten._upsample_nearest_exact2d.default: _nearest(2),
+    aten._upsample_nearest_exact2d_backward.default: _nearest_backward(2),
+    aten._upsample_nearest_exact3d.default: _nearest(3),
+    aten._upsample_nearest_exact3d_backward.default: _nearest_backward(3),
+    aten._upsample_bilinear2d_aa.default: _linear(2),
+    aten._upsample_bilinear2d_aa_backward.default: _linear_backward(2),
+    aten._upsample_bicubic2d_aa.default: _linear(2),
+    aten._upsample_bicubic2d_aa_backward.default: _linear_backward(2),
+    aten.scatter_reduce.two: _scatter_reduce,
+    aten.index_fill.int_Scalar: _index_fill,
+    aten.index_fill.int_Tensor: lambda draw: ((*_index_fill(draw)[0][:3], draw.tensor()), {}),
+    aten.index_copy.default: _index_copy,
+    aten.index_reduce.default: _index_reduce,
+    aten.take.default: _take,
+    aten.searchsorted.Tensor: _searched,
+    aten.bucketize.Tensor: _bucketize,
+    aten.isin.Tensor_Tensor: _member,
+    aten.isin.Tensor_Scalar: lambda draw: ((draw.integers(9, *draw.shape()), 3), {}),
+    aten.multi_margin_loss.default: _margin,
+    aten.multi_margin_loss_backward.default: _margin_backward,
+    aten.multilabel_margin_loss_forward.default: _multilabel,
+    aten.multilabel_margin_loss_backward.default: _multilabel_backward,
+    aten.nansum.default: _some_not_a_number,
+    aten.count_nonzero.default: _some_zeros(_whole),
+    aten.count_nonzero.dim_IntList: _some_zeros(_over_dims),
+    aten.aminmax.default: _extrema,
+    aten.median.default: _whole,
+    aten.nanmedian.default: _whole,
+    aten.nanmedian.dim: _over_dim,
+    aten.mode.default: _over_dim,
+    aten.cummin.default: _scan,
 }
 """How to call every operator of ``ops.table.RULES`` that draws no random numbers and leaves no value unset."""
 
@@ -1051,6 +1379,11 @@ def _elu_backward(draw: Draw) -> Arguments:
     return (draw.tensor(*shape), 1.0, 1, 1, False, draw.tensor(*shape)), {}
 
 
+def _noisy(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.tensor(*shape), draw.tensor(*shape), draw.positive(*shape), 0.1, 0.3, True, False), {}
+
+
 POINTWISE: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.add.Tensor: lambda draw: (_binary(draw)[0], {"alpha": draw.pick(1, 2)}),
     aten.sub.Tensor: _binary,
@@ -1081,6 +1414,17 @@ POINTWISE: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _masked_fill,
     aten.addcmul.default: _three,
+    aten.addcdiv.default: _three,
+    aten.complex.default: lambda draw: (_three(draw)[0][:2], {}),
+    aten.lerp.Scalar: lambda draw: ((*_three(draw)[0][:2], 0.3), {}),
+    aten.deg2rad.default: _unary,
+    aten.polar.default: lambda draw: (_three(draw)[0][:2], {}),
+    aten.rsub.Tensor: _binary,
+    aten.ldexp.Tensor: lambda draw: (_three(draw)[0][:2], {}),
+    aten.rrelu_with_noise_backward.default: _noisy,
+    aten.rad2deg.default: _unary,
+    aten.conj_physical.default: lambda draw: ((_complex(draw, *draw.shape()),), {}),
+    aten._conj_physical.default: lambda draw: ((_complex(draw, *draw.shape()),), {}),
     aten.lerp.Tensor: _three,
     aten._prelu_kernel.default: _prelu,
     aten._prelu_kernel_backward.default: _prelu_backward,

@@ -216,6 +216,41 @@ def _weight_norm(backward: bool) -> Build:
     return build
 
 
+def _with_logits(draw: Draw) -> Arguments:
+    (logits, labels, *rest), _ = _loss()(draw)
+    weights = [draw.positive(logits.shape[-1]) if draw.flag() else None for _ in range(2)]
+    return (logits * 20, labels, *weights, *rest), {}
+
+
+def _masked(backward: bool) -> Build:
+    def build(draw: Draw) -> Arguments:
+        shape = draw.shape(2, 3)
+        kept = draw.pick(len(shape), len(shape) - 1)
+        mask = draw.bools(*shape[:kept], *[1] * (len(shape) - kept)).expand(shape)
+        values = draw.tensor(math.prod(shape) + (shape[-1] if draw.flag() else 1))
+        if not backward:
+            return (draw.tensor(*shape), mask, values), {}
+        return (draw.tensor(*shape), mask, [len(values)]), {}
+
+    return build
+
+
+def _margin(name: str, *settings: Any, forward: Any) -> Build:
+    """``forward``: the operator whose gradient it is, or None."""
+
+    def build(draw: Draw) -> Arguments:
+        n, c = draw.sizes(2)
+        rows = [n] if draw.flag() else []
+        labels = draw.integers(c, *rows, *([c] if "label" in name else []))
+        given = (draw.tensor(*rows, c), labels, *settings, draw.pick(*REDUCTIONS))
+        if forward is None:
+            return given, {}
+        found = present(forward(*given))
+        return (draw.tensor(*found[0].shape), *given, *found[1:]), {}
+
+    return build
+
+
 CANONICAL_CASES: Mapping[Any, Build] = {
     aten.addmm.default: _added(lambda m, k, n, g: [m, n], lambda m, k, n, g: [m, k], lambda m, k, n, g: [k, n]),
     aten.addmv.default: _added(lambda m, k, n, g: [m], lambda m, k, n, g: [m, k], lambda m, k, n, g: [k]),
@@ -269,6 +304,19 @@ CANONICAL_CASES: Mapping[Any, Build] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.view.default: lambda draw: ((draw.tensor(3, 4).t(), [12]), {}),
+    aten.addr.default: _added(lambda m, k, n, g: [m, n], lambda m, k, n, g: [m], lambda m, k, n, g: [n]),
+    aten.addbmm.default: _added(lambda m, k, n, g: [m, n], lambda m, k, n, g: [g, m, k], lambda m, k, n, g: [g, k, n]),
+    aten.vdot.default: lambda draw: (tuple(draw.tensor(5) for _ in range(2)), {}),
+    aten.dist.default: lambda draw: ((draw.tensor(4, 6), draw.tensor(6), draw.pick(1, 2, 3)), {}),
+    aten.binary_cross_entropy_with_logits.default: _with_logits,
+    aten.channel_shuffle.default: lambda draw: ((draw.tensor(3, 6, 4), draw.pick(1, 2, 3)), {}),
+    aten.rot90.default: lambda draw: ((draw.tensor(3, 4, 5), draw.pick(0, 1, 2, 3, -1), [0, draw.pick(1, 2)]), {}),
+    aten.masked_scatter.default: _masked(backward=False),
+    aten.masked_scatter_backward.default: _masked(backward=True),
+    aten.multi_margin_loss.default: _margin("margin", 1, 0.7, None, forward=None),
+    aten.multi_margin_loss_backward.default: _margin("margin", 1, 0.7, None, forward=aten.multi_margin_loss),
+    aten.multilabel_margin_loss_forward.default: _margin("label", forward=None),
+    aten.multilabel_margin_loss_backward.default: _margin("label", forward=aten.multilabel_margin_loss_forward),
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
 }

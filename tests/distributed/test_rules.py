@@ -31,7 +31,7 @@ WHOLE = frozenset(
     {
         aten.scalar_tensor.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
         aten.linspace.default, aten.eye.default, aten.eye.m, aten.tril_indices.default, aten.triu_indices.default,
-        aten.any.default, aten.all.default, aten.prod.default,
+        aten.any.default, aten.all.default, aten.prod.default, aten.median.default, aten.nanmedian.default,
     }
 )  # fmt: skip
 """Operators of which no factor is split: positions, and reductions that no collective finishes."""

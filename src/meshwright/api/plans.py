@@ -15,6 +15,7 @@ from meshwright.api import plan_cache
 from meshwright.api.machine import calibrated, check_size, known_cluster
 from meshwright.api.opaque_costs import with_costs
 from meshwright.api.plan_cache import SearchRequest
+from meshwright.api.run_memory import beside_steps, leaving_room
 from meshwright.api.times import times_of
 from meshwright.capture import opaque_capture
 from meshwright.capture.opaque_capture import OpaqueChoice
@@ -88,6 +89,7 @@ def plan(
     rules: Rules | None = None,
     seconds: float | None = None,
     fresh: bool = False,
+    copies: bool = False,
     progress: Callable[[str], None] = lambda what: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
@@ -114,6 +116,9 @@ def plan(
     ``graph_of(count)`` must then return the captured graph of one of ``count`` replicas, with its part of the batch.
     The resulting plan is for one replica.
 
+    ``copies``: on a CPU, a search leaves memory for the copies of the state that ``meshwright train`` makes beside its
+    steps, if it can (``cost.copies``). A note in the plan says how much.
+
     The plan of a search that ran to its end is kept in the user's cache. An equal request gets the kept plan without a
     search, and the log says so. The costs of the plan are computed again. ``fresh`` forces a new search. With
     ``rules``, no plan is kept, because the code of rules may change.
@@ -137,10 +142,22 @@ def plan(
         def search(graph: Graph, devices: int) -> Plan:
             return plan(
                 graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
-                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, progress=progress, stop=stop,
+                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, copies=copies,
+                progress=progress, stop=stop,
             )  # fmt: skip
 
         return choose_rule(graph, devices or known.num_devices, known, allow, graph_of, search, optimizer)[1]
+    if layout is None and copies:
+        count = devices or known.num_devices
+        held = beside_steps(graph, optimizer, known, count)
+
+        def within(memory_bytes: float | None) -> Plan:
+            return plan(
+                graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
+                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, progress=progress, stop=stop,
+            )  # fmt: skip
+
+        return leaving_room(within, held, known, count, memory_bytes)
     if layout is None:
         clock = TimeLimit(seconds, progress, stop)
         request = SearchRequest(
@@ -235,6 +252,7 @@ def choose(
     codec: str = "",
     seconds: float | None = None,
     rules: Rules | None = None,
+    copies: bool = False,
 ) -> Plan:
     """Make or load the plan for ``wanted``: ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(wanted, Layout) or wanted == "auto":
@@ -247,7 +265,7 @@ def choose(
         check_size(known, world_size)
         return plan(
             graph, known, devices=all_ranks(layout, world_size), layout=layout, optimizer=optimizer, clips=clips,
-            offload=offload, codec=codec, seconds=seconds, rules=rules,
+            offload=offload, codec=codec, seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
     chosen, where = loaded(wanted)
     check_fits(chosen, graph, where)

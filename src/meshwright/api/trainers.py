@@ -76,8 +76,10 @@ def parallelize(
     rules: Rules | None = None,
     strict: bool = False,
     compile: bool = False,
+    copies: bool = False,
     weights: str | os.PathLike[str] | None = None,
     opaque: OpaqueChoice = "",
+    beside: Trainer | None = None,
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -111,10 +113,14 @@ def parallelize(
             Triton on a GPU (experimental). SGD, Adam, AdamW and Adagrad then use PyTorch's fused kernels. Results are
             equal except for rounding. The first use of a model takes some seconds to a minute longer; inductor caches
             its kernels.
+        copies: whether "auto" leaves memory for copies of the state (see ``plan``).
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
         opaque: ``"auto"``: a submodule that cannot be captured runs as it is, as one operator (see ``opaque``), and the
             plan says what that costs. By default, only marked modules do.
+        beside: another trainer of the same model, with another loss. Both train the same parameters, such as a
+            generator's and a discriminator's losses, each with an optimizer of its own. Both plans must store
+            parameters alike.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -152,7 +158,7 @@ def parallelize(
     def planned() -> Plan:
         return choose(
             plan, with_costs(captured), world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec,
-            seconds=seconds, rules=rules,
+            seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
 
     chosen = _plan_of_rank_0(planned)
@@ -162,6 +168,7 @@ def parallelize(
         trainer = Trainer(
             model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,
             device=target, replan=adapt_plan, rules=rules, compile=compile, weights=weights,
+            shared=beside.parameters if beside is not None else None,
         )  # fmt: skip
     trainer.smaller = partial(smallest_change, graph, chosen, cluster, target, optimizer, clips, rules)
     if place.server >= 0:

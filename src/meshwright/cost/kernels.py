@@ -19,9 +19,14 @@ SPLITS = (1, 2, 4, 8)
 ATTENTION_BACKWARD = 1.15
 """Factor by which fused attention's backward takes longer per FLOP than its forward (Dao et al. 2022)."""
 
-_INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "int8": ("float32",)}
+_INSTEAD = {
+    "bfloat16": ("float16", "float32"),
+    "float16": ("bfloat16", "float32"),
+    "int8": ("float32",),
+    "float8": ("bfloat16", "float32"),
+}
 """Maps a dtype to the dtypes that replace it on a device that lacks it. Old GPUs have no bfloat16, and CPUs compute
-16-bit products in float32."""
+16-bit products, and products of values rounded to float8, in float32."""
 
 
 class Cost(msgspec.Struct, frozen=True):

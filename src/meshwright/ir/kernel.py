@@ -133,6 +133,14 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operan
     return Product(*sizes.get(kind, (depth, columns, rows)), groups)
 
 
+def in_float8(kernel: Kernel) -> Kernel:
+    """A matrix product whose operands are in float8. Its result keeps its dtype."""
+    assert kernel.product is not None, "it is a matrix product"
+    m, n, k, batch = kernel.product
+    num_bytes = round(batch * (m * k + k * n + ITEM_BYTES[kernel.dtype] * m * n))
+    return msgspec.structs.replace(kernel, dtype="float8", bytes=num_bytes)
+
+
 class AttentionSettings(NamedTuple):
     """The arguments of a call of attention on which its cost depends. ``ring`` is the number of ranks of a ring, and
     ``balanced`` says that all of its ranks have equal work."""

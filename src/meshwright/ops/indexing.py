@@ -1,5 +1,6 @@
 """Gathers and scatters by index: the indexed dim stays whole, other dims may be split."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -14,21 +15,32 @@ aten = torch.ops.aten
 
 
 def gather_rule(call: Call) -> Rule | Unsplit:
-    """``b !v, b !w -> b !w``; dims that the index covers only in part stay whole too."""
+    """``b !v, b i -> b i``; dims that the index covers only in part stay whole.
+
+    Where a scatter adds, its index may be split too, and the results are summed; otherwise it stays whole."""
     source, index = call.tensors[0], call.tensors[1]
     dim = normalize_dim(call.args[1], source.dim())
     left, right = letters(source.dim()), letters(source.dim())
     for position in range(source.dim()):
         if position == dim or source.shape[position] != index.shape[position]:
             left[position], right[position] = f"!x{position}", f"!y{position}"
+    if source.dim() and (call.target is aten.gather.default or _adds(call)):
+        right[dim] = "i"
     source_dims, index_dims = operand(left), operand(right)
     if call.target is aten.gather.default:
         return make_rule(call, f"^{source_dims}, {index_dims} -> {index_dims}")
     if any(tensor.shape != index.shape for tensor in call.tensors[2:]):
         return Unsplit("the values of this scatter have another shape than its index")
-    values = f", ^{index_dims}" * len(call.tensors[2:])
-    linear = "^" if values or call.args[3] == 0 else ""
-    return make_rule(call, f"{linear}{source_dims}, {index_dims}{values} -> {source_dims}")
+    values = call.tensors[2:]
+    linear = "^" if arguments(call).get("reduce") in (None, "sum", "mean") and (values or call.args[3] == 0) else ""
+    written = f", {linear}{index_dims}" * len(values)
+    return make_rule(call, f"{linear}{source_dims}, {index_dims}{written} -> {source_dims}")
+
+
+def _adds(call: Call) -> bool:
+    """Whether a scatter adds its values to the tensor, so that every rank may add some of them."""
+    given = arguments(call)
+    return call.target is aten.scatter_add.default or (given.get("reduce") == "sum" and given["include_self"])
 
 
 def _adjacent(indices: list[Tensor | None]) -> list[int] | None:
@@ -111,14 +123,102 @@ def index_add_rule(call: Call) -> Rule:
     return make_rule(call, f"^{source}, i, ^{taken} -> {source}")
 
 
+def index_write_rule(call: Call) -> Rule:
+    """``b !x, !i, b !i -> b !x``: rows are overwritten or reduced, in the order of their indices."""
+    source, taken = _one_index(call)
+    written, whole = taken.replace("i", "!i"), len(call.tensors[2:]) and call.tensors[2].dim()
+    if call.target is aten.index_reduce.default:
+        linear = "^" if arguments(call)["reduce"] == "mean" else ""
+    else:
+        linear = "^" if len(call.tensors) > 2 or call.args[3] == 0 else ""
+    values = f", {linear}{written if whole else '.'}" * len(call.tensors[2:])
+    return make_rule(call, f"{linear}{source}, !i{values} -> {source}")
+
+
+def take_rule(call: Call) -> Rule:
+    """``!a !b, i0 i1 -> i0 i1``: positions in the flattened tensor, which stays whole."""
+    source, index = call.tensors
+    taken = operand(letters(index.dim(), "i"))
+    return make_rule(call, f"^{operand(letters(source.dim(), 'x', tuple(range(source.dim()))))}, {taken} -> {taken}")
+
+
+def search_rule(call: Call) -> Rule:
+    """``b s, k -> b s``: a place in a sorted row is a sum over the row's parts; a sorter keeps the row whole."""
+    given = arguments(call)
+    names, rows = letters(given["self"].dim()), given.get("sorted_sequence")
+    bounds = [
+        *(names[:-1] if rows is not None and rows.dim() > 1 else []),
+        "!k" if given.get("sorter") is not None else "k",
+    ]
+    values, table = operand(names), operand(bounds)
+    if rows is None:  # bucketize: values come first
+        return make_rule(call, f"{values}, {table} -> {values}")
+    return make_rule(call, f"{table}, {values}{f', {table}' * len(call.tensors[2:])} -> {values}")
+
+
+def membership_rule(call: Call) -> Rule:
+    """``b s, !k -> b s``: every value is compared with all of the others, which stay whole."""
+    names = operand(letters(call.outputs[0].dim()))
+    tested = [operand(letters(tensor.dim(), "k", tuple(range(tensor.dim())))) for tensor in call.tensors[1:]]
+    return make_rule(call, f"{', '.join([names, *tested])} -> {names}")
+
+
+def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Capture ``masked_scatter`` as a look-up: the place of an element among all masked ones is its row in the source.
+
+    The dims over which the mask is expanded stay dims of the source, so that they may be split."""
+    if not self.numel() or not source.numel():
+        return NotImplemented  # type: ignore[no-any-return]
+    shape = torch.broadcast_shapes(self.shape, mask.shape)
+    places, width = _places(mask, shape, source.numel())
+    values = aten.index.Tensor(source.reshape(-1, width), [places]).reshape(shape)
+    return torch.where(mask, values, self)
+
+
+def masked_scatter_backward(grad_output: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Capture the gradient of the source of ``masked_scatter``: gradients of the look-up, added up by place."""
+    if not grad_output.numel() or not prod(sizes):
+        return NotImplemented  # type: ignore[no-any-return]
+    places, width = _places(mask, grad_output.shape, prod(sizes))
+    values = grad_output.masked_fill(mask.logical_not(), 0).reshape(*places.shape, width)
+    rows = grad_output.new_zeros(prod(sizes) // width, width)
+    return aten.index_put.default(rows, [places], values, True).reshape(list(sizes))
+
+
+def _places(mask: Tensor, shape: Sequence[int], number: int) -> tuple[Tensor, int]:
+    """Return the number of masked rows before each row, and the number of elements of a row. A row consists of the last
+    dims over which the mask is expanded, or of one element if ``number`` elements are not a whole number of rows."""
+    wide, width = mask.expand(shape), 1
+    row = wide
+    while row.dim() and not row.stride(-1):
+        row, width = row.select(-1, 0), width * row.shape[-1]
+    if number % width:
+        row, width = wide, 1
+    return (row.reshape(-1).cumsum(0).reshape(row.shape) - 1).clamp(min=0), width
+
+
 _GATHER = OperatorRule(gather_rule)
+_ADD = OperatorRule(gather_rule, accumulate_local)
 _INDEX = OperatorRule(index_rule)
 _PUT = OperatorRule(index_put_rule, accumulate_local)
+_WRITE = OperatorRule(index_write_rule)
+_SEARCH = OperatorRule(search_rule)
 
 RULES = {
-    **dict.fromkeys([aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _GATHER),
+    **dict.fromkeys([aten.gather.default, aten.scatter.src, aten.scatter.value], _GATHER),
+    **dict.fromkeys([aten.scatter_add.default, aten.scatter_reduce.two], _ADD),
+    **dict.fromkeys([aten.index_fill.int_Scalar, aten.index_fill.int_Tensor], _WRITE),
+    **dict.fromkeys([aten.index_copy.default, aten.index_reduce.default], _WRITE),
+    **dict.fromkeys([aten.searchsorted.Tensor, aten.bucketize.Tensor], _SEARCH),
+    **dict.fromkeys([aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar], OperatorRule(membership_rule)),
+    aten.take.default: OperatorRule(take_rule),
     **dict.fromkeys([aten.index.Tensor, aten._unsafe_index.Tensor], _INDEX),
     **dict.fromkeys([aten.index_put.default, aten._unsafe_index_put.default], _PUT),
     aten.index_select.default: OperatorRule(index_select_rule),
     aten.index_add.default: OperatorRule(index_add_rule, accumulate_local),
+}
+
+CANONICAL = {
+    aten.masked_scatter.default: masked_scatter,
+    aten.masked_scatter_backward.default: masked_scatter_backward,
 }

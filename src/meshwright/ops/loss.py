@@ -8,7 +8,17 @@ from torch import Tensor
 
 import meshwright.ops.library  # noqa: F401 - defines the operators below
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Target, arguments, emit_unchanged, make_rule, wide_dtype
+from meshwright.ops.base import (
+    Call,
+    Local,
+    OperatorRule,
+    Target,
+    arguments,
+    emit_unchanged,
+    make_rule,
+    wide_dtype,
+    with_gradients,
+)
 from meshwright.ops.embedding import shifted_indices
 from meshwright.ops.patterns import operand
 from meshwright.torch_private import OpOverload
@@ -137,6 +147,21 @@ def cross_entropy_backward_local(local: Local) -> Any:
     return local.call(aten.scatter_add.default, scaled, -1, indices, local.call(aten.neg.default, weights))
 
 
+def binary_cross_entropy_with_logits(
+    self: Tensor, target: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
+    """Capture the binary cross-entropy of logits as elementwise operators, and a mean as a sum over a global count."""
+    logarithms = self.clamp(max=0) - torch.log1p(torch.exp(-self.abs()))
+    if pos_weight is not None:
+        logarithms = ((pos_weight - 1) * target + 1) * logarithms
+    values = (1 - target) * self - logarithms
+    values = values if weight is None else values * weight
+    if reduction == NONE:
+        return values
+    total = values.sum(dtype=wide_dtype(values.dtype))
+    return (total if reduction == SUM else total / values.numel()).to(values.dtype)
+
+
 def _elementwise(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
     """Return a function that captures a loss as an elementwise operator and a sum, or a sum over a global count."""
 
@@ -164,8 +189,49 @@ def _elementwise_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
     return canonical
 
 
+def margin_rule(call: Call) -> Rule:
+    """``n !c, n -> n``, or the gradient: classes are compared with each other, so they stay whole."""
+    given, one_sample = arguments(call), arguments(call)["self"].dim() < 2
+    whole = {0: ".", 1: "!c"}.get(given["self"].dim(), "n !c")
+
+    def of(name: str, value: Tensor) -> str:
+        if name == "weight":
+            return "!c"
+        if name in ("self", "is_target") or value.shape == given["self"].shape:
+            return whole
+        return "." if not value.dim() else "1" if one_sample else "n"
+
+    names = [argument.name for argument in call.target._schema.arguments]  # type: ignore[attr-defined]
+    inputs = [of(name, given[name]) for name in names if isinstance(given[name], Tensor)]
+    if "grad_output" in given:
+        return make_rule(call, f"^{', '.join(inputs)} -> {whole}")
+    outputs = [of("loss", call.outputs[0]), *(whole for _ in call.outputs[1:])]
+    return make_rule(call, f"{', '.join(inputs)} -> {', '.join(outputs)}")
+
+
+def multilabel_margin(self: Tensor, target: Tensor, reduction: int) -> Any:
+    """Capture a mean over samples as a sum divided by their global number."""
+    if reduction != MEAN:
+        return NotImplemented
+    losses, is_target = aten.multilabel_margin_loss_forward.default(self, target, NONE)
+    return (losses.sum(dtype=wide_dtype(losses.dtype)) / losses.numel()).to(losses.dtype), is_target
+
+
+def _margin_backward(operator: OpOverload[Any, Any]) -> Callable[..., Any]:
+    def canonical(*args: Any, **kwargs: Any) -> Any:
+        """Capture the gradient of a mean over samples as a gradient of the sum, divided by their global number."""
+        given = arguments(Call(operator, args, kwargs, ()))
+        if given["reduction"] != MEAN:
+            return NotImplemented
+        samples = given["self"].shape[0] if given["self"].dim() == 2 else 1
+        return operator(**{**given, "grad_output": given["grad_output"] / samples, "reduction": SUM})
+
+    return canonical
+
+
 _NLL = OperatorRule(nll_rule, nll_local, contiguous=frozenset("v"))
 _NLL_BACKWARD = OperatorRule(nll_backward_rule, nll_backward_local, contiguous=frozenset("v"))
+_MARGIN = OperatorRule(margin_rule)
 
 RULES = {
     aten.nll_loss_forward.default: _NLL,
@@ -178,13 +244,22 @@ RULES = {
     aten.nll_loss_backward.default: _NLL_BACKWARD,
     aten.nll_loss2d_forward.default: _NLL,
     aten.nll_loss2d_backward.default: _NLL_BACKWARD,
+    **with_gradients(["multi_margin_loss"], _MARGIN, _MARGIN),
+    aten.multilabel_margin_loss_forward.default: _MARGIN,
+    aten.multilabel_margin_loss_backward.default: _MARGIN,
 }
 
 _ELEMENTWISE = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+_MARGIN_GRADIENTS = (aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default)
 _FORMS: tuple[tuple[Callable[..., Any], tuple[Target, ...]], ...] = (
     (_nll, (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)),
     (_nll_backward, (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)),
-    (_elementwise, tuple(getattr(aten, name).default for name in _ELEMENTWISE)),
+    (_elementwise, tuple(getattr(aten, name).default for name in (*_ELEMENTWISE, "multi_margin_loss"))),
     (_elementwise_backward, tuple(getattr(aten, f"{name}_backward").default for name in _ELEMENTWISE)),
+    (_margin_backward, _MARGIN_GRADIENTS),
 )
-CANONICAL: dict[Target, Callable[..., Any]] = {target: form(target) for form, targets in _FORMS for target in targets}
+CANONICAL: dict[Target, Callable[..., Any]] = {
+    **{target: form(target) for form, targets in _FORMS for target in targets},
+    aten.multilabel_margin_loss_forward.default: multilabel_margin,
+    aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
+}

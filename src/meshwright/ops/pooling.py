@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, emit_unchanged, with_gradients
+from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, emit_unchanged, make_rule, with_gradients
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
-from meshwright.ops.space import Space, image_and_made, is_gradient, largest_flops, space_rank
+from meshwright.ops.patterns import letters, operand
+from meshwright.ops.space import SPACE, Space, image_and_made, is_gradient, largest_flops, space_rank
 
 aten = torch.ops.aten
 
@@ -262,6 +263,20 @@ def adaptive_max_backward_local(local: Local) -> Any:
     return local.call(local.target, grad, source, indices)
 
 
+# --- unpooling --------------------------------------------------------------------------------------------------------
+
+
+def unpool_rule(call: Call) -> Rule:
+    """``^n c !y !x, n c !y !x -> n c !y1 !x1``: positions are in the whole result, so space stays whole."""
+    space = Space()
+    for index, name in enumerate(SPACE[space_rank(call.target)]):
+        dim = index - space_rank(call.target)
+        space.whole(name, (call.tensors[0].shape[dim], call.outputs[0].shape[dim]))
+    lead = letters(call.tensors[0].dim() - len(space.left), "n")
+    small, large = (operand([*lead, *side]) for side in (space.left, space.right))
+    return make_rule(call, f"^{small}, {small} -> {large}")
+
+
 _MAX = OperatorRule(pool_rule, _where_split(_max_pool), largest_flops)
 _MAX_BACKWARD = OperatorRule(pool_rule, _where_split(_max_pool_backward), largest_flops)
 _AVG = OperatorRule(pool_rule, _where_split(_avg_pool), largest_flops)
@@ -275,4 +290,5 @@ RULES = {
     **with_gradients(["adaptive_max_pool2d", "adaptive_max_pool3d"], _ADAPTIVE, _ADAPTIVE_MAX_BACKWARD),
     **with_gradients(["avg_pool2d", "avg_pool3d"], _AVG, _AVG_BACKWARD),
     **with_gradients(["_adaptive_avg_pool2d", "_adaptive_avg_pool3d"], _ADAPTIVE, _ADAPTIVE_AVG_BACKWARD),
+    **dict.fromkeys([aten.max_unpool2d.default, aten.max_unpool3d.default], OperatorRule(unpool_rule)),
 }

@@ -41,6 +41,11 @@ def reduction_rule(call: Call) -> Rule:
     return make_rule(call, pattern, reduction=_EXTREMA.get(call.target, "sum"))
 
 
+def sum_rule(call: Call) -> Rule:
+    """``b s k -> b s``: a sum of what a function makes of each element (nansum, count_nonzero), which is not linear."""
+    return make_rule(call, _pattern(call, _reduced_dims(call)))
+
+
 def fixed_reduction_rule(call: Call) -> Rule:
     """Reductions that no collective completes (any, all, prod): the reduced dims cannot be split."""
     return make_rule(call, _pattern(call, _reduced_dims(call), "!"))
@@ -166,17 +171,21 @@ def _flops(call: Call, rule: Rule | None) -> float:
 _REDUCE = OperatorRule(rule=reduction_rule, flops=_flops)
 _FIXED = OperatorRule(rule=fixed_reduction_rule, flops=_flops)
 _SCAN = OperatorRule(rule=scan_rule, flops=_flops)
+_SUM = OperatorRule(rule=sum_rule, flops=_flops)
 _ARGMAX = OperatorRule(rule=gathered_reduction_rule, local=argmax_local, flops=_flops)
 
 RULES = {
     **dict.fromkeys([aten.sum.dim_IntList, aten.sum.default, *_EXTREMA], _REDUCE),
+    **dict.fromkeys([aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList], _SUM),
     **dict.fromkeys([aten.argmax.default, aten.argmin.default], _ARGMAX),
     **dict.fromkeys([aten.any.default, aten.any.dim, aten.any.dims], _FIXED),
     **dict.fromkeys([aten.all.default, aten.all.dim, aten.all.dims], _FIXED),
     **dict.fromkeys([aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int], _FIXED),
+    **dict.fromkeys([aten.aminmax.default, aten.median.default, aten.nanmedian.default], _FIXED),
     aten.logsumexp.default: OperatorRule(rule=gathered_reduction_rule, local=logsumexp_local, flops=_flops),
-    **dict.fromkeys([aten.cummax.default, aten.cumprod.default, aten.cumsum.default], _SCAN),
+    **dict.fromkeys([aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.cumsum.default], _SCAN),
     **dict.fromkeys([aten.kthvalue.default, aten.logcumsumexp.default, aten.median.dim], _SCAN),
+    **dict.fromkeys([aten.nanmedian.dim, aten.mode.default], _SCAN),
     **dict.fromkeys([aten.sort.default, aten.sort.stable, aten.topk.default], _SCAN),
 }
 

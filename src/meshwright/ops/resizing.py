@@ -250,15 +250,34 @@ def resize_backward_local(local: Local) -> Any:
     return _gradient_of(local, given["grad_output"], needed, gradient)
 
 
+def smooth_rule(call: Call) -> Rule:
+    """``^n c !y !x -> n c !y1 !x1``, or the reverse: other kinds of resizing, of which space stays whole."""
+    rank, (image, output) = space_rank(call.target), image_and_made(call)
+    space = Space()
+    for index, name in enumerate(SPACE[rank]):
+        space.whole(name, (image[index - rank], output[index - rank]))
+    return space.spatial_rule(call, linear=True)
+
+
+def smooth_backward_local(local: Local) -> Any:
+    """Run the gradient of a resizing on one rank, with the shape of the rank's part."""
+    grad, size, _, *settings = local.args
+    return local.call(local.target, grad, size, local.shape(), *settings, **local.kwargs)
+
+
 _PAD = OperatorRule(image_pad_rule, image_pad_local, largest_flops)
 _PAD_BACKWARD = OperatorRule(image_pad_rule, image_pad_backward_local, largest_flops)
 _RESIZE = OperatorRule(resize_rule, resize_local, largest_flops)
 _RESIZE_BACKWARD = OperatorRule(resize_rule, resize_backward_local, largest_flops)
 _KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_SMOOTH = OperatorRule(smooth_rule, flops=largest_flops)
+_SMOOTH_BACKWARD = OperatorRule(smooth_rule, smooth_backward_local, largest_flops)
+_OTHER_KINDS = ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa")
 
 RULES: dict[Target, OperatorRule] = {
     aten.constant_pad_nd.default: OperatorRule(constant_pad_rule, constant_pad_local),
     **with_gradients([f"reflection_pad{rank}d" for rank in SPACE], _PAD, _PAD_BACKWARD),
     **with_gradients([f"replication_pad{rank}d" for rank in SPACE], _PAD, _PAD_BACKWARD),
     **with_gradients([f"upsample_{kind}" for kind in _KINDS], _RESIZE, _RESIZE_BACKWARD),
+    **with_gradients([f"_upsample_{kind}" for kind in _OTHER_KINDS], _SMOOTH, _SMOOTH_BACKWARD),
 }

@@ -12,10 +12,12 @@ from meshwright.ops import (
     batch_norm,
     convolution,
     creation,
+    distance,
     embedding,
     experts,
     fourier,
     indexing,
+    linear_algebra,
     loss,
     matmul,
     normalization,
@@ -26,6 +28,7 @@ from meshwright.ops import (
     random,
     reduction,
     resizing,
+    sampling,
     softmax,
     strided,
     unfolding,
@@ -36,8 +39,8 @@ from meshwright.ops.base import Call, OperatorRule, Target, Unsplit
 aten = torch.ops.aten
 
 FILES = (
-    attention, batch_norm, convolution, creation, embedding, experts, fourier, indexing, loss, matmul, normalization,
-    packed_attention, pooling, random, reduction, resizing, softmax, unfolding, view,
+    attention, batch_norm, convolution, creation, distance, embedding, experts, fourier, indexing, linear_algebra, loss,
+    matmul, normalization, packed_attention, pooling, random, reduction, resizing, sampling, softmax, unfolding, view,
 )  # fmt: skip
 """The modules with rules, one for each kind of operator."""
 RULES: Mapping[Target, OperatorRule] = {target: rule for file in FILES for target, rule in file.RULES.items()}

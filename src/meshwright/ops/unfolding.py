@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, arguments
+from meshwright.ops.base import Call, Local, OperatorRule, arguments, make_rule
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
+from meshwright.ops.patterns import letters, normalize_dim, operand
 from meshwright.ops.space import Space, largest_flops
 
 aten = torch.ops.aten
@@ -66,7 +67,34 @@ def fold_local(local: Local) -> Any:
     return give_back(local, local.call(local.target, given["self"], size, *_settings(given, sides)), sides, every)
 
 
+# --- windows of one dim -----------------------------------------------------------------------------------------------
+
+
+def window_rule(call: Call) -> Rule:
+    """``^b !x -> b !y !w``, or the reverse; windows side by side may be split: ``^b (y !w) -> b y !w``."""
+    given = arguments(call)
+    back = call.target is aten.unfold_backward.default
+    long, made = (call.outputs[0], call.tensors[0]) if back else (call.tensors[0], call.outputs[0])
+    rank, size = long.dim(), given["size"]
+    *names, windows, width, length = letters(rank + 3)
+    left, right = names, [*names, f"!{width}"]
+    if rank:
+        dim = normalize_dim(given["dim" if back else "dimension"], rank)
+        tiles = given["step"] == size and long.shape[dim] == made.shape[dim] * size
+        right = [*names[:dim], windows if tiles else f"!{windows}", *names[dim + 1 :], f"!{width}"]
+        left = [*names[:dim], f"({windows} !{width})" if tiles else f"!{length}", *names[dim + 1 :]]
+    whole, parts = operand(left), operand(right)
+    return make_rule(call, f"^{parts} -> {whole}" if back else f"^{whole} -> {parts}", **{width: size})
+
+
+def window_backward_local(local: Local) -> Any:
+    """Run ``aten.unfold_backward`` on one rank, with the shape of the rank's part."""
+    return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
+
+
 RULES = {
     aten.im2col.default: OperatorRule(unfold_rule, unfold_local, largest_flops),
     aten.col2im.default: OperatorRule(unfold_rule, fold_local, largest_flops),
+    aten.unfold.default: OperatorRule(window_rule),
+    aten.unfold_backward.default: OperatorRule(window_rule, window_backward_local),
 }

@@ -146,7 +146,7 @@ def scatter_into_rule(call: Call) -> Rule:
 
 
 def scatter_back_local(local: Local) -> Any:
-    """Run ``aten.slice_backward`` or ``select_backward`` on one rank, with the shape of the rank's part."""
+    """Run the gradient of slice, select or diagonal on one rank, with the shape of the rank's part."""
     return local.call(local.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
 
 
@@ -222,6 +222,19 @@ def pixel_shuffle(self: Tensor, upscale_factor: int) -> Tensor:
     return whole.permute(order).reshape(*lead, channels // times**2, height * times, width * times)
 
 
+def rot90(self: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    """Capture rot90 as flips and a transposition."""
+    first, second = dims
+    flipped: Tensor = self.flip([[], [second], [first, second], [first]][k % 4])
+    return flipped.transpose(first, second) if k % 2 else flipped
+
+
+def channel_shuffle(self: Tensor, groups: int) -> Tensor:
+    """Capture channel_shuffle as a transposition between reshapes."""
+    samples, channels, *space = self.shape
+    return self.reshape(samples, groups, channels // groups, *space).transpose(1, 2).reshape(self.shape)
+
+
 def pixel_unshuffle(self: Tensor, downscale_factor: int) -> Tensor:
     """Capture pixel_unshuffle as a permutation between reshapes, which turns pixels into channels."""
     *lead, channels, height, width = self.shape
@@ -250,6 +263,18 @@ def positions_rule(call: Call) -> Rule:
     return make_rule(call, f"^{names} -> {names}")
 
 
+def diagonal_rule(call: Call) -> Rule:
+    """``^b !m !n -> b !d``, or the reverse: the two dims of the diagonal stay whole."""
+    given, source, output = arguments(call), call.tensors[0], call.outputs[0]
+    rank = max(source.dim(), output.dim())
+    pair = tuple(normalize_dim(given[name], rank) for name in ("dim1", "dim2"))
+    names = letters(rank, fixed=pair)
+    whole, part = operand(names), operand([*(name for name in names if name[0] != "!"), "!d"])
+    if len(call.tensors) > 1:
+        return make_rule(call, f"^{whole}, ^{part} -> {whole}")
+    return make_rule(call, f"^{whole} -> {part}" if source.dim() == rank else f"^{part} -> {whole}")
+
+
 _VIEW = OperatorRule(view_rule, view_local)
 _PERMUTE = OperatorRule(permute_rule)
 _SELECT = OperatorRule(select_rule)
@@ -257,6 +282,7 @@ _SPLIT = OperatorRule(split_rule, split_local)
 _SCATTER_BACK = OperatorRule(scatter_back_rule, scatter_back_local)
 _SCATTER_INTO = OperatorRule(scatter_into_rule)
 _POSITIONS = OperatorRule(positions_rule)
+_DIAGONAL = OperatorRule(diagonal_rule)
 
 RULES = {
     **dict.fromkeys([aten.view.default, aten._unsafe_view.default, aten.reshape.default], _VIEW),
@@ -270,6 +296,8 @@ RULES = {
     **dict.fromkeys([aten.split.Tensor, aten.split_with_sizes.default], _SPLIT),
     **dict.fromkeys([aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default], _SPLIT),
     **dict.fromkeys([aten.slice_scatter.default, aten.select_scatter.default], _SCATTER_INTO),
+    **dict.fromkeys([aten.diagonal.default, aten.diagonal_scatter.default, aten.diag_embed.default], _DIAGONAL),
+    aten.diagonal_backward.default: OperatorRule(diagonal_rule, scatter_back_local),
     aten.cat.default: OperatorRule(cat_rule),
     aten.repeat.default: OperatorRule(repeat_rule),
     **dict.fromkeys([aten.tril.default, aten.triu.default, aten.flip.default, aten.roll.default], _POSITIONS),
@@ -277,8 +305,10 @@ RULES = {
 
 CANONICAL = {
     aten.cat.default: cat,
+    aten.channel_shuffle.default: channel_shuffle,
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.pixel_unshuffle.default: pixel_unshuffle,
+    aten.rot90.default: rot90,
     aten.stack.default: stack,
     aten.view.default: view,
 }

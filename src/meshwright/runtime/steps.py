@@ -11,6 +11,7 @@ from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.member import name_sources
 from meshwright.comm.record import WAIT, current
+from meshwright.comm.symmetric_memory import symmetric_groups
 from meshwright.errors import PlanError, Problem, ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
@@ -101,6 +102,7 @@ class Step:
                 stage: lower_stage(
                     planned, stage, stage_groups, device=device, rules=captured.rules, constants=constants,
                     compiler=compiler, kernels=kernels, note=clock.begin,
+                    symmetric=symmetric_groups(stage_groups.values(), device) if plan.stages[stage].in_pieces else (),
                 )
                 for stage in self._places.stages_of(index)
             }  # fmt: skip
