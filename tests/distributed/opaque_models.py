@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, CLASSES, BATCH = 8, 4, 8
 
@@ -103,6 +104,21 @@ class Normed(nn.Module):
         return self.norm(x) if float(x.detach().abs().sum()) > 0 else x
 
 
+class Recomputed(nn.Module):
+    """Runs its layers again in backward, which then need the rank's parameters."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad or not x.isfinite().all():
+            plain: Tensor = self.layers(x)
+            return plain
+        result: Tensor = checkpoint(self.layers, x, use_reentrant=self.reentrant)
+        return result
+
+
 class Turned(nn.Module):
     """Gives the samples to its part in dim 1."""
 
@@ -146,6 +162,8 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "item": lambda: Model(Clipped(), most=0.5),
     "norm": lambda: Model(Normed()),
     "twice": lambda: Model(OwnFunction(), calls=2),
+    "reentrant": lambda: Model(Recomputed(True)),
+    "recomputed": lambda: Model(Recomputed(False)),
     "turned": lambda: Model(Turned()),
     "flattened": lambda: Model(Flattened()),
 }

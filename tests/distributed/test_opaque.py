@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -21,6 +22,7 @@ CASES: dict[int, list[tuple[str, mw.Layout]]] = {
         ("function", L(dp=2, zero=3)), ("function", L(pp=2)), ("loop", L(dp=2, zero=3)), ("loop", L(pp=2)),
         ("sparse", L(tp=2)), ("sparse", L(pp=2, microbatches=2)), ("item", L(dp=2)), ("item", L(tp=2)),
         ("norm", L(dp=2)), ("norm", L(pp=2)), ("twice", L(dp=2)), ("turned", L(dp=2)), ("flattened", L(dp=2)),
+        ("reentrant", L(dp=2, zero=3)), ("recomputed", L(dp=2, zero=3)),
     ],
     4: [
         ("function", L(dp=4, zero=2)), ("twice", L(dp=2, pp=2, microbatches=2, recompute="full")),
@@ -45,6 +47,10 @@ def test_training_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
     wrong = {name: value for found in every for name, value in found.items() if not value <= 1}
     assert not wrong
     assert len(every[0]) == len(CASES[num_ranks])
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -112,9 +118,7 @@ def losses_of(name: str, batch_dim: Any) -> tuple[list[float], list[str]]:
     mw.opaque(getattr(model.part, "inner", model.part), batch_dim=batch_dim)
     model.double()
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in batch().items()}
-    trainer = mw.parallelize(
-        model, loss_fn, inputs, plan=mw.Layout(dp=2), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    )
+    trainer = mw.parallelize(model, loss_fn, inputs, plan=mw.Layout(dp=2), optimizer=sgd)
     regions = [operator for operator in trainer.graph.operators if "opaque" in operator.target]
     splits = ["split" if operator.rule is not None else "whole" for operator in regions]
     return [float(trainer.step(inputs)) for _ in range(3)], splits
@@ -132,9 +136,7 @@ def other_batches() -> list[float]:
     """Training and evaluation with smaller batches than the example, whose step is captured again."""
     model: Any = made("item")
     mw.opaque(model.part)
-    trainer = mw.parallelize(
-        model, loss_fn, batch(), plan=mw.Layout(dp=2), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    )
+    trainer = mw.parallelize(model, loss_fn, batch(), plan=mw.Layout(dp=2), optimizer=sgd)
     return [float(trainer.step(batch())), float(trainer.step(batch(6))), float(trainer.evaluate(batch(4)))]
 
 
@@ -150,3 +152,27 @@ def test_smaller_batches_and_evaluations(ranks: Ranks) -> None:
         expected.append(loss.item())
     expected.append(loss_fn(model.eval(), batch(4)).item())
     assert ranks(2, other_batches)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def other_values() -> tuple[list[float], list[float]]:
+    """Training where rank 1's initial values end the loop at once, so that its check finds samples independent."""
+    model, plain = made("loop"), made("loop")
+    if dist.get_rank():
+        with torch.no_grad():
+            for value in model.parameters():
+                value.mul_(1e-3)
+    trainer = mw.parallelize(model, loss_fn, batch(), plan=mw.Layout(dp=2), optimizer=sgd, opaque="auto")
+    optimizer, losses, expected = sgd(plain.parameters()), [], []
+    for _ in range(2):
+        losses.append(float(trainer.step(batch())))
+        loss = loss_fn(plain, batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return losses, expected
+
+
+def test_the_verdict_of_rank_0_holds(ranks: Ranks) -> None:
+    for losses, expected in ranks(2, other_values):
+        assert losses == pytest.approx(expected, rel=1e-5)

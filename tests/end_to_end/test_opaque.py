@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.capture.opaque_capture import capture
 from meshwright.cli import run
 from meshwright.errors import CaptureError, LayoutError, RuleError
 from meshwright.ir.graph import Graph
@@ -112,7 +112,7 @@ def test_models_without_values_need_the_shapes_of_results() -> None:
     with torch.device("meta"):
         model = marked(Halving())
     assert "outputs=lambda" in fails(model)
-    mw.opaque(model.part, outputs=torch.empty_like)  # type: ignore[arg-type]
+    mw.opaque(model.part, outputs=torch.empty_like)  # type: ignore[type-var]
     graph = mw.capture(model, loss_fn, batch())
     assert regions_of(graph) == ["part:opaque#0"]
     (note,) = [note for note in mw.plan(graph, layout=mw.Layout(dp=2)).notes if note.module == "part"]
@@ -195,8 +195,8 @@ def test_capture_leaves_no_trace() -> None:
     model: Any = marked(Counts())
     model.up.eval()
     before, seen = torch.get_rng_state(), model.part.seen.clone()
-    captured = capture(model, loss_fn, batch())
-    assert captured.opaque is not None
+    graph = mw.capture(model, loss_fn, batch())
+    assert regions_of(graph) == ["part:opaque#0"]
     assert model.part.calls == 0
     assert torch.equal(model.part.seen, seen)
     assert torch.equal(torch.get_rng_state(), before)
@@ -330,3 +330,42 @@ def test_run_files_name_modules_that_exist(tmp_path: Path, capsys: pytest.Captur
     file.write_text(RUN.format(name="parts"))
     assert run(["plan", str(file)]) == 2
     assert "model.opaque: the model has no submodule 'parts'" in capsys.readouterr().err
+
+
+# --- models of others -------------------------------------------------------------------------------------------------
+
+
+def masked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def test_a_model_of_hugging_face_that_capture_refuses() -> None:
+    """I-BERT's activations read values of tensors, and keep ranges in buffers."""
+    from transformers import IBertConfig, IBertForMaskedLM
+
+    config = IBertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    models = [IBertForMaskedLM(config)]
+    models.append(copy.deepcopy(models[0]))
+    ids = torch.randint(2, 32, (4, 8))
+    inputs = {"input_ids": ids, "labels": ids}
+    with pytest.raises(CaptureError, match=r"mw\.opaque\(model\.ibert\.embeddings\.embeddings_act1\)"):
+        mw.capture(models[0], masked_loss, inputs)
+    for part in models[0].modules():
+        if type(part).__name__ == "QuantAct":
+            mw.opaque(part)
+    trainer = mw.parallelize(models[0], masked_loss, inputs, plan=mw.Layout(), optimizer=sgd)
+    assert len({name.partition(":")[0] for name in regions_of(trainer.graph)}) == 13
+    optimizer = sgd(models[1].parameters())
+    for _ in range(2):
+        loss = masked_loss(models[1], inputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(trainer.step(inputs)) == pytest.approx(loss.item(), rel=1e-5)
+    state = trainer.full_state_dict()
+    assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in models[1].state_dict().items())

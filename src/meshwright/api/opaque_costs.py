@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.capture.builder import Capture
 from meshwright.capture.opaque import OpaqueRegions, RegionCall
 from meshwright.capture.opaque_samples import SampledCall
+from meshwright.capture.values import contents_of, put_contents
 from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.graph import Graph, Operator
@@ -107,7 +108,7 @@ def _measured(regions: OpaqueRegions, call: OpaqueCall, sampled: SampledCall) ->
         backward = _timed(lambda: regions.backward(given, grads, part.text, 0, 0), device) if call.needs else (0.0, 0)
         return forward, backward
 
-    with _on_one_thread():
+    with _on_one_thread(), _unchanged(region.module):
         whole = of(call.samples)
         half = of(call.samples // 2) if call.rows and call.samples > 1 and call.samples % 2 == 0 else None
     forward, backward = (
@@ -141,6 +142,16 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, int]:
     if first > LONG_S:
         return seconds(), counting.live.peak
     return statistics.median(seconds() for _ in range(TIMES)), counting.live.peak
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Undo what runs of a module change in its attributes (counters, lists)."""
+    contents = [each for part in module.modules() for each in contents_of(vars(part))]
+    try:
+        yield
+    finally:
+        put_contents(contents)
 
 
 @contextmanager

@@ -145,7 +145,10 @@ def parallelize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     computed_in = from_rank_0(lambda: precision_of(plan, precision))
     check_device(computed_in, target, tells=not dist.is_initialized() or dist.get_rank() == 0)
-    captured = opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque)
+    captured = opaque_capture.capture(
+        model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque,
+        agree=lambda own: from_rank_0(lambda: own),
+    )  # fmt: skip
     graph = captured.graph
     if strict:
         check_strict(graph)

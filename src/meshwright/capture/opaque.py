@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.capture.opaque_samples import SampledCall
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 BatchDim = int | None | Literal["auto"]
 _MARK = "_meshwright_opaque"
 
@@ -114,38 +115,55 @@ class RegionCall:
     modes: dict[str, bool]
     precision: Precision | None = None
 
-    def run(self, tensors: Sequence[Tensor], *, trains: bool = True) -> list[Tensor]:
-        """Run the module with gradients on. Return its results, then the new values of the buffers it changes."""
+    def run(self, tensors: Sequence[Tensor], then: Callable[[list[Tensor]], T], *, trains: bool = True) -> T:
+        """Run the module with gradients on, and return ``then(results)``. The results are those of the module, then the
+        new values of the buffers that it changes.
+
+        During ``then``, the module still has these tensors as its parameters: backward may run parts of it again
+        (``torch.utils.checkpoint``, reversible layers)."""
         count = len(tensors) - len(self.names)
         given, state = tensors[:count], dict(zip(self.names, tensors[count:], strict=True))
         state |= {name: state[name].clone() for name in self.changes}
-        kept = {name: state[name] for name in self.names if name not in self.changes}
-        versions = {name: value._version for name, value in kept.items()}
-        args, kwargs = pytree.tree_unflatten(_filled(self.constants, given), self.spec)
-        step, device = _Region(self.module), tensors[0].device.type if tensors else "cpu"
+        versions = {name: state[name]._version for name in self.names if name not in self.changes}
+
+        def results(output: Any, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+            self._check({name: (buffers.get(name, state[name]), state[name], versions[name]) for name in versions})
+            leaves = self._leaves_of(output)
+            return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *(buffers[name] for name in self.changes)]
+
+        def forward(module: nn.Module) -> T:
+            args, kwargs = pytree.tree_unflatten(_filled(self.constants, given), self.spec)
+            with eagerly_in(self.precision, tensors[0].device.type if tensors else "cpu"):
+                output = module(*args, **kwargs)
+            return then(results(output, dict(module.named_buffers())))
+
         modes = self.modes if trains else dict.fromkeys(self.modes, False)
-        with torch.enable_grad(), _in_modes(self.module, modes), eagerly_in(self.precision, device):
-            output, buffers = torch.func.functional_call(
-                step, {f"module.{name}": value for name, value in state.items()}, (args, kwargs)
-            )
+        named = {f"module.{name}": value for name, value in state.items()}
+        with torch.enable_grad(), _in_modes(self.module, modes):
+            result: T = torch.func.functional_call(_Region(self.module), named, (forward,))
+        return result
+
+    def _leaves_of(self, output: Any) -> list[Any]:
         leaves, spec = pytree.tree_flatten(output)
-        constants = without_tensors(leaves)
-        if spec != self.out_spec or not same(constants, self.out_constants):
+        if spec != self.out_spec or not same(without_tensors(leaves), self.out_constants):
             raise refusal(
                 self.path,
                 f"its results are {_told(leaves)}; when the step was captured, they had other parts or "
                 f"values ({', '.join(map(repr, self.out_constants)) or 'tensors only'})",
                 remedy="return tensors, and no numbers or texts that change from call to call",
             )
-        written = next((name for name, value in kept.items() if value._version != versions[name]), "")
-        written = written or next((name for name in buffers if name in kept and buffers[name] is not kept[name]), "")
-        if written:
-            raise refusal(
-                self.path,
-                f"it changed {written}, and did not when the step was captured",
-                remedy="capture the step with an example batch on which it changes the buffer",
-            )
-        return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *(buffers[name] for name in self.changes)]
+        return leaves
+
+    def _check(self, kept: Mapping[str, tuple[Tensor, Tensor, int]]) -> None:
+        """Refuse a change of a parameter or buffer that did not change when the step was captured. ``kept`` has the
+        tensor after and before the call, and the version before."""
+        for name, (after, before, version) in kept.items():
+            if after is not before or before._version != version:
+                raise refusal(
+                    self.path,
+                    f"it changed {name}, and did not when the step was captured",
+                    remedy="capture the step with an example batch on which it changes the buffer",
+                )
 
 
 class _Region(nn.Module):
@@ -153,9 +171,9 @@ class _Region(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-        """Return the module's results, and its buffers after the call."""
-        return self.module(*args, **kwargs), dict(self.module.named_buffers())
+    def forward(self, run: Callable[[nn.Module], T]) -> T:
+        """Call a function of the module."""
+        return run(self.module)
 
 
 @dataclass
@@ -191,7 +209,7 @@ class OpaqueRegions:
             return operators.shapes(tensors, text)
         region = self.calls[call.region, call.number]
         with _numbers(call, tensors, key, salt):
-            results = region.run(_leaves(tensors, call.needs))
+            results = region.run(_leaves(tensors, call.needs), list)
         _check_results(call, results)
         return _own_memory(results, tensors)
 
@@ -203,20 +221,22 @@ class OpaqueRegions:
         region = self.calls[call.region, call.number]
         leaves = _leaves(tensors, call.needs)
         with _numbers(call, tensors, key, salt):
-            results = region.run(leaves)
-        return gradients(results, leaves, call, grads)
+            found = region.run(leaves, lambda results: gradients(results, leaves, call, grads))
+        return _own_memory(found, (*tensors, *grads))
 
 
 def gradients(results: list[Tensor], leaves: list[Tensor], call: OpaqueCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the inputs ``call.needs`` from those of the results ``call.given``."""
+    """The gradients of the inputs ``call.needs`` from those of the results ``call.given``.
+
+    Autograd adds them to the leaves, as in eager training: functions whose backward calls ``torch.autograd.backward``
+    (reentrant checkpoints, reversible layers) add gradients of parameters in no other way."""
     pairs = [(results[at], grad) for at, grad in zip(call.given, grads, strict=True) if results[at].requires_grad]
-    wanted = [leaves[index] for index in call.needs]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
     if pairs:
         ends, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(ends, wanted, given, allow_unused=True)
-    several = zip(wanted, found, strict=True)
-    return [torch.zeros_like(leaf) if grad is None else grad.contiguous() for leaf, grad in several]
+        torch.autograd.backward(ends, given)
+    found = [leaf.grad for leaf in (leaves[index] for index in call.needs)]
+    zeros = (torch.zeros_like(leaves[index], memory_format=torch.contiguous_format) for index in call.needs)
+    return [zero if grad is None else grad for grad, zero in zip(found, zeros, strict=True)]
 
 
 def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:

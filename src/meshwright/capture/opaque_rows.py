@@ -55,15 +55,23 @@ def misfit(
             part(value, each).detach().clone().requires_grad_(index in needs)
             for index, (value, each) in enumerate(zip(tensors, every, strict=True))
         ]
-        results = region.run(leaves, trains=not random)
-        for index in given:
-            if index not in draws:
-                draws[index] = torch.randn(results[index].shape, generator=generator, dtype=torch.float64)
-        grads = [part(draws[index], result_rows[index]).to(results[index]) for index in given]
-        found = gradients(results, leaves, call, grads) if needs else []
-        return [value.detach() for value in results], found
 
-    whole, whole_grads = run(0, samples)
+        def pair(results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            for index in given:
+                if index not in draws:
+                    draws[index] = torch.randn(results[index].shape, generator=generator, dtype=torch.float64)
+            grads = [part(draws[index], result_rows[index]).to(results[index]) for index in given]
+            found = gradients(results, leaves, call, grads) if needs else []
+            return [value.detach() for value in results], found
+
+        return region.run(leaves, pair, trains=not random)
+
+    try:
+        whole, whole_grads = run(0, samples)
+    except Exception as error:
+        if not random:
+            raise
+        return f"it draws random numbers, and fails in evaluation mode, in which it would be compared ({_line(error)})"
     for middle in dict.fromkeys((samples // 2, 1)):
         where = f"samples 0 to {middle - 1} and {middle} to {samples - 1}"
         try:
@@ -71,7 +79,7 @@ def misfit(
         except CaptureError:
             return f"it returns other parts for {where} than for the whole batch"
         except Exception as error:  # noqa: BLE001 - the user's module may raise anything: it cannot be split then
-            return f"it fails on a part of the batch: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return f"it fails on a part of the batch: {_line(error)}"
         for index, (value, a, b) in enumerate(zip(whole, first, second, strict=True)):
             if not _equal(torch.cat([a, b], dim), value):
                 return f"result {index} of {where} is not that of the whole batch"
@@ -81,6 +89,10 @@ def misfit(
                 name = region.names[index - len(inputs)] if index >= len(inputs) else f"argument {index}"
                 return f"the gradient of {name} of {where} is not that of the whole batch"
     return ""
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -97,7 +97,7 @@ def sample(
     precision: Precision | None,
 ) -> dict[Key, SampledCall]:  # fmt: skip
     """Run the forward of the step on the batch, and on a batch that holds each sample twice. Generators, modes and
-    buffers are as before afterwards.
+    buffers are as before afterwards. Calls in ``regions.samples`` are not checked again.
 
     Raises:
         CaptureError: the step fails in plain PyTorch; a region changes its inputs, or is called with values that differ
@@ -121,7 +121,7 @@ def sample(
                 f"call {number} of it depends on the batch: the step makes it for only one of the sizes {sizes}",
                 remedy="mark the module around it that decides about the call",
             )
-        return {key: _joined(regions, first[key], second[key], sizes) for key in first}
+        return {key: regions.samples.get(key) or _joined(regions, first[key], second[key], sizes) for key in first}
     finally:
         restore_generators(states)
         for part, was_training in modes:

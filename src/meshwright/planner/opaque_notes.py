@@ -19,13 +19,18 @@ from meshwright.planner.foretell import foretell
 
 @dataclass
 class _Region:
-    """The calls of a region, or of equal regions of repeated blocks. ``seconds`` are of all calls in a step;
-    ``split_s`` if the batch were split over all data-parallel ranks."""
+    """The calls of a region, or of equal regions of repeated blocks. ``stages_s`` are the seconds of a step
+    on each pipeline rank, ``saved_s`` those that a split of the batch over all data-parallel ranks would save."""
 
     calls: list[OpaqueCall] = field(default_factory=list)
     axes: set[str] = field(default_factory=set)
-    seconds: float = 0.0
-    split_s: float = 0.0
+    stages_s: dict[int, float] = field(default_factory=dict)
+    saved_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds on the rank that spends the most."""
+        return max(self.stages_s.values())
 
 
 def with_region_notes(
@@ -56,20 +61,24 @@ def _regions(plan: Plan, graph: Graph, cluster: Cluster, lower: Lower) -> tuple[
             continue
         call, strategy = call_of(operator.arguments), strategies[operator.name]
         region = regions.setdefault(starred(call.region), _Region())
-        sizes = plan.sizes(divided.stage_of.get(operator.name, 0))
+        stage = divided.stage_of.get(operator.name, 0)
+        sizes, rank = plan.sizes(stage), plan.pipeline.rank_of(stage)
         nodes = lower.operator(operator, strategy, {axis: size for axis, size in sizes.items() if size > 1}).nodes
         cost = call.measured(operator.target == TARGETS[1])
         if operator.target == TARGETS[0]:
             region.calls.append(call)
-        region.axes |= {axis for axis, letter in strategy.items() if letter and axis != TIME}
-        region.seconds += costs.of(nodes).seconds * plan.microbatches
-        region.split_s += cost.whole_s / ranks if cost is not None else 0.0
+        region.axes |= {axis for axis, letter in strategy.items() if letter}
+        seconds = costs.of(nodes).seconds * plan.microbatches
+        region.stages_s[rank] = region.stages_s.get(rank, 0.0) + seconds
+        less = max(0.0, seconds - cost.whole_s / ranks) if cost is not None else 0.0
+        region.saved_s[rank] = region.saved_s.get(rank, 0.0) + less
     return regions, ranks
 
 
 def _split(region: _Region, plan: Plan) -> str:
-    split = [axis for axis in plan.mesh.names if axis in region.axes]
-    return " ".join(f"batch@{axis}" for axis in split) if split else "whole on each rank"
+    split = [f"batch@{axis}" for axis in plan.mesh.names if axis in region.axes]
+    split += [f"{plan.microbatches} micro-batches"] if TIME in region.axes else []
+    return " ".join(split) or "whole on each rank"
 
 
 def _reason(region: _Region, ranks: int, step_s: float, cluster: Cluster) -> str:
@@ -83,9 +92,9 @@ def _reason(region: _Region, ranks: int, step_s: float, cluster: Cluster) -> str
         if cluster.device.kind != "cpu":
             price += f" (measured on {first.cost.device}, not on {cluster.device.name})"
     gain = ""
-    if not region.axes and ranks > 1:
+    if not region.axes - {TIME} and ranks > 1:
         gain = f"; {first.reason.partition(': ')[2] or first.reason}" if first.reason else ""
         if first.cost is not None:
-            less = max(0.0, region.seconds - region.split_s)
-            gain += f"; split by samples over {ranks} ranks, the step would take {less * 1e3:.3g} ms less"
+            less = max(region.saved_s.values()) * 1e3
+            gain += f"; split by samples over {ranks} ranks, the step would take {less:.3g} ms less"
     return f"opaque region, {times}{price}{gain}"
