@@ -23,6 +23,7 @@ import gc
 import mmap
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -39,7 +40,6 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks import report
 from meshwright.ir.result import Check, Comparison, Finding, Settings
-from meshwright.ir.statistics import median
 from meshwright.models import MLP, classification_loss, demo_gpt, language_model_loss
 from meshwright.runtime.chunk_index import joined, small_files
 from meshwright.runtime.safetensors_files import SafetensorsSource
@@ -217,7 +217,7 @@ def disk(rounds: int) -> list[Finding]:
                 shutil.rmtree(directory)
     target = "disk: 2 GiB of state are written at 80 % of the disk's speed or more (a ratio of at most 1.25)"
     beside = {name: seconds[name] for name in ("a checkpoint", "torch.distributed.checkpoint")}
-    fastest = min(PLAIN, key=lambda name: median(seconds[name]))
+    fastest = min(PLAIN, key=lambda name: statistics.median(seconds[name]))
     return [
         judged(target, {name: seconds[name] for name in ("a checkpoint", fastest)}, DISK, "disk", 1),
         judged("disk: beside torch.distributed.checkpoint, without checksums there", beside, 1.0, "disk", 1),
