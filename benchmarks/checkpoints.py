@@ -5,8 +5,9 @@ Without ``--only``, the result file is written. The exit code is 1 if a target i
 pause     The demo's GPT on two ranks saves beside its steps, every few steps. A save stops training while ``save_in``
           runs, and while an update waits for the copies; both are timed on every rank, and the slowest counts.
 disk      2 GiB of state are written and flushed to the disk: as a checkpoint, with indices and checksums; by
-          torch.distributed.checkpoint, which computes no checksums; and as plain bytes in pieces of 4 MiB, which is the
-          disk's speed. All take turns, and write to fresh files.
+          torch.distributed.checkpoint, which computes no checksums; and as plain bytes, through the system's cache and
+          around it, where the room is reserved before. The faster of the two is the disk's speed. All take turns, and
+          write to fresh files.
 reshard   A checkpoint of 2 GiB is saved by four ranks, and loaded by two ranks. Memory is VmHWM during the load beyond
           what is resident before it, added to the rank's parameters, which are resident then.
 stream    A folder of Hugging Face is loaded by two ranks into a model on the meta device. All reads are counted: their
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -50,7 +53,7 @@ PAUSE, DISK, MEMORY = 0.01, 1 / 0.8, 1.2
 STATE_BYTES = 2 * 2**30
 STEPS_BETWEEN = 6
 """Steps from one save to the next; the first of them is the one whose update waits for the copies."""
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES, PAGE_BYTES = 16 * 2**20, 4096
 
 
 def scratch() -> Path:
@@ -162,8 +165,38 @@ def write_plain(tensors: dict[str, Tensor], directory: Path) -> None:
         os.fsync(file.fileno())
 
 
+def write_direct(tensors: dict[str, Tensor], directory: Path) -> None:
+    """As bytes that go around the system's cache, into room that is reserved before. The last page is filled up."""
+    directory.mkdir()
+    size = sum(value.nbytes for value in tensors.values())
+    number = os.open(directory / "plain", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
+    buffer, filled, at = memoryview(mmap.mmap(-1, PIECE_BYTES)), 0, 0
+    try:
+        os.posix_fallocate(number, 0, size)
+        for value in tensors.values():
+            data: Any = value.view(-1).view(torch.uint8).numpy()
+            view = memoryview(data)
+            while len(view):
+                if not filled and len(view) >= PIECE_BYTES and data.ctypes.data % PAGE_BYTES == 0:
+                    count = os.pwrite(number, view[:PIECE_BYTES], at)  # from its own memory
+                    view, at = view[count:], at + count
+                    continue
+                count = min(len(view), PIECE_BYTES - filled)
+                buffer[filled : filled + count] = view[:count]
+                view, filled = view[count:], filled + count
+                if filled == PIECE_BYTES:
+                    at, filled = at + os.pwrite(number, buffer, at), 0
+        os.pwrite(number, buffer[: -(-filled // PAGE_BYTES) * PAGE_BYTES], at)
+        os.ftruncate(number, size)
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+PLAIN = ("plain bytes", "plain bytes around the cache")
 WRITERS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
-    "a checkpoint": write_ours, "torch.distributed.checkpoint": write_torch, "plain bytes": write_plain,
+    "a checkpoint": write_ours, "torch.distributed.checkpoint": write_torch, PLAIN[0]: write_plain,
+    PLAIN[1]: write_direct,
 }  # fmt: skip
 
 
@@ -172,7 +205,8 @@ def disk(rounds: int) -> list[Finding]:
     tensors = state()
     seconds: dict[str, list[float]] = {name: [] for name in WRITERS}
     for number in range(rounds):
-        for name in [*WRITERS][number % 3 :] + [*WRITERS][: number % 3]:
+        turn = number % len(WRITERS)
+        for name in [*WRITERS][turn:] + [*WRITERS][:turn]:
             directory = scratch()
             try:
                 os.sync()
@@ -183,8 +217,9 @@ def disk(rounds: int) -> list[Finding]:
                 shutil.rmtree(directory)
     target = "disk: 2 GiB of state are written at 80 % of the disk's speed or more (a ratio of at most 1.25)"
     beside = {name: seconds[name] for name in ("a checkpoint", "torch.distributed.checkpoint")}
+    fastest = min(PLAIN, key=lambda name: statistics.median(seconds[name]))
     return [
-        judged(target, seconds, DISK, "disk", 1),
+        judged(target, {name: seconds[name] for name in ("a checkpoint", fastest)}, DISK, "disk", 1),
         judged("disk: beside torch.distributed.checkpoint, without checksums there", beside, 1.0, "disk", 1),
     ]
 

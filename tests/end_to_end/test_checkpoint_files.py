@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import itertools
 import json
@@ -35,7 +37,7 @@ from meshwright.models import MLP
 from meshwright.runtime import checkpoint_files, manifest, saving, shards, share
 from meshwright.runtime.chunk_files import ChunkReader, frame_of, numbers_of, verify_chunks
 from meshwright.runtime.chunk_index import Index, IndexedTensor, read_index
-from meshwright.runtime.chunk_writer import ChunkFile
+from meshwright.runtime.chunk_writer import PIECE_BYTES, ChunkFile
 from meshwright.runtime.manifest import DamagedCheckpointError
 from meshwright.runtime.object_path import ObjectPath, place_of
 from meshwright.runtime.rehearsal import Rehearsal
@@ -155,6 +157,43 @@ def test_a_system_that_writes_less_than_it_is_given_is_asked_again(
     (chunk,) = file.close()["x"]
     assert sum(counts) == chunk.num_bytes == (tmp_path / "__0_0.distcp").stat().st_size
     verify_chunks(tmp_path, [chunk])
+
+
+@pytest.mark.parametrize("way", ["around the cache", "not opened", "not written"])
+def test_large_chunks_are_whole_whichever_way_they_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Whole pages go to the disk directly, where the system lets them; what is left of their chunks goes beside."""
+    write, opened, refused = os.pwritev, os.open, list[int]()
+
+    def not_opened(path: Any, flags: int, *mode: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    def not_written(number: int, pieces: list[memoryview], at: int) -> int:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(at)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(number, pieces, at)
+
+    if way == "not opened":
+        monkeypatch.setattr(os, "open", not_opened)
+    elif way == "not written":
+        monkeypatch.setattr(os, "pwritev", not_written)
+    values = [torch.rand(size) for size in (2**18 + 5, 3, PIECE_BYTES // 2 + 1, 2**18, 0, 7)]
+    file = ChunkFile(tmp_path / "__0_0.distcp")
+    for number, value in enumerate(values):
+        file.add("x", value, (number,))
+    chunks = file.close()["x"]
+    assert bool(refused) == (way == "not written")
+    monkeypatch.undo()
+    verify_chunks(tmp_path, chunks)
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    assert len(data) == sum(chunk.num_bytes for chunk in chunks), "what was reserved is given back"
+    for chunk, value in zip(chunks, values, strict=True):
+        piece = io.BytesIO(data[chunk.at : chunk.at + chunk.num_bytes])
+        assert torch.equal(torch.load(piece, weights_only=True), value)
 
 
 def test_an_error_in_a_thread_ends_the_file(tmp_path: Path) -> None:

@@ -1,15 +1,23 @@
 """Writes a file of chunks (``chunk_files.py``), by threads that compute checksums while others write.
 
     add        chunk 0   chunk 1   chunk 2 ...      a place depends on sizes only: no chunk waits for another
-    thread 0   check, CRC-32 │ write ▸ the disk begins │ check, CRC-32 of chunk 2 ...
-    thread 1         check, CRC-32 of chunk 1 │ write ▸ the disk begins ...
-    close                                                      all are written │ flush
+    thread 0   check │ CRC-32, write, CRC-32, write, ... │ check │ CRC-32, write ... of chunk 2
+    thread 1           check │ CRC-32, write, CRC-32, write, ... of chunk 1 │ ...
+    close                                                                      all are written │ flush
 
-Numbers go from the tensor's own memory to the system, in one call a chunk. The disk begins to store them at once, so
-that little is left to wait for at the end. An object of a store is a stream: one thread writes it, in order.
+Large chunks go around the system's cache, which would copy them, and keep them in place of files that are read again:
+
+    pages of the file    │ 0              │ 1        │ 2        │ 3
+    the chunk            │ ... head, num──┼──bers────┼──────────┼──, tail ...
+    goes                   through cache  │ direct              │ through cache
+
+What goes direct is whole pages, from a small buffer that begins at a page's address. Where a system has no such way,
+all goes through the cache. An object of a store is a stream: one thread writes it, in order.
 """
 
 import ctypes
+import errno
+import mmap
 import os
 import queue
 import sys
@@ -17,8 +25,10 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshwright.runtime.chunk_files import Frame, frame_of, numbers_of
@@ -29,9 +39,13 @@ THREADS = 2
 """Threads that write one file."""
 PENDING = 2
 """Largest number of chunks that wait for a thread."""
+PAGE_BYTES = 4096
+PIECE_BYTES = 4 * 2**20
+"""Bytes that go to the disk at once."""
 LARGE_BYTES = 2**20
-"""The disk begins to store a chunk of this size as soon as it is written. Smaller ones are stored at the end."""
-_BEGIN = 2  # SYNC_FILE_RANGE_WRITE
+"""Chunks of this size go around the cache."""
+AHEAD_BYTES = 16 * 2**20
+"""At least so many bytes are reserved on the disk at once, so that direct writes need not extend the file."""
 
 Check = Callable[[Tensor], None]
 """Raises an error if a chunk is not worth writing."""
@@ -57,6 +71,8 @@ class ChunkFile:
         self.name = path.name
         self._file: IO[bytes] = path.open("wb")
         self._number = _file_number(self._file)
+        self._direct = _direct_number(path) if self._number is not None else None
+        self._reserved = 0
         self._jobs: queue.Queue[_Job | None] = queue.Queue(PENDING)
         self._error: BaseException | None = None
         self._chunks: list[tuple[str, SavedChunk] | None] = []
@@ -77,6 +93,9 @@ class ChunkFile:
         job = _Job(len(self._chunks), name, self._position, value, tuple(offsets), frame, check)
         self._chunks.append(None)
         self._position += len(frame.head) + value.numel() * value.element_size() + len(frame.tail)
+        if self._direct is not None and self._position > self._reserved:
+            before, self._reserved = self._reserved, self._position + max(AHEAD_BYTES, self._position)
+            _reserve(self._direct, before, self._reserved - before)
         if self._threads:
             self._jobs.put(job)
         else:
@@ -90,9 +109,11 @@ class ChunkFile:
                 raise self._error
             self._file.flush()
             if self._number is not None:
+                if self._reserved:
+                    os.ftruncate(self._number, self._position)
                 os.fdatasync(self._number)
         finally:
-            self._file.close()
+            self._close()
         found: dict[str, tuple[SavedChunk, ...]] = {}
         for name, chunk in filter(None, self._chunks):
             found[name] = (*found.get(name, ()), chunk)
@@ -101,7 +122,13 @@ class ChunkFile:
     def abandon(self) -> None:
         """Close the file as it is."""
         self._end()
+        self._close()
+
+    def _close(self) -> None:
         self._file.close()
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
 
     def _end(self) -> None:
         for _ in self._threads:
@@ -113,40 +140,73 @@ class ChunkFile:
     # --- in a thread -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        buffer: mmap.mmap | None = None
         while (job := self._jobs.get()) is not None:
             if self._error is None:
                 try:
-                    self._write(job)
+                    if self._direct is not None and buffer is None:
+                        buffer = mmap.mmap(-1, PIECE_BYTES)
+                    self._write(job, buffer)
                 except BaseException as error:  # noqa: BLE001 - ``add`` or ``close`` raises it
                     self._error = error
             del job
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _Job, buffer: mmap.mmap | None = None) -> None:
         if job.check is not None:
             job.check(job.value)
         frame, numbers = job.frame, numbers_of(job.value)
-        checksum = zlib.crc32(numbers)
+        begin, end = job.at + len(frame.head), job.at + len(frame.head) + len(numbers)
+        first, last = begin, begin  # what lies between goes around the cache
+        if self._direct is not None and buffer is not None and len(numbers) >= LARGE_BYTES:
+            first, last = -(-begin // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+        before, behind = numbers[: first - begin], numbers[last - begin :]
+        checksum = zlib.crc32(before)
+        for at in range(first, last, PIECE_BYTES):
+            piece = numbers[at - begin : min(at + PIECE_BYTES, last) - begin]
+            checksum = self._write_direct(piece, at, checksum, buffer)
+        checksum = zlib.crc32(behind, checksum)
         tail = frame.ending(checksum)
-        pieces = [memoryview(frame.head), numbers, memoryview(tail)]
-        if self._number is None:
-            for piece in pieces:
-                self._file.write(piece)
+        if first == last:
+            self._put([memoryview(frame.head), numbers, memoryview(tail)], job.at)
         else:
-            write_at(self._number, pieces, job.at)
-            if len(numbers) >= LARGE_BYTES:
-                begin_to_store(self._number, job.at, sum(map(len, pieces)))
+            self._put([memoryview(frame.head), before], job.at)
+            self._put([behind, memoryview(tail)], last)
         chunk = SavedChunk(
             job.offsets,
             tuple(job.value.shape),
             self.name,
             job.at,
-            sum(map(len, pieces)),
-            job.at + len(frame.head),
+            len(frame.head) + len(numbers) + len(tail),
+            begin,
             len(numbers),
             checksum,
             zlib.crc32(tail, zlib.crc32(frame.head)),
         )
         self._chunks[job.number] = job.name, chunk
+
+    def _write_direct(self, piece: memoryview, at: int, checksum: int, buffer: Any) -> int:
+        """Write whole pages, and return the checksum of all until their end. It goes through the cache if the
+        file's system does not take direct writes of pages."""
+        shown = torch.frombuffer(buffer, dtype=torch.uint8)[: len(piece)]
+        shown.copy_(torch.frombuffer(piece, dtype=torch.uint8))  # other threads of Python go on
+        data = memoryview(buffer)[: len(piece)]
+        direct, checksum = self._direct, zlib.crc32(data, checksum)
+        try:
+            if direct is not None:
+                write_at(direct, [data], at)
+                return checksum
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self._put([data], at)
+        return checksum
+
+    def _put(self, pieces: Sequence[memoryview], at: int) -> None:
+        if self._number is not None:
+            write_at(self._number, pieces, at)
+            return
+        for piece in pieces:
+            self._file.write(piece)
 
 
 def write_at(number: int, pieces: Sequence[memoryview], at: int) -> None:
@@ -161,12 +221,21 @@ def write_at(number: int, pieces: Sequence[memoryview], at: int) -> None:
             left[0] = left[0][count:]
 
 
-def begin_to_store(number: int, at: int, num_bytes: int) -> None:
-    """Let the disk begin to store a range of a file, without waiting for its end. It is only a hint: errors show when
-    the file is flushed."""
-    begin: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if begin is not None:
-        begin(number, ctypes.c_int64(at), ctypes.c_int64(num_bytes), _BEGIN)
+def _reserve(number: int, at: int, num_bytes: int) -> None:
+    """Reserve room for a range of a file. It is only a hint: a disk that is full shows when the range is written."""
+    reserve: Any = getattr(ctypes.CDLL(None), "fallocate", None) if sys.platform == "linux" else None
+    if reserve is not None:
+        reserve(number, 0, ctypes.c_int64(at), ctypes.c_int64(num_bytes))
+
+
+def _direct_number(path: AnyPath) -> int | None:
+    """Another descriptor of a file, whose writes go around the cache; None where there is no such way."""
+    if not isinstance(path, Path) or not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError:
+        return None
 
 
 def _file_number(file: IO[bytes]) -> int | None:

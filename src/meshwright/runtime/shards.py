@@ -18,7 +18,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -126,9 +126,10 @@ def part_of(parameters: LocalParameters, name: str, value: Tensor) -> StoredPart
     known = parameters.parts.get(name)
     if known is None:
         placements, shape = parameters.placements(name), parameters.global_shape(name)
-        known = part_at(value, shape, placements, parameters.groups, written_here=parameters.counts(name))
-        parameters.parts[name] = replace(known, value=torch.empty(0))
-    return replace(known, value=value)
+        part = part_at(value, shape, placements, parameters.groups, written_here=parameters.counts(name))
+        known = shape, part.chunks, part.local, part.flat_from, part.replica, part.written_here
+        parameters.parts[name] = known
+    return StoredPart(value, *known)
 
 
 def part_at(

@@ -31,7 +31,7 @@ class LocalParameters:
         own: maps names to this rank's parameters, or to its parts of parameters.
         given: maps names of parameters that are not whole on this rank to the meta tensors in the caller's module.
         named_buffers: maps names to the buffers that this rank holds.
-        parts: for ``runtime/shards.py``: where this rank's parts lie, by name, as far as it was asked.
+        parts: maps names to the places of this rank's parts, as far as ``runtime/shards.py`` has computed them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LocalParameters:
         self.own: dict[str, nn.Parameter] = {}
         self.given: dict[str, nn.Parameter] = {}
         self.named_buffers: dict[str, Tensor] = {}
-        self.parts: dict[str, Any] = {}
+        self.parts: dict[str, tuple[Any, ...]] = {}
         parts: dict[str, nn.Parameter] = {}
         unset = self._make_room(loaded, parts)
         materialize(model, device, seed, lambda name, value: self._take(name, value, parts), unset)
