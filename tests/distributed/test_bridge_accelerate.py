@@ -77,7 +77,9 @@ def compare(result: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(value, expected["state"][name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("plan", [None, mw.Layout(tp=2)], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(None, id="dp", marks=pytest.mark.product), pytest.param(mw.Layout(tp=2), id="tp")]
+)
 def test_a_loop_has_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, plan: mw.Layout | None) -> None:
     expected = by_accelerate(tmp_path / "one")
     for result in ranks(2, by_plan, plan, tmp_path / "two", False):

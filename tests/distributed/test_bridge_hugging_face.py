@@ -63,6 +63,7 @@ def by_plan(directory: Path, plan: Plan, more: dict[str, Any], resume: str | Non
 
 ALONE: dict[str, Any] = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
 ON_TWO: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+HALVES: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +85,11 @@ def compare(history: list[dict[str, float]], expected: list[dict[str, float]], w
 @pytest.mark.parametrize(
     ("plan", "more"),
     [
-        (None, ON_TWO),
-        (None, ON_TWO | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-        (mw.Layout(tp=2), ON_TWO),
-        (mw.Layout(dp=2, zero=3), ON_TWO),
+        pytest.param(None, ON_TWO, id="data-parallel", marks=pytest.mark.product),
+        pytest.param(None, ON_TWO | HALVES, id="accumulated"),
+        pytest.param(mw.Layout(tp=2), ON_TWO, id="tensor-parallel"),
+        pytest.param(mw.Layout(dp=2, zero=3), ON_TWO, id="sharded", marks=pytest.mark.product),
     ],
-    ids=["data-parallel", "accumulated", "tensor-parallel", "sharded"],
 )
 def test_losses_are_those_of_trainer_on_one_process(
     ranks: Ranks, tmp_path: Path, alone: tuple[Any, dict[str, torch.Tensor]], plan: Plan, more: dict[str, Any]
@@ -165,7 +165,10 @@ def adapters(directory: Path, planned: bool, plan: Plan) -> tuple[list[float], d
         return losses, load_file(directory / "adapter" / "adapter_model.safetensors") if not planned else {}
 
 
-@pytest.mark.parametrize("plan", [mw.Layout(dp=2), mw.Layout(tp=2)], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(mw.Layout(dp=2), id="dp", marks=pytest.mark.product), pytest.param(mw.Layout(tp=2), id="tp")],
+)
 def test_adapters_of_peft_are_trained_and_saved_as_peft_saves_them(ranks: Ranks, tmp_path: Path, plan: Plan) -> None:
     losses, weights = adapters(tmp_path / "plain", False, None)
     for found, _ in ranks(2, adapters, tmp_path / "planned", True, plan):
@@ -204,7 +207,9 @@ def test_other_refusals(tmp_path: Path) -> None:
         PlannedTrainer(gpt2(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), plan_options={"max_norm": 1})
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(False, id="whole", marks=pytest.mark.product), pytest.param(True, id="adapters")]
+)
 def test_the_example_runs_on_two_ranks(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     assert lines_of("hugging_face_trainer.py") < 60
     more = ["--lora"] if lora else ["--tp", "2"]

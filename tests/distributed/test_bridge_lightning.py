@@ -97,7 +97,14 @@ def compare(result: Any, expected: Any, within: float = 1e-6) -> None:
         torch.testing.assert_close(value, expected[2][name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("plan", [None, mw.Layout(tp=2), mw.Layout(dp=2, zero=3)], ids=["dp", "tp", "zero-3"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(None, id="dp", marks=pytest.mark.product),
+        pytest.param(mw.Layout(tp=2), id="tp", marks=pytest.mark.product),
+        pytest.param(mw.Layout(dp=2, zero=3), id="zero-3"),
+    ],
+)
 def test_fit_is_that_of_one_process(ranks: Ranks, tmp_path: Path, alone: Any, plan: mw.Layout | None) -> None:
     first, again, _ = alone
     for result in ranks(2, by_plan, plan, tmp_path, False, {}):
@@ -111,6 +118,7 @@ def test_a_checkpoint_continues_in_lightning_itself(ranks: Ranks, tmp_path: Path
     compare(trained("auto", 1, tmp_path, resume=True), alone[1])
 
 
+@pytest.mark.product
 def test_accumulated_batches_are_those_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
     expected = trained("auto", 1, tmp_path, accumulate_grad_batches=2)
     for result in ranks(2, by_plan, None, tmp_path, False, {"accumulate_grad_batches": 2}):
