@@ -21,9 +21,10 @@ Plan = mw.Layout | None
 
 
 def samples(count: int, length: int = 24) -> list[dict[str, torch.Tensor]]:
-    """Real text in bytes. The sentences have different lengths: the rest is padding, which has no label."""
+    """Real text, of whose bytes three bits are kept, so that the loss is about 2. Sentences have different lengths: the
+    rest is padding, which has no label."""
     text = Path(str(nn.modules.module.__file__)).read_bytes()[: count * length]
-    rows = torch.tensor(list(text)).view(-1, length)
+    rows = torch.tensor(list(text)).view(-1, length) % 8
     ends = [length - 3 * (row % 3) for row in range(count)]
     return [
         {"input_ids": row, "labels": row.masked_fill(torch.arange(length) >= end, -100)}
@@ -31,13 +32,15 @@ def samples(count: int, length: int = 24) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2(dtype: torch.dtype = torch.float64) -> GPT2LMHeadModel:
+    """A small GPT-2. In float64, so that a test does not depend on the order of sums on a machine; transformers still
+    adds up the loss in float32, with errors of some 1e-7."""
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        vocab_size=8, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(config).to(dtype)
 
 
 def trainer_of(kind: type[Trainer], directory: Path, more: dict[str, Any], **others: Any) -> Any:
@@ -48,7 +51,8 @@ def trainer_of(kind: type[Trainer], directory: Path, more: dict[str, Any], **oth
         **{"save_strategy": "no", "max_steps": STEPS, **more},
     )  # fmt: skip
     data = samples(64)
-    trainer = kind(model=gpt2(), args=arguments, train_dataset=data[:48], eval_dataset=data[48:], **others)
+    model = gpt2(torch.float32 if more.get("bf16") else torch.float64)
+    trainer = kind(model=model, args=arguments, train_dataset=data[:48], eval_dataset=data[48:], **others)
     return trainer
 
 
@@ -57,12 +61,14 @@ def by_plan(directory: Path, plan: Plan, more: dict[str, Any], resume: str | Non
         trainer = trainer_of(PlannedTrainer, directory, more, plan=plan)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(directory / "pushed"))
+        assert trainer.planned.trainer._num_changes == 0  # the loop changes nothing that the captured step has read
         history: list[dict[str, float]] = trainer.state.log_history
         return history
 
 
 ALONE: dict[str, Any] = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
 ON_TWO: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+HALVES: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +90,11 @@ def compare(history: list[dict[str, float]], expected: list[dict[str, float]], w
 @pytest.mark.parametrize(
     ("plan", "more"),
     [
-        (None, ON_TWO),
-        (None, ON_TWO | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
-        (mw.Layout(tp=2), ON_TWO),
-        (mw.Layout(dp=2, zero=3), ON_TWO),
+        pytest.param(None, ON_TWO, id="data-parallel", marks=pytest.mark.product),
+        pytest.param(None, ON_TWO | HALVES, id="accumulated"),
+        pytest.param(mw.Layout(tp=2), ON_TWO, id="tensor-parallel"),
+        pytest.param(mw.Layout(dp=2, zero=3), ON_TWO, id="sharded", marks=pytest.mark.product),
     ],
-    ids=["data-parallel", "accumulated", "tensor-parallel", "sharded"],
 )
 def test_losses_are_those_of_trainer_on_one_process(
     ranks: Ranks, tmp_path: Path, alone: tuple[Any, dict[str, torch.Tensor]], plan: Plan, more: dict[str, Any]
@@ -148,7 +153,7 @@ def adapters(directory: Path, planned: bool, plan: Plan) -> tuple[list[float], d
         torch.manual_seed(1)
         lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0, task_type="CAUSAL_LM")
         torch.manual_seed(0)
-        model = get_peft_model(gpt2(), lora)
+        model = get_peft_model(gpt2(torch.float32), lora)
         arguments = TrainingArguments(
             output_dir=str(directory), use_cpu=True, max_steps=6, learning_rate=1e-2, logging_steps=1, report_to=[],
             disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no",
@@ -165,17 +170,20 @@ def adapters(directory: Path, planned: bool, plan: Plan) -> tuple[list[float], d
         return losses, load_file(directory / "adapter" / "adapter_model.safetensors") if not planned else {}
 
 
-@pytest.mark.parametrize("plan", [mw.Layout(dp=2), mw.Layout(tp=2)], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(mw.Layout(dp=2), id="dp", marks=pytest.mark.product), pytest.param(mw.Layout(tp=2), id="tp")],
+)
 def test_adapters_of_peft_are_trained_and_saved_as_peft_saves_them(ranks: Ranks, tmp_path: Path, plan: Plan) -> None:
     losses, weights = adapters(tmp_path / "plain", False, None)
     for found, _ in ranks(2, adapters, tmp_path / "planned", True, plan):
-        assert found == pytest.approx(losses, abs=1e-6)
+        assert found == pytest.approx(losses, abs=5e-6)  # adapters are in float32
     saved = tmp_path / "planned" / "adapter"
     ours = load_file(saved / "adapter_model.safetensors")
     assert ours.keys() == weights.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5)
-    tuned = PeftModel.from_pretrained(gpt2(), str(saved)).state_dict()
+    tuned = PeftModel.from_pretrained(gpt2(torch.float32), str(saved)).state_dict()
     name = "base_model.model.transformer.h.1.attn.c_attn.lora_B.default.weight"
     assert torch.equal(tuned[name], ours[name.replace(".default", "")])
 
@@ -204,7 +212,9 @@ def test_other_refusals(tmp_path: Path) -> None:
         PlannedTrainer(gpt2(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), plan_options={"max_norm": 1})
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(False, id="whole", marks=pytest.mark.product), pytest.param(True, id="adapters")]
+)
 def test_the_example_runs_on_two_ranks(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     assert lines_of("hugging_face_trainer.py") < 60
     more = ["--lora"] if lora else ["--tp", "2"]

@@ -18,7 +18,10 @@ from tests.distributed.pool import Ranks
 LAYOUTS = [
     mw.Layout(dp=2), mw.Layout(tp=2), mw.Layout(dp=2, zero=1), mw.Layout(dp=2, zero=3), mw.Layout(pp=2, microbatches=2),
 ]  # fmt: skip
-NAMES = ["dp", "tp", "zero-1", "zero-3", "pp"]
+EVERY = [
+    pytest.param(layout, id=name, marks=pytest.mark.product if name in ("dp", "zero-1") else ())
+    for layout, name in zip(LAYOUTS, ("dp", "tp", "zero-1", "zero-3", "pp"), strict=True)
+]
 
 
 class Blocks(nn.Module):
@@ -86,7 +89,7 @@ def pieces_and_steps(layout: mw.Layout) -> tuple[bool, list[int]]:
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("layout", EVERY)
 def test_pieces_have_the_bits_of_a_step(ranks: Ranks, layout: mw.Layout) -> None:
     assert ranks(2, pieces_and_steps, layout) == [(True, [3, 3])] * 2
 
@@ -116,8 +119,15 @@ def accumulated(layout: mw.Layout, add: Callable[[Tensor, Tensor], None]) -> flo
     return far(trainer.full_state_dict(all_ranks=True), dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("add", [separately, together])
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[3], LAYOUTS[4]], ids=["tp", "zero-3", "pp"])
+@pytest.mark.parametrize(
+    ("layout", "add"),
+    [
+        pytest.param(LAYOUTS[1], separately, id="tp"),
+        pytest.param(LAYOUTS[3], together, id="zero-3"),
+        pytest.param(LAYOUTS[4], separately, id="pp"),
+        pytest.param(LAYOUTS[4], together, id="pp-together", marks=pytest.mark.product),
+    ],
+)
 def test_scaled_and_summed_losses_have_the_gradients_of_autograd(
     ranks: Ranks, layout: mw.Layout, add: Callable[[Tensor, Tensor], None]
 ) -> None:
@@ -194,7 +204,7 @@ def round_trip(layout: mw.Layout) -> tuple[bool, float]:
     return equal, far(trainer.full_state_dict(all_ranks=True), dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("layout", EVERY)
 def test_states_go_to_plain_torch_and_back_with_equal_bits(ranks: Ranks, layout: mw.Layout) -> None:
     for equal, error in ranks(2, round_trip, layout):
         assert equal
@@ -270,7 +280,9 @@ def alternating(layout: mw.Layout) -> float:
     return far(weights, dict(plain.named_parameters()))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=["dp", "zero-3"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(LAYOUTS[0], id="dp", marks=pytest.mark.product), pytest.param(LAYOUTS[3], id="zero-3")]
+)
 def test_alternating_losses_train_one_set_of_parameters(ranks: Ranks, layout: mw.Layout) -> None:
     assert max(ranks(2, alternating, layout)) < 1e-9
 

@@ -15,8 +15,9 @@ accelerate has no register of plugins, so this is a subclass. A loader's batch i
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +90,22 @@ class PlannedModel(nn.Module):
 
         self.module, self.planned = module, Planned(module, loss_of, plan, options)
         self.optimizer: torch.optim.Optimizer | None = None
+        self._whole = ExitStack()
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the mode. In evaluation mode the caller's model has whole parameters, which split parameters are
+        gathered for: every rank must call it."""
+        if mode:
+            self._whole.close()
+        elif self.training:
+            self._whole.enter_context(self.planned.whole())
+        return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss in training, within an ``Output`` if the model returns more; else the model's own result."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not self.training:
+            return self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
             with self.planned.whole():
                 return self.module(*args, **kwargs)
         if self.optimizer is None:

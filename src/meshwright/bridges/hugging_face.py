@@ -203,6 +203,10 @@ def _refuse(args: TrainingArguments) -> None:
         value = getattr(args, name, accepted[0])
         if value not in accepted:
             raise PlanError(f"{value!r} cannot be honoured", where=f"{_WHERE}, {name}", remedy=remedy)
+    if args.n_gpu > 1:
+        raise PlanError(
+            f"one process would use {args.n_gpu} GPUs", where=_WHERE, remedy="start one process for each: torchrun"
+        )
     config = args.accelerator_config
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name, None):

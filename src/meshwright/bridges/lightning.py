@@ -8,6 +8,7 @@
 batch of all ranks together, and every rank gets it whole.
 """
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -255,7 +256,7 @@ class PlannedStrategy(DDPStrategy):
 
 def _numbers_of(kind: Any) -> tuple[Any, ...]:
     """The number of the batch, if ``training_step`` takes it. A step that uses it cannot be captured."""
-    parameters = kind.training_step.__code__.co_varnames[: kind.training_step.__code__.co_argcount]
+    parameters = inspect.signature(kind.training_step).parameters
     return (_BatchNumber(),) if "batch_idx" in parameters or len(parameters) > 2 else ()
 
 

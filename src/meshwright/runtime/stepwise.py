@@ -106,8 +106,8 @@ class Stepwise(Resumable):
         self._updated()
 
     def follow_optimizer(self) -> None:
-        """Count each ``optimizer.step()`` that the caller makes himself as this trainer's update, for loops that own
-        the optimizer. Such a loop calls neither ``step`` nor ``update``.
+        """Count each ``optimizer.step()`` of the caller as this trainer's update, for loops that own the optimizer.
+        Such a loop calls neither ``step`` nor ``update``.
 
         Raises:
             LayoutError: the plan keeps optimizer state on the host, or as ``loss``.
