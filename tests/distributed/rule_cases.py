@@ -572,7 +572,8 @@ def _index_put(draw: Draw) -> Arguments:
 def _index_select(draw: Draw) -> Arguments:
     shape = draw.shape()
     dim = draw.dim(len(shape))
-    return (draw.tensor(*shape), dim, draw.integers(shape[dim], draw.size())), {}
+    index = draw.integers(shape[dim], *draw.pick([draw.size()], [draw.size()], []))
+    return (draw.tensor(*shape), dim, index), {}
 
 
 def _scatter_reduce(draw: Draw) -> Arguments:
@@ -588,7 +589,9 @@ def _index_fill(draw: Draw) -> Arguments:
 
 def _index_copy(draw: Draw) -> Arguments:
     (source, dim, index), _ = _index_select(draw)
-    index = torch.randperm(source.shape[dim], generator=draw.generator)[: len(index)]  # equal indices win in any order
+    index = torch.randperm(source.shape[dim], generator=draw.generator)[
+        : index.numel()
+    ]  # equal indices win in any order
     written = list(source.shape)
     written[dim] = len(index)
     return (source, dim, index, draw.tensor(*written)), {}
@@ -622,7 +625,7 @@ def _member(draw: Draw) -> Arguments:
 def _index_add(draw: Draw) -> Arguments:
     (source, dim, index), _ = _index_select(draw)
     added = list(source.shape)
-    added[dim] = len(index)
+    added[dim] = index.numel()
     return (source, dim, index, draw.tensor(*added)), {"alpha": 2.0} if draw.flag() else {}
 
 

@@ -1,7 +1,6 @@
 """Decompositions of matrices, and linear systems. A batch of matrices is split, a matrix is not."""
 
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,8 +75,7 @@ RULES: dict[Target, OperatorRule] = {
 
 def dot_conjugate(self: Tensor, other: Tensor) -> Tensor:
     """Capture ``vdot`` as the dot product with the conjugate of its first operand."""
-    result: Any = aten.dot.default(self.conj() if self.is_complex() else self, other)
-    return result  # type: ignore[no-any-return]
+    return aten.dot.default(self.conj() if self.is_complex() else self, other)
 
 
 CANONICAL = {aten.vdot.default: dot_conjugate}
