@@ -353,7 +353,7 @@ def _joins(placement: str, parts: Sequence[Tensor], whole: Tensor) -> bool:
             "P(sum)": lambda: first + second, "P(avg)": lambda: ((first + second) / RANKS).to(whole.dtype),
             "P(min)": lambda: torch.minimum(first, second), "P(max)": lambda: torch.maximum(first, second),
         }[placement]()  # fmt: skip
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return False
     return _same(joined, whole)
 

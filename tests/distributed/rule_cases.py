@@ -411,7 +411,7 @@ def _reflected(draw: Draw) -> Arguments:
 
 def _distances(draw: Draw) -> Arguments:
     batch, (m, r, k) = draw.shape(0, 2), draw.sizes(3)
-    return (draw.tensor(*batch, m, k), draw.tensor(*batch, r, k), draw.pick(2.0, 1.0, 3.0), None), {}
+    return (draw.tensor(*batch, m, k), draw.tensor(*batch, r, k), draw.pick(2.0, 1.0, 3.0, math.inf, 0.0), None), {}
 
 
 def _distances_backward(draw: Draw) -> Arguments:
@@ -1246,6 +1246,7 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.linalg_lu_factor_ex.default: _squares(),
     aten.linalg_lu_solve.default: _factored_solve(aten.linalg_lu_factor_ex),
     aten.linalg_matrix_exp.default: lambda draw: ((_square(draw) * 0.1,), {}),
+    aten.linalg_pinv.atol_rtol_tensor: lambda draw: ((_square(draw),), {"rtol": draw.positive() * 0.01}),
     aten.linalg_qr.default: _squares("reduced"),
     aten.linalg_solve_triangular.default: _triangular,
     aten.lu_unpack.default: lambda draw: (tuple(aten.linalg_lu_factor_ex(_square(draw))[:2]), {}),

@@ -124,7 +124,7 @@ def index_select_rule(call: Call) -> Rule:
 def index_add_rule(call: Call) -> Rule:
     """``!x b, i, i b -> !x b``. If ``i`` is split, every rank adds its rows, and the results are summed."""
     source, places, taken = _one_index(call)
-    return make_rule(call, f"^{source}, {places}, ^{taken} -> {source}")
+    return make_rule(call, f"^{source}, {places}, ^{taken if call.tensors[2].dim() else '.'} -> {source}")
 
 
 def index_write_rule(call: Call) -> Rule:

@@ -32,7 +32,7 @@ def matrix_rule(call: Call) -> Rule | Unsplit:
 
     def dims(tensor: Tensor) -> list[str] | None:
         of_batch = tensor.shape[: len(batch)] == batch
-        if not of_batch and tensor.numel():
+        if not of_batch and tensor.numel() and tensor.dim():
             return None
         whole = tensor.dim() - (len(batch) if of_batch else 0)
         return [*(names if of_batch else []), *(f"!m{next(number)}" for _ in range(whole))]
@@ -69,6 +69,7 @@ _NAMES = (
 
 RULES: dict[Target, OperatorRule] = {
     **{getattr(aten, name).default: _MATRIX for name in _NAMES},
+    aten.linalg_pinv.atol_rtol_tensor: _MATRIX,
     aten.trace.default: OperatorRule(trace_rule),
 }
 
