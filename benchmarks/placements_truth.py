@@ -107,7 +107,7 @@ def judged(calls: Mapping[str, Sequence[Call]], mesh: DeviceMesh, plain: bool = 
             process.start()
             sender.close()
             running[receiver] = process, target, every_part
-        ready = multiprocessing.connection.wait(list(running), timeout=PATIENCE_S)
+        ready: list[Any] = multiprocessing.connection.wait(list(running), timeout=PATIENCE_S)
         if not ready:
             raise RuntimeError(f"no answer in {PATIENCE_S:g} s: {', '.join(one[1] for one in running.values())}")
         for receiver in ready:
