@@ -5,6 +5,9 @@ and 4 ranks of a CPU, three times: on gloo; on our backend in gloo's place, so t
 our backend under its own name. Not applicable is what gloo skips on CPUs, for the same reason. A test passes on ours
 if it passes in gloo's place. Tests that ask C++ for the group's name count under our own name instead. Ranks are
 forks of a process that has imported PyTorch once, and one test runs after the other. Nothing is timed.
+
+The scripts with which accelerate tests itself (``accelerate test``) run on 2 ranks of a CPU, on gloo and on ours in
+gloo's place. They must end well, and print the same. transformers' own tests of losses are not in its wheel.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ SIDES: Mapping[str, Mapping[str, str]] = {
 NAMED = ("test_ddp_logging_data_cpu",)
 """Tests that compare the name that C++ knows with the name in Python: only under our own name are both ours."""
 TIMEOUT_S = 3600.0
+SCRIPTS = ("test_script", "test_ops", "test_sync", "test_ddp_comm_hook", "test_distributed_data_loop")
+"""The scripts of ``accelerate.test_utils.scripts`` that need no other package."""
 REASON = 160
 """The most characters of a reason in the table."""
 
@@ -91,6 +96,40 @@ def _reason(outcome: Mapping[str, Any]) -> str:
     return " ".join(str(outcome["why"]).split())[:REASON]
 
 
+def launched(script: str, backend: str) -> tuple[bool, list[str], str]:
+    """Run a script of accelerate on 2 ranks: whether it ends well, the lines that it prints, and its last error."""
+    environment = {**os.environ, "BACKEND": backend, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    machine = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", *machine, "--dynamo_backend", "no",
+        "-m", "benchmarks.conformance_program", f"accelerate.test_utils.scripts.{script}",
+    ]  # fmt: skip
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    errors = [line.strip() for line in process.stderr.splitlines() if "Error: " in line and "CalledProcess" not in line]
+    return process.returncode == 0, sorted(process.stdout.splitlines()), (errors or [""])[-1][:REASON]
+
+
+def programs() -> Check:
+    """Of accelerate's scripts that end well on gloo, how many do so on ours, and print the same."""
+    right, total, notes = 0, 0, {}
+    for script in SCRIPTS:
+        passes, lines, error = launched(script, "gloo")
+        if not passes:
+            notes[f"not applicable: {script}"] = error
+            continue
+        mine, printed, problem = launched(script, NAME)
+        total, right = total + 1, right + (mine and printed == lines)
+        notes[script] = f"{len(lines)} lines, all equal" if mine and printed == lines else problem or "prints otherwise"
+    return Check(
+        target="2 ranks: accelerate's own scripts that end well on gloo and CPUs end well on ours, and print the same",
+        verdict="pass" if right == total > 0 else "fail",
+        measured=f"{right} of {total}; {len(SCRIPTS) - total} of {len(SCRIPTS)} do not run on gloo and CPUs",
+        passed=right,
+        total=total,
+        notes=notes,
+    )
+
+
 def table(worlds: Mapping[int, Mapping[str, Outcomes]]) -> str:
     """A row for each test that gloo runs, and one for each reason why it skips others."""
     names = sorted({name for found in worlds.values() for name in found[GLOO]})
@@ -112,17 +151,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and write."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--world", type=int, choices=WORLDS, action="append", help="only so many ranks; no file")
+    parser.add_argument("--programs", action="store_true", help="only programs of other packages; no file")
     parser.add_argument("tests", nargs="*", help="only these tests; no file")
     options = parser.parse_args(arguments)
     worlds: dict[int, dict[str, Outcomes]] = {}
     with Console(stderr=True).status("conformance") as status:
-        for world in options.world or WORLDS:
+        for world in () if options.programs else options.world or WORLDS:
             worlds[world] = {}
             for side in SIDES:
                 status.update(f"{world} ranks, {side}")
                 worlds[world][side] = run(side, world, options.tests)
-    found: list[Finding] = [judged(world, outcomes) for world, outcomes in worlds.items()]
-    if not options.world and not options.tests:
+        found: list[Finding] = [judged(world, outcomes) for world, outcomes in worlds.items()]
+        if not options.world and not options.tests:
+            status.update("programs of other packages")
+            found.append(programs())
+    if not options.world and not options.tests and not options.programs:
         settings = {f"{world} ranks": Settings(ranks=world, threads=1) for world in WORLDS}
         text = (__doc__ or "").partition("\n\n")[2].strip() + "\n\n" + table(worlds)
         report.write("conformance", "PyTorch's own tests", COMMAND, "Nothing.", settings, found, text)

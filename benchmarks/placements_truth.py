@@ -35,7 +35,7 @@ from meshwright.runtime.launch import num_cores
 from tests.distributed import placement_truth as truth
 from tests.distributed import placements
 
-COMMAND = "python -m benchmarks.placements_truth"
+COMMAND = "make bench-placements"
 OF_A_NAME, OF_AN_OPERATOR, SEED = 4, 3, 0
 """Calls of each operator that the samples of one name give at most, and that are judged."""
 PATIENCE_S = 900.0
@@ -107,7 +107,7 @@ def judged(calls: Mapping[str, Sequence[Call]], mesh: DeviceMesh, plain: bool = 
             process.start()
             sender.close()
             running[receiver] = process, target, every_part
-        ready = multiprocessing.connection.wait(list(running), timeout=PATIENCE_S)
+        ready: list[Any] = multiprocessing.connection.wait(list(running), timeout=PATIENCE_S)
         if not ready:
             raise RuntimeError(f"no answer in {PATIENCE_S:g} s: {', '.join(one[1] for one in running.values())}")
         for receiver in ready:

@@ -101,7 +101,7 @@ def _rule(node: fx.Node) -> Rule | Unsplit:
     try:
         return rule_of(_call_of(node))
     except MeshwrightError as error:
-        return Unsplit(str(error).splitlines()[0])
+        return Unsplit(f"refused: {error}".splitlines()[0])
 
 
 def choices(rule: Rule) -> list[str]:
@@ -223,7 +223,7 @@ def splits(call: Call, made: Form) -> list[Checked]:
     for choice in choices(whole.rule):
         inputs, outputs = placed(whole.rule, choice)
         if is_linear(choice) and not _has_terms(whole, inputs):
-            continue  # integers have no terms here
+            continue
         error = ""
         try:
             check(whole, {AXIS: choice}, MESH, generator)
@@ -238,5 +238,6 @@ def splits(call: Call, made: Form) -> list[Checked]:
 
 
 def _has_terms(whole: Subject, inputs: Sequence[Placement]) -> bool:
+    """Whether terms of partial inputs add up without rounding that would show."""
     pairs = zip(inputs, whole.call.tensors, strict=True)
-    return all(value.is_floating_point() or value.is_complex() for one, value in pairs if isinstance(one, Partial))
+    return all(value.dtype in (torch.float64, torch.complex128) for one, value in pairs if isinstance(one, Partial))

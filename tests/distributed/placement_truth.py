@@ -86,7 +86,7 @@ class _Calls(TorchDispatchMode):
         result = function(*args, **kwargs)
         outputs = tuple(_copied(value) for value in present(result))
         if function.namespace == "aten" and outputs and not function._schema.is_mutable:
-            self.calls.append(Call(function, *given, outputs))
+            self.calls.append(Call(function, given[0], given[1], outputs))
         return result
 
 
@@ -217,15 +217,16 @@ class Truth:
     @contextmanager
     def _validating(self) -> Iterator[Any]:
         call, outputs = self.call, list(self.call.outputs)
+        target: Any = call.target
         if self.plain:
             yield lambda inputs, ends: "P(sum)" not in (*inputs, *ends) or not self._fails(inputs, ends)
             return
         truth: Any = outputs if len(outputs) > 1 else outputs[0]
-        mitigations = validation._prepare_aten_mitigations(call.target, call.args, dict(call.kwargs))
+        mitigations = validation._prepare_aten_mitigations(target, call.args, dict(call.kwargs))
 
         def is_valid(inputs: Sequence[str], ends: Sequence[str]) -> bool | None:
             return validation._validate_aten_with_mitigations(
-                call.target, call.args, dict(call.kwargs), _theirs(inputs), _theirs(ends), truth, RANKS, self.mesh,
+                target, call.args, dict(call.kwargs), _theirs(inputs), _theirs(ends), truth, RANKS, self.mesh,
                 mitigations,
             )  # fmt: skip
 
@@ -260,7 +261,7 @@ class Truth:
         if tensors is None and key in self._parts:
             return self._parts[key]
         value = (tensors or self.call.tensors)[index]
-        (theirs,) = _theirs([placement])
+        theirs: Any = _theirs([placement])[0]
         parts: tuple[Tensor, ...] | None
         if placement == "R":
             parts = (value,) * RANKS
@@ -353,7 +354,7 @@ def _joins(placement: str, parts: Sequence[Tensor], whole: Tensor) -> bool:
             "P(sum)": lambda: first + second, "P(avg)": lambda: ((first + second) / RANKS).to(whole.dtype),
             "P(min)": lambda: torch.minimum(first, second), "P(max)": lambda: torch.maximum(first, second),
         }[placement]()  # fmt: skip
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return False
     return _same(joined, whole)
 

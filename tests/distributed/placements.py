@@ -25,6 +25,7 @@ TWO_SPLITS = "two splits on one axis: a partial tensor, to which split rows are 
 GROUPS = "an operand belongs to one linear group, and is linear in another, too"
 ONE_OUTPUT = "linear in one of several outputs only"
 SIZES = "whole windows or rows lie inside the parts at these sizes"
+EQUAL_MASKS = "a mask that is broadcast over the split dim, so that every part takes as many values"
 ZERO_LOGARITHM = "linear but for zeros, where the product with a logarithm is zero"
 ADDS_INTO = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default, aten.scatter_reduce.two)
 OF_OPERATORS: dict[Any, str] = {
@@ -33,6 +34,8 @@ OF_OPERATORS: dict[Any, str] = {
     **dict.fromkeys([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], ONE_OUTPUT),
     **dict.fromkeys([aten.convolution.default, aten.convolution_backward.default, aten.roll.default], SIZES),
     **dict.fromkeys([aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default], SIZES),
+    aten.masked_scatter.default: EQUAL_MASKS,
+    aten.round.decimals: CHANCE,
     **dict.fromkeys([aten.xlogy.Tensor, aten.special_xlog1py.default], ZERO_LOGARITHM),
 }
 """Why the rules of single operators omit something true."""
@@ -57,7 +60,9 @@ UNRULED: dict[str, str] = {
     "lstsq": "least squares, whose shapes depend on the rank that is found",
     "_ctc_loss": "lengths of sequences are numbers in the call, or decide shapes",
     "block_diag": "blocks with rows and columns of their own",
-    "put": "positions in the flattened tensor, which stays whole",
+    "nonzero_static": "places among all elements, without a gradient",
+    "repeat_interleave": "counts decide the places of the whole result",
+    "aten.put.": "positions in the flattened tensor, which stays whole",
 }
 """Why a training step does without a rule for operators, by a part of their names."""
 DYNAMIC = "values decide its shape, so that no captured step holds it"
@@ -135,6 +140,8 @@ def unruled(target: str, made: Form) -> str:
     """Why an operator without a rule needs none; empty if it would need one."""
     if made.refused:
         return DYNAMIC
+    if not made.reason.startswith(("no rule for", "refused:")):
+        return made.reason  # the operator's rule does not split this call, and says why
     return next((reason for part, reason in UNRULED.items() if part in target), "")
 
 

@@ -411,7 +411,7 @@ def _reflected(draw: Draw) -> Arguments:
 
 def _distances(draw: Draw) -> Arguments:
     batch, (m, r, k) = draw.shape(0, 2), draw.sizes(3)
-    return (draw.tensor(*batch, m, k), draw.tensor(*batch, r, k), draw.pick(2.0, 1.0, 3.0), None), {}
+    return (draw.tensor(*batch, m, k), draw.tensor(*batch, r, k), draw.pick(2.0, 1.0, 3.0, math.inf, 0.0), None), {}
 
 
 def _distances_backward(draw: Draw) -> Arguments:
@@ -572,7 +572,8 @@ def _index_put(draw: Draw) -> Arguments:
 def _index_select(draw: Draw) -> Arguments:
     shape = draw.shape()
     dim = draw.dim(len(shape))
-    return (draw.tensor(*shape), dim, draw.integers(shape[dim], draw.size())), {}
+    index = draw.integers(shape[dim], *draw.pick([draw.size()], [draw.size()], []))
+    return (draw.tensor(*shape), dim, index), {}
 
 
 def _scatter_reduce(draw: Draw) -> Arguments:
@@ -588,7 +589,9 @@ def _index_fill(draw: Draw) -> Arguments:
 
 def _index_copy(draw: Draw) -> Arguments:
     (source, dim, index), _ = _index_select(draw)
-    index = torch.randperm(source.shape[dim], generator=draw.generator)[: len(index)]  # equal indices win in any order
+    index = torch.randperm(source.shape[dim], generator=draw.generator)[
+        : index.numel()
+    ]  # equal indices win in any order
     written = list(source.shape)
     written[dim] = len(index)
     return (source, dim, index, draw.tensor(*written)), {}
@@ -622,7 +625,7 @@ def _member(draw: Draw) -> Arguments:
 def _index_add(draw: Draw) -> Arguments:
     (source, dim, index), _ = _index_select(draw)
     added = list(source.shape)
-    added[dim] = len(index)
+    added[dim] = index.numel()
     return (source, dim, index, draw.tensor(*added)), {"alpha": 2.0} if draw.flag() else {}
 
 
@@ -1243,6 +1246,7 @@ CASES: Mapping[Any, Callable[[Draw], Arguments]] = {
     aten.linalg_lu_factor_ex.default: _squares(),
     aten.linalg_lu_solve.default: _factored_solve(aten.linalg_lu_factor_ex),
     aten.linalg_matrix_exp.default: lambda draw: ((_square(draw) * 0.1,), {}),
+    aten.linalg_pinv.atol_rtol_tensor: lambda draw: ((_square(draw),), {"rtol": draw.positive() * 0.01}),
     aten.linalg_qr.default: _squares("reduced"),
     aten.linalg_solve_triangular.default: _triangular,
     aten.lu_unpack.default: lambda draw: (tuple(aten.linalg_lu_factor_ex(_square(draw))[:2]), {}),

@@ -1,5 +1,7 @@
 """Distances between vectors, and products that work along one dim of vectors."""
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,13 @@ _BROADCAST = Unsplit("its vectors are broadcast over a batch")
 
 
 def distance_rule(call: Call) -> Rule | Unsplit:
-    """``b m !k, b r !k -> b m r``: the vectors stay whole."""
-    first, second = call.tensors
+    """``b m !k, b r !k -> b m r``: coordinates stay whole, unless distances are sums over them (or maxima)."""
+    first, second, p = *call.tensors, call.args[2]
     if first.shape[:-2] != second.shape[:-2]:
         return _BROADCAST
-    batch = letters(first.dim() - 2)
-    pattern = f"{operand([*batch, 'm', '!k'])}, {operand([*batch, 'r', '!k'])} -> {operand([*batch, 'm', 'r'])}"
-    return make_rule(call, pattern)
+    batch, coordinates = letters(first.dim() - 2), "k" if p in (0, 1, inf) else "!k"
+    left, right, pairs = (operand([*batch, *names]) for names in (("m", coordinates), ("r", coordinates), "mr"))
+    return make_rule(call, f"{left}, {right} -> {pairs}", reduction="max" if p == inf else "sum")
 
 
 def distance_backward_rule(call: Call) -> Rule | Unsplit:

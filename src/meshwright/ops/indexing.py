@@ -104,35 +104,39 @@ def accumulate_local(local: Local) -> Any:
     return local.call(local.target, base, *local.args[1:], **local.kwargs)
 
 
-def _one_index(call: Call) -> tuple[str, str]:
-    """Return the operands ``!x b`` (the indexed tensor) and ``i b`` (the rows that are taken from the tensor)."""
-    source, dim = call.args[0], normalize_dim(call.args[1], call.args[0].dim())
+def _one_index(call: Call) -> tuple[str, str, str]:
+    """Return the operands ``!x b`` (the indexed tensor), ``i``, and ``i b`` (the rows taken from the tensor)."""
+    source, index = call.args[0], call.args[2]
+    places = "i" if index.dim() else "."
+    if not source.dim():
+        return ".", places, "."
+    dim = normalize_dim(call.args[1], source.dim())
     left = letters(source.dim(), fixed=(dim,))
-    return operand(left), operand([*left[:dim], "i", *left[dim + 1 :]])
+    return operand(left), places, operand([*left[:dim], "i" if index.dim() else "1", *left[dim + 1 :]])
 
 
 def index_select_rule(call: Call) -> Rule:
     """``!x b, i -> i b``."""
-    source, taken = _one_index(call)
-    return make_rule(call, f"^{source}, i -> {taken}")
+    source, places, taken = _one_index(call)
+    return make_rule(call, f"^{source}, {places} -> {taken}")
 
 
 def index_add_rule(call: Call) -> Rule:
     """``!x b, i, i b -> !x b``. If ``i`` is split, every rank adds its rows, and the results are summed."""
-    source, taken = _one_index(call)
-    return make_rule(call, f"^{source}, i, ^{taken} -> {source}")
+    source, places, taken = _one_index(call)
+    return make_rule(call, f"^{source}, {places}, ^{taken if call.tensors[2].dim() else '.'} -> {source}")
 
 
 def index_write_rule(call: Call) -> Rule:
     """``b !x, !i, b !i -> b !x``: rows are overwritten or reduced, in the order of their indices."""
-    source, taken = _one_index(call)
-    written, whole = taken.replace("i", "!i"), len(call.tensors[2:]) and call.tensors[2].dim()
+    source, places, taken = (text.replace("i", "!i") for text in _one_index(call))
+    values = call.tensors[2:]
     if call.target is aten.index_reduce.default:
         linear = "^" if arguments(call)["reduce"] == "mean" else ""
     else:
-        linear = "^" if len(call.tensors) > 2 or call.args[3] == 0 else ""
-    values = f", {linear}{written if whole else '.'}" * len(call.tensors[2:])
-    return make_rule(call, f"{linear}{source}, !i{values} -> {source}")
+        linear = "^" if values or call.args[3] == 0 else ""
+    written = f", {linear}{taken if values and values[0].dim() else '.'}" * len(values)
+    return make_rule(call, f"{linear}{source}, {places}{written} -> {source}")
 
 
 def take_rule(call: Call) -> Rule:
@@ -168,7 +172,7 @@ def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
     The dims over which the mask is expanded stay dims of the source, so that they may be split."""
     if not self.numel() or not source.numel():
-        return NotImplemented  # type: ignore[no-any-return]
+        return NotImplemented
     shape = torch.broadcast_shapes(self.shape, mask.shape)
     places, width = _places(mask, shape, source.numel())
     values = aten.index.Tensor(source.reshape(-1, width), [places]).reshape(shape)
@@ -178,7 +182,7 @@ def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 def masked_scatter_backward(grad_output: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
     """Capture the gradient of the source of ``masked_scatter``: gradients of the look-up, added up by place."""
     if not grad_output.numel() or not prod(sizes):
-        return NotImplemented  # type: ignore[no-any-return]
+        return NotImplemented
     places, width = _places(mask, grad_output.shape, prod(sizes))
     values = grad_output.masked_fill(mask.logical_not(), 0).reshape(*places.shape, width)
     rows = grad_output.new_zeros(prod(sizes) // width, width)

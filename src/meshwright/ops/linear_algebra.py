@@ -1,7 +1,6 @@
 """Decompositions of matrices, and linear systems. A batch of matrices is split, a matrix is not."""
 
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ def matrix_rule(call: Call) -> Rule | Unsplit:
 
     def dims(tensor: Tensor) -> list[str] | None:
         of_batch = tensor.shape[: len(batch)] == batch
-        if not of_batch and tensor.numel():
+        if not of_batch and tensor.numel() and tensor.dim():
             return None
         whole = tensor.dim() - (len(batch) if of_batch else 0)
         return [*(names if of_batch else []), *(f"!m{next(number)}" for _ in range(whole))]
@@ -70,14 +69,14 @@ _NAMES = (
 
 RULES: dict[Target, OperatorRule] = {
     **{getattr(aten, name).default: _MATRIX for name in _NAMES},
+    aten.linalg_pinv.atol_rtol_tensor: _MATRIX,
     aten.trace.default: OperatorRule(trace_rule),
 }
 
 
 def dot_conjugate(self: Tensor, other: Tensor) -> Tensor:
     """Capture ``vdot`` as the dot product with the conjugate of its first operand."""
-    result: Any = aten.dot.default(self.conj() if self.is_complex() else self, other)
-    return result  # type: ignore[no-any-return]
+    return aten.dot.default(self.conj() if self.is_complex() else self, other)
 
 
 CANONICAL = {aten.vdot.default: dot_conjugate}

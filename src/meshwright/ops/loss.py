@@ -233,7 +233,7 @@ _NLL = OperatorRule(nll_rule, nll_local, contiguous=frozenset("v"))
 _NLL_BACKWARD = OperatorRule(nll_backward_rule, nll_backward_local, contiguous=frozenset("v"))
 _MARGIN = OperatorRule(margin_rule)
 
-RULES = {
+RULES: dict[Target, OperatorRule] = {
     aten.nll_loss_forward.default: _NLL,
     ours.cross_entropy_backward.default: OperatorRule(
         cross_entropy_backward_rule,

@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from meshwright.ir.rule import Rule
-from meshwright.ops.base import Call, Local, OperatorRule, Value, arguments, emit_unchanged, make_rule, with_gradients
+from meshwright.ops.base import (
+    Call,
+    Local,
+    OperatorRule,
+    Target,
+    Value,
+    arguments,
+    emit_unchanged,
+    make_rule,
+    with_gradients,
+)
 from meshwright.ops.halo import Side, Window, each, fetch, give_back, split_sides, windows, without
 from meshwright.ops.patterns import letters, operand
 from meshwright.ops.space import SPACE, Space, image_and_made, is_gradient, largest_flops, space_rank
@@ -285,7 +295,7 @@ _ADAPTIVE = OperatorRule(pool_rule, adaptive_local, largest_flops)
 _ADAPTIVE_MAX_BACKWARD = OperatorRule(pool_rule, adaptive_max_backward_local, largest_flops)
 _ADAPTIVE_AVG_BACKWARD = OperatorRule(pool_rule, flops=largest_flops)
 
-RULES = {
+RULES: dict[Target, OperatorRule] = {
     **with_gradients(["max_pool2d_with_indices", "max_pool3d_with_indices"], _MAX, _MAX_BACKWARD),
     **with_gradients(["adaptive_max_pool2d", "adaptive_max_pool3d"], _ADAPTIVE, _ADAPTIVE_MAX_BACKWARD),
     **with_gradients(["avg_pool2d", "avg_pool3d"], _AVG, _AVG_BACKWARD),
