@@ -163,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             entries.append(entry)
             _show(entry)
             if options.keep and (entry.problems or entry.missed):
-                shutil.copytree(work / f"{number}-{entry.tries}", options.folder / f"kept-{number}", dirs_exist_ok=True)
+                kept = options.folder / f"kept-{number}"
+                subprocess.run(["cp", "-r", work / f"{number}-{entry.tries}", kept], capture_output=True, check=False)
     found = findings(entries, left_out)
     if options.kind:
         return report.alone(found)

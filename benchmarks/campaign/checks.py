@@ -23,7 +23,7 @@ ROWS, COLUMNS = 24, 100
 """One screen."""
 STOPPED = 130
 """The exit code after Ctrl-C; 128 + N after another signal."""
-_PLACE = re.compile(r"meshwright(, rank \d+)?: ([^:\n]+: |.*\b(rank|step) \d)")
+_PLACE = re.compile(r"meshwright(, rank \d+)?: (.+?: |.*\b(rank|step) \d)")
 """The form of a message that names a place: ``PLACE: PROBLEM``, or a problem of a rank or step."""
 _GOES_ON = re.compile(r"^(?:going on|this run is complete) at step (\d+) of \d+$", re.MULTILINE)
 _FROM_THE_BEGINNING = "all ranks start again from the beginning"

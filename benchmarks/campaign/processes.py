@@ -102,9 +102,10 @@ def launcher_killed(site: Site) -> None:
 
 def launcher_killed_while_starting(site: Site) -> None:
     """The launcher is killed before its ranks have made a step."""
-    site.start()
+    command = site.start()
     time.sleep(site.draw.random() * 1.0)
-    site.kill(site.commands[-1].process)
+    site.nobody_was_left = not (command.ranks() and all(map(site.doing, range(site.configuration.ranks))))
+    site.kill(command.process)
     site.finish(codes={-signal.SIGKILL})
 
 

@@ -161,7 +161,8 @@ class Site:
             "schedule": {"warmup_steps": 5},
             "train": {
                 "directory": str(self.run), "steps": self.steps, "checkpoint_every": EVERY, "keep": KEEP,
-                "log_every": 10, "dtype": "float64", "max_grad_norm": 1.0, "ranks": self.configuration.ranks,
+                "log_every": 10, "dtype": "float64", "max_grad_norm": 1.0, "grace_s": 5.0,
+                "ranks": self.configuration.ranks,
             },
         }  # fmt: skip
         tables |= _with_data(self.configuration.data, self.folder)
@@ -376,7 +377,7 @@ class Site:
         self.problems += checks.wrong_losses(
             self.run, {step: self.expected[step] for step in range(1, self.steps + 1)}, self.tolerance
         )
-        self.problems += checks.lost_checkpoints(self.checkpoints, self.steps)
+        self.problems += checks.lost_checkpoints(self.checkpoints, self.steps, self.damaged - {self.steps})
         self.problems += checks.left_in_run(self.run)
 
     def verdict(self) -> list[Problem]:

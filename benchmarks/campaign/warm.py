@@ -87,6 +87,8 @@ class Starter:
         assert self._process.stdin is not None
         self._process.stdin.close()  # it kills what is left, and ends
         self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def start(self, request: Request) -> int:
         """Start a command, and return its process."""

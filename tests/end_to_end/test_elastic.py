@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,8 @@ from meshwright.runtime import lock, memory_copies
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.lock import LAUNCHER, Holder, locked
 from meshwright.runtime.meeting_point import free_port
+from meshwright.runtime.open_files import allow_files
+from meshwright.runtime.ranks import _keep_files
 from meshwright.runtime.rendezvous import Rendezvous
 from meshwright.runtime.restarts import STARTING, Restarts
 from meshwright.runtime.roll_call import RollCall
@@ -283,3 +287,44 @@ def test_a_run_on_another_host_is_seen_where_locks_are_not(tmp_path: Path, monke
     with locked(tmp_path, LAUNCHER):
         assert file.read_bytes() != holder, "that one has ended"
     assert file.read_bytes() == b"", "and this one, too"
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    unusable = r"file.*: the folder of the run cannot be used: Not a directory\n  -> check"
+    with pytest.raises(LaunchError, match=unusable), locked(tmp_path / "file" / "run", LAUNCHER):
+        pass
+    with pytest.raises(LaunchError, match=r"files of ranks that failed cannot be kept: Not a directory\n  -> check"):
+        _keep_files(tmp_path / "file", 1)
+
+
+def test_a_lock_ends_well_on_a_disk_that_has_become_read_only(tmp_path: Path) -> None:
+    with locked(tmp_path, LAUNCHER):
+        for number in os.listdir("/proc/self/fd"):
+            if os.path.realpath(f"/proc/self/fd/{number}") == f"{tmp_path / LAUNCHER}":
+                readable = os.open(tmp_path / LAUNCHER, os.O_RDONLY)
+                os.dup2(readable, int(number))  # from now on it cannot be written
+                os.close(readable)
+                break
+
+
+# --- open files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "ranks", "then"),
+    [(1024, 4096, 2, None), (1024, 4096, 100, 1240), (48, -1, 2, 64), (-1, -1, 256, None), (32, 48, 2, "refused")],
+)
+def test_ranks_may_open_the_files_that_they_need(
+    soft: int, hard: int, ranks: int, then: int | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resource.RLIM_INFINITY == -1
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    if then == "refused":
+        with pytest.raises(LaunchError, match=r"\(ulimit -n\): 2 ranks need about 64 open files, and .* have 48 here"):
+            allow_files(ranks)
+    else:
+        allow_files(ranks)
+    assert found == ([(then, hard)] if isinstance(then, int) else [])

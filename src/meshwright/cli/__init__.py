@@ -41,6 +41,8 @@ from meshwright.errors import MeshwrightError, PreemptedError
 
 SIGNALLED = 128
 """More than this, an exit code is that of a signal, as shells have it."""
+_NO_MEMORY = re.compile(r"can(not|'t) allocate memory|failed to map segment|can't start new thread", re.IGNORECASE)
+"""How PyTorch, the loader of libraries and the system say that there is no memory."""
 GOES_ON = "the same command goes on from the last checkpoint, or from the beginning if there is none"
 
 app = typer.Typer(
@@ -108,8 +110,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # for example `meshwright plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError, ImportError, OSError) as error:
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
             return _defect(error)
         asked = re.search(r"[0-9]+ bytes", str(error))
         _complain(

@@ -56,7 +56,10 @@ def told(where: str, action: Callable[[], T]) -> T:
     except Exception as error:
         from_disk = _os_error(error)
         if from_disk is None:
-            raise CheckpointError(f"{type(error).__name__}: {error}", where=where) from error
+            raise CheckpointError(
+                f"{type(error).__name__}: {error}", where=where,
+                remedy="the ranks' tracebacks, in the folder ranks of the run, say where it comes from",
+            ) from error  # fmt: skip
         raise DiskError(
             from_disk.strerror or f"{from_disk}",
             where=str(from_disk.filename or where),

@@ -47,8 +47,15 @@ def locked(
     Raises:
         MeshwrightError: another process, here or on another host that shares the directory, holds the lock.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / name).open("a+b", buffering=0) as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = (directory / name).open("a+b", buffering=0)
+    except OSError as error:
+        raise kind(
+            f"the folder of the run cannot be used: {error.strerror}", where=str(error.filename or directory),
+            remedy=f"check the disk and the folder's permissions, or choose another one ({option})",
+        ) from error  # fmt: skip
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -58,9 +65,10 @@ def locked(
                 raise _at_work(directory, name, kind, option) from None
         if not takes_over and _lives_elsewhere(directory / name):
             raise _at_work(directory, name, kind, option)
-        file.truncate(0)
         holder = Holder(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
-        file.write(msgspec.json.encode(holder))
+        with suppress(OSError):  # of a full disk: the lock holds all the same
+            file.truncate(0)
+            file.write(msgspec.json.encode(holder))
         ended = threading.Event()
         beat = threading.Thread(target=_show_life, args=(directory / name, ended), name="holds a lock", daemon=True)
         beat.start()
@@ -69,7 +77,8 @@ def locked(
         finally:
             ended.set()
             beat.join()
-            file.truncate(0)  # nobody needs to ask whether this holder lives
+            with suppress(OSError):  # the disk may be gone, or have become read-only
+                file.truncate(0)  # nobody needs to ask whether this holder lives
 
 
 def _at_work(directory: Path, name: str, kind: type[MeshwrightError], option: str) -> MeshwrightError:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from multiprocessing import forkserver
+from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ from meshwright.runtime.failures import Failure, Status, as_error, file_of, firs
 from meshwright.runtime.kept_memory import kept_memory, latest_step
 from meshwright.runtime.launchers import ATTEMPT, KEEPS_STORE, Meeting
 from meshwright.runtime.lock import LAUNCHER, locked
+from meshwright.runtime.open_files import allow_files
 from meshwright.runtime.preemption import WARNINGS, is_told_to_end
 from meshwright.runtime.roll_call import Fits, RollCall
 from meshwright.runtime.signals import Signals, blocked
@@ -85,9 +87,10 @@ def run_ranks(
     Raises:
         MeshwrightError: the error that a rank raised; if several ranks raised errors, the first of them.
         FailedRankError: a rank raised an error that is not a MeshwrightError, was killed, or exited.
-        LaunchError: more ranks than ``MOST_RANKS``; the port is taken; another run uses the directory; or the calling
-            script is not guarded by ``if __name__ == "__main__"``: every rank imports the script and would start ranks
-            again; or the hosts of ``meeting`` did not meet.
+        LaunchError: more ranks than ``MOST_RANKS``, or than open files suffice for; the port is taken; another run uses
+            the directory, or it cannot be written; or the calling script is not guarded by ``if __name__ ==
+            "__main__"``: every rank imports the script and would start ranks again; or the hosts of ``meeting`` did not
+            meet.
         PreemptedError: SIGTERM or SIGUSR1, and not all ranks have returned.
         KeyboardInterrupt: Ctrl-C; all ranks are stopped.
     """
@@ -117,6 +120,7 @@ def run_ranks(
             shutil.rmtree(directory / "ranks", ignore_errors=True)
         if num_ranks == 1 and environment is None and meeting is None:
             return _alone(function, args, directory)
+        allow_files(num_ranks)
         with kept_memory(num_ranks) as memory:
             given = function, args, num_ranks, directory
             variables = (environment or {}) | memory
@@ -168,9 +172,15 @@ def _kept(directory: Path, attempt: int) -> Path:
 
 def _keep_files(directory: Path, attempt: int) -> None:
     kept = _kept(directory, attempt)
-    kept.mkdir(parents=True)
-    for file in (directory / "ranks").glob("*.*"):
-        file.rename(kept / file.name)
+    try:
+        kept.mkdir(parents=True)
+        for file in (directory / "ranks").glob("*.*"):
+            file.rename(kept / file.name)
+    except OSError as error:
+        raise LaunchError(
+            f"the files of ranks that failed cannot be kept: {error.strerror}", where=str(kept),
+            remedy="check the disk; then the same command goes on from the last checkpoint",
+        ) from error  # fmt: skip
 
 
 def _alone(function: Callable[..., T], args: tuple[Any, ...], directory: Path) -> T:
@@ -228,7 +238,8 @@ def _together(
             variables.pop(KEEPS_STORE, None)
             if meeting.num_hosts == 1 and "MESHWRIGHT_MEET" not in variables:  # others agree on a token in a store
                 variables = trust.with_token(variables)
-            given = function, args, num_ranks, directory, variables
+            temporary = scratch, multiprocessing_util.get_temp_dir()
+            given = function, args, num_ranks, directory, variables, temporary
             results: dict[int, T] = elastic_launch(config, _rank)(*given)
         except ChildFailedError as error:
             signals.raise_received()
@@ -253,12 +264,13 @@ def _together(
 
 
 def _rank(
-    function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str]
-) -> T | None:
+    function: Callable[..., T], args: tuple[Any, ...], num_ranks: int, directory: Path, environment: dict[str, str],
+    temporary: tuple[str, ...],
+) -> T | None:  # fmt: skip
     """Run ``function`` as one rank, and record its error if it fails. ``environment`` holds the environment variables
-    of the launcher."""
+    of the launcher, and ``temporary`` its temporary folders."""
     gc.freeze()  # what the server has imported: a collection would visit it all, and copy its pages to this process
-    threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
+    threading.Thread(target=_end_with_launcher, args=(temporary,), name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *WARNINGS})
@@ -291,11 +303,14 @@ def _result(function: Callable[..., T], args: tuple[Any, ...]) -> T | None:
         return None
 
 
-def _end_with_launcher() -> None:
-    """End this rank as soon as the launcher has ended, even if the launcher was killed."""
+def _end_with_launcher(temporary: tuple[str, ...]) -> None:
+    """End this rank as soon as the launcher has ended, even if the launcher was killed. Remove its temporary folders,
+    which it then could not do itself."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()
+        for folder in temporary:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 

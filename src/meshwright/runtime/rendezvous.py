@@ -69,7 +69,8 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, number, self._num_nodes, RendezvousStoreInfo(self._address, port))
 
     def _await_all(self) -> None:
-        here, deadline = [f"here/{node}" for node in range(self._num_nodes)], time.monotonic() + self._limit.total_seconds()
+        here = [f"here/{node}" for node in range(self._num_nodes)]
+        deadline = time.monotonic() + self._limit.total_seconds()
         while not self._store.check(here):
             if self._store.check([OFF]):
                 raise RendezvousClosedError("the meeting was called off")

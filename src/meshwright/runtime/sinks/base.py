@@ -39,7 +39,7 @@ class Sink(ABC):
         return []
 
     def flush(self) -> None:  # noqa: B027 - most sinks send rows elsewhere
-        """Flush the rows that were taken to the disk. Called by the thread that saves: rows of steps that are saved must
+        """Flush the rows that were taken to the disk. The thread that saves calls it: rows of steps that are saved must
         outlive a power cut, because these steps are not made again."""
 
     def close(self) -> None:  # noqa: B027 - files that are whole after each write need no end
