@@ -62,10 +62,20 @@ def compare(name: str, plan: Plan, text: str) -> Losses:
         return _compared(name, plan, text)
 
 
-def _compared(name: str, plan: Plan, text: str) -> Losses:
+def ours(name: str, plan: Plan) -> list[float]:
+    """On each rank: the losses of training by the plan."""
+    with oracle.WiderCasts():
+        return _by_plan(name, plan)
+
+
+def _by_plan(name: str, plan: Plan) -> list[float]:
     subject = hugging_face.subject(name, STEPS, EVEN)
     trainer = mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=plan, optimizer=_sgd, seed=0)
-    ours = [float(trainer.step(batch)) for batch in subject.batches]
+    return [float(trainer.step(batch)) for batch in subject.batches]
+
+
+def _compared(name: str, plan: Plan, text: str) -> Losses:
+    ours = _by_plan(name, plan)
     fresh = hugging_face.subject(name, STEPS, EVEN)
     return Losses(ours, trained_by_file(fresh.model, fresh.loss_fn, fresh.batches, text))
 
@@ -86,6 +96,11 @@ def trained_by_file(model: nn.Module, loss_fn: Any, batches: list[Any], text: st
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def part(batch: dict[str, torch.Tensor], index: int, count: int) -> dict[str, torch.Tensor]:
+    """Part ``index`` of ``count`` equal parts of a batch."""
+    return {name: values.chunk(count)[index] for name, values in batch.items()}
 
 
 def described(name: str, layout: mw.Layout) -> str:

@@ -50,7 +50,7 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def test_code_that_knows_the_whole_width_is_left_whole(heads: int) -> None:
     model, batch = Fused(heads), torch.randn(4, 8)
     graph = mw.capture(model, loss_fn, batch)
-    plan = mw.plan(graph, "cpu-local", devices=2, layout=Layout(tp=2, pin={"up": "f@tp"}))
+    plan = mw.plan(graph, "cpu-local", devices=2, layout=Layout(tp=2))
     assert plan.storage("up.weight"), "the plan splits the layer"
     made = fsdp2.export(model, loss_fn, batch, plan, cluster="cpu-local")
     text = exports.text_of(made)
@@ -62,8 +62,15 @@ def test_code_that_knows_the_whole_width_is_left_whole(heads: int) -> None:
 
 
 def test_a_pipeline_becomes_data_parallelism_and_says_so() -> None:
-    plan = exports.planned("Llama", Layout(pp=2, microbatches=4))
-    made = exports.exported("Llama", plan)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    batch = torch.randn(8, 8)
+
+    def squared(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(model(batch)).square().mean()
+
+    graph = mw.capture(model, squared, batch)
+    plan = mw.plan(graph, "cpu-local", devices=2, layout=Layout(pp=2, microbatches=4))
+    made = fsdp2.export(model, squared, batch, plan, cluster="cpu-local")
     assert [gap.what for gap in made.gaps] == ["pp2"]
     assert (made.form.layout.dp, made.form.layout.zero, made.form.layout.pp) == (2, 3, 1)
     assert "- pp2. Instead: dp2, zero=3." in exports.text_of(made)

@@ -43,7 +43,7 @@ def advise(
     from meshwright.export.advice import advise as find
 
     text = files.read_bytes(config).decode(errors="replace")
-    machine = prediction.load_cluster(cluster)
+    machine = prediction.load_cluster(cluster, ranks or None)
     sizes = prediction.load_model(model, sequence=sequence) if model else None
     with display.progress("weighing layouts"):
         advice = find(
