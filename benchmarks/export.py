@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -161,6 +162,7 @@ def _losses(name: str, folder: Path) -> list[float]:
             str(environment()), "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             *program,
         ]  # fmt: skip
+    shutil.rmtree(QUIET["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
     variables = {**os.environ, **QUIET, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     try:
         process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)

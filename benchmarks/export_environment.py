@@ -22,7 +22,12 @@ NEEDS = (
     "charset-normalizer", "triton",
 )  # fmt: skip
 """What they import. torchtitan's attention imports triton, whose kernels no CPU runs."""
-QUIET = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+QUIET = {
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
+}  # fmt: skip
+"""DeepSpeed compiles its collectives for CPUs when it starts: in a folder of its own, because a run that is killed there
+leaves a lock behind."""
 
 
 def environment() -> Path:

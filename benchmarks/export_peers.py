@@ -44,8 +44,8 @@ def torchtitan(folder: Path) -> None:
 
 
 def megatron(folder: Path) -> None:
-    """``TransformerConfig`` and ``DistributedDataParallelConfig``, whose fields have the arguments' names. The package
-    has no parser of arguments: Megatron-LM's is not in it."""
+    """``TransformerConfig`` and ``DistributedDataParallelConfig``, whose fields mostly have the arguments' names. The
+    package has no parser of arguments: Megatron-LM's is not in it."""
     import dataclasses
 
     import torch
@@ -63,6 +63,8 @@ def megatron(folder: Path) -> None:
         given["num_moe_experts"] = given.pop("num_experts")
     if "num_virtual_stages_per_pipeline_rank" in given:
         given["virtual_pipeline_model_parallel_size"] = given.pop("num_virtual_stages_per_pipeline_rank")
+    given["add_bias_linear"] = "disable_bias_linear" not in given
+    given["gated_linear_unit"] = "swiglu" in given
     given.pop("attention_backend", None)  # a member of an enum there
     low = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     model = TransformerConfig if "hidden_size" in given else ModelParallelConfig  # a captured model has no sizes

@@ -187,6 +187,11 @@ def test_what_only_we_have_is_named(layout: Layout, gap: str) -> None:
     assert torchtitan.express(found.form).gaps == []
 
 
+def test_splits_by_other_factors_are_named() -> None:
+    form = Form(model="m", layout=Layout(tp=2), global_batch=4, splits=("embed", "norm"))
+    assert whats(targets.write("deepspeed", form, 8)) == ["splits of single modules (embed, norm)"]
+
+
 def test_unequal_stages_are_megatrons_own() -> None:
     form = Form(model="m", layout=Layout(pp=3), global_batch=4, blocks=(3, 5, 0))
     made = targets.write("megatron", form, 8)

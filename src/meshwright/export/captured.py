@@ -3,7 +3,7 @@
 import msgspec
 import torch
 
-from meshwright import api, build
+from meshwright import build
 from meshwright.api.machine import known_cluster
 from meshwright.api.planned_runs import cluster_of, planned
 from meshwright.errors import LayoutError
@@ -13,6 +13,7 @@ from meshwright.export.form import Form
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
 from meshwright.lower.plans import PlanLowering
+from meshwright.planner.explicit import Ask, plan_layout
 from meshwright.planner.foretell import foretell
 
 CPU = torch.device("cpu")
@@ -40,7 +41,8 @@ def export_run(name: str, run: Run, ranks: int = 0, base: str = "") -> Exported:
     if made.gaps:
         layout = made.form.layout
         grown = known_cluster(known, CPU, layout.num_ranks)
-        own = api.plan(graph, grown, devices=layout.num_ranks, layout=layout, optimizer=optimizer, clips=clips)
+        ask = Ask(optimizer=optimizer, lower=PlanLowering(graph), by_rule=True)  # other trainers split by this rule
+        own = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=grown, ask=ask)
     lower = PlanLowering(graph)
     before, now = (foretell(lower, each, known, optimizer=optimizer, clips=clips).prediction for each in (plan, own))
     return msgspec.structs.replace(made, planned=before, predicted=now, software=known.software.name)

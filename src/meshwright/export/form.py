@@ -9,7 +9,7 @@ from meshwright.cost.setup import Inner, Overlap, Setup
 from meshwright.cost.setup import Precision as SetupPrecision
 from meshwright.errors import LayoutError
 from meshwright.ir.layout import ZERO_STAGES, Layout
-from meshwright.ir.plan import Plan
+from meshwright.ir.plan import Plan, starred
 from meshwright.ir.transformer import Transformer
 
 PRECISIONS: dict[str | None, SetupPrecision] = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -74,7 +74,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
             layout = msgspec.structs.replace(layout, schedule=plan.schedule, chunks=plan.chunks)
         return cls(
             model=plan.model, layout=layout, global_batch=plan.batch_size * layout.replicas,
-            precision=PRECISIONS[plan.precision], blocks=_blocks(plan),
+            precision=PRECISIONS[plan.precision], blocks=_blocks(plan), splits=_unusual(plan),
         )  # fmt: skip
 
     def setup(self) -> Setup:
@@ -96,6 +96,18 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
             compiled=self.compiled, overlap=self.overlap, inner=self.inner, codec=layout.codec,
             grid=layout.grid if isinstance(layout.tp, tuple) else (),
         )  # fmt: skip
+
+
+USUAL = ("h", "x", "f", "v", "s", "none")
+"""Factors over which tensor parallelism as in Megatron-LM splits modules: heads (also in groups), hidden features,
+vocabulary; and the sequence between them."""
+
+
+def _unusual(plan: Plan) -> tuple[str, ...]:
+    """The modules that are split over ``tp`` by another factor than tensor parallelism as in Megatron-LM splits."""
+    splits = ((starred(note.module), word) for note in plan.notes for word in note.split.split())
+    found = (module for module, word in splits if word.endswith("@tp") and word.removesuffix("@tp") not in USUAL)
+    return tuple(dict.fromkeys(found))
 
 
 def _blocks(plan: Plan) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from meshwright.ir.plan import Plan, starred
 from meshwright.lower.plans import PlanLowering
 from meshwright.planner.foretell import foretell
 
-NAME, PACKAGE, VERSION = "fsdp2", "torch", "2.13"
+NAME = "fsdp2"
 TRIES = 12
 """The largest number of plans until one is found that modules can run. Each pins further modules."""
 
