@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.export_environment import QUIET, ROOT, environment, run_there
+from benchmarks.export_environment import FOLDER, QUIET, ROOT, environment, run_there
 from meshwright.catalog import load_cluster
 from meshwright.catalog.models import load_model
 from meshwright.export import captured, targets
@@ -163,7 +163,8 @@ def _losses(name: str, folder: Path) -> list[float]:
             *program,
         ]  # fmt: skip
     shutil.rmtree(QUIET["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
-    variables = {**os.environ, **QUIET, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": f"{FOLDER / 'bin'}:{os.environ['PATH']}"}  # ninja is there
+    variables = {**os.environ, **QUIET, **paths}
     try:
         process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:

@@ -26,8 +26,8 @@ QUIET = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
     "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
 }  # fmt: skip
-"""DeepSpeed compiles its collectives for CPUs when it starts: in a folder of its own, because a run that is killed there
-leaves a lock behind."""
+"""DeepSpeed compiles its collectives for CPUs when it starts: in a folder of its own, because a run that is killed
+there leaves a lock behind."""
 
 
 def environment() -> Path:

@@ -219,11 +219,11 @@ name = "llama3"
 flavor = "8B"
 [training]
 local_batch_size = 1
-global_batch_size = 256
+global_batch_size = 32
 seq_len = 4096
 [parallelism]
 data_parallel_shard_degree = 1
-tensor_parallel_degree = 8
+tensor_parallel_degree = 4
 pipeline_parallel_degree = 2
 pipeline_parallel_schedule = "1F1B"
 [activation_checkpoint]
@@ -232,17 +232,16 @@ mode = "full"
 
 
 def test_advice_is_faster_in_the_trainers_own_terms() -> None:
-    found = advise(SLOW_TOML, "train.toml", load_cluster("h100-dgx-ndr400x8", 16))
-    assert (found.setup.tp, found.setup.pp, found.setup.recompute, found.software) == (8, 2, "full", "torchtitan-2025")
+    found = advise(SLOW_TOML, "train.toml", load_cluster("h100-dgx-ndr400x8", 8))
+    assert (found.setup.tp, found.setup.pp, found.setup.recompute, found.software) == (4, 2, "full", "torchtitan-2025")
     assert found.setup.model.sequence == 4096
     assert found.best is not None
     assert found.best.prediction.step_s < found.prediction.step_s
     assert found.best.setup.global_batch == found.setup.global_batch
     assert not found.best.export.gaps
     assert {change.what for change in found.best.changes.differences} >= {"tp", "pp"}
-    again = advise(text_of(found.best.export), "torchtitan_config.py", load_cluster("h100-dgx-ndr400x8", 16))
-    assert again.prediction.step_s == pytest.approx(found.best.prediction.step_s)
-    assert again.best is None or again.best.prediction.step_s < again.prediction.step_s
+    again = targets.read(text_of(found.best.export), "torchtitan_config.py", 8, None)
+    assert again.form.setup() == found.best.setup
 
 
 def test_changes_leave_out_what_no_pipeline_has() -> None:
@@ -288,8 +287,8 @@ def test_a_bad_file_is_refused_by_name(text: str, file: str, problem: str) -> No
 def test_sizes_that_do_not_fit_the_ranks_are_refused() -> None:
     with pytest.raises(LayoutError, match="6 ranks do not divide into tp=4"):
         targets.read('{"tensor_parallel": {"autotp_size": 4}}', "a.json", 6, LLAMA)
-    with pytest.raises(LayoutError, match="take 16 ranks of 8"):
-        targets.read(SLOW_TOML, "a.toml", 8, None)
+    with pytest.raises(LayoutError, match="take 8 ranks of 4"):
+        targets.read(SLOW_TOML, "a.toml", 4, None)
     with pytest.raises(LayoutError, match="a batch of 6 does not divide over 4"):
         torchtitan.express(Form(model="m", layout=Layout(spatial=(4,)), global_batch=6))
 

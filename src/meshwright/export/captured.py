@@ -36,7 +36,7 @@ def export_run(name: str, run: Run, ranks: int = 0, base: str = "") -> Exported:
             build.model(run), build.loss_function(run), build.example_batch(run), plan, cluster=known,
             optimizer=optimizer, clips=clips,
         )  # fmt: skip
-    made = targets.write(name, Form.of_plan(plan), fsdp2.api_box(known), base)
+    made = targets.write(name, Form.of_plan(plan), fsdp2.box_size(known), base)
     own = plan
     if made.gaps:
         layout = made.form.layout
@@ -60,5 +60,5 @@ def export_plan(name: str, plan: Plan, base: str = "") -> Exported:
             remedy="name the run file of the model too: meshwright export plan.json RUN.toml --to fsdp2",
         )  # fmt: skip
     cluster = known_cluster(None, CPU, plan.mesh.world_size)
-    made = targets.write(name, Form.of_plan(plan), fsdp2.api_box(cluster), base)
+    made = targets.write(name, Form.of_plan(plan), fsdp2.box_size(cluster), base)
     return msgspec.structs.replace(made, planned=plan.prediction, predicted=None if made.gaps else plan.prediction)

@@ -121,7 +121,7 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
             remedy=f"give --ranks that is a multiple of {tp * pp * cp}",
         )  # fmt: skip
     assumptions = [f"{num_ranks} ranks"]
-    micro, steps, batch = _batch(config, dp, where, assumptions)
+    steps, batch = _batch(config, dp, where, assumptions)
     recompute = "activation_checkpointing" in config
     if recompute:
         assumptions.append("every block is recomputed, because the file has activation_checkpointing")
@@ -140,13 +140,12 @@ def read(text: str, where: str, num_ranks: int, model: Transformer | None) -> Im
     unread += [
         f"zero_optimization.{key}" for key in zero_table if key.startswith(("offload_param", "mics", "zero_hpz"))
     ]
-    del micro
     return Imported(source=NAME, form=form, assumptions=tuple(assumptions), unread=tuple(unread))
 
 
-def _batch(config: dict[str, Any], dp: int, where: str, assumptions: list[str]) -> tuple[int, int, int]:
-    """The samples of a micro-batch, the number of micro-batches, and the samples of a step. DeepSpeed derives the
-    third from two of them, and takes 1 for values that are missing."""
+def _batch(config: dict[str, Any], dp: int, where: str, assumptions: list[str]) -> tuple[int, int]:
+    """The number of micro-batches, and the samples of a step. Of these and the samples of a micro-batch, DeepSpeed
+    derives the third from two, and takes 1 for values that are missing."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, batch = (0 if config.get(name) == "auto" else whole(config, name, 0, where) for name in names)
     if any(config.get(name) == "auto" for name in names):
@@ -163,7 +162,7 @@ def _batch(config: dict[str, Any], dp: int, where: str, assumptions: list[str]) 
             f"train_batch_size={batch}, but {micro} x {steps} micro-batches x dp={dp} = {micro * steps * dp}",
             where=where, remedy="correct one of them, or give another number of --ranks",
         )  # fmt: skip
-    return micro, microbatches_of(batch, dp, micro), batch
+    return microbatches_of(batch, dp, micro), batch
 
 
 def decoded(text: str, where: str) -> dict[str, Any]:

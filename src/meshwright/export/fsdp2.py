@@ -1,6 +1,6 @@
 """A Python file that trains a model as a plan does, by FSDP2 and tensor parallelism of PyTorch, without Meshwright."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pprint import pformat
 from typing import Any
 
@@ -96,13 +96,13 @@ def export(
     name = f"{plan.model.lower()}_fsdp2.py"
     text = file_text(form, plan, fitted, _blocks(graph), gaps, _shapes(graph, fitted.modules))
     return Exported(
-        target=NAME, form=form, files={name: text}, command=launch(form.num_ranks, api_box(known), "train.py"),
+        target=NAME, form=form, files={name: text}, command=launch(form.num_ranks, box_size(known), "train.py"),
         gaps=tuple(gaps), in_code=in_code(name, form), assumptions=_assumptions(model, form),
         planned=before, predicted=now, software=known.software.name,
     )  # fmt: skip
 
 
-def api_box(cluster: Cluster) -> int:
+def box_size(cluster: Cluster) -> int:
     """The number of devices in a box of the cluster."""
     return cluster.levels[0].fan_out if cluster.levels else 1
 
@@ -116,7 +116,9 @@ def in_code(name: str, form: Form) -> tuple[str, ...]:
     )
 
 
-def _fit(plan: Plan, planned: Any, graph: Graph, model: nn.Module, loss_fn: LossFunction, batch: Any) -> _Fitted:
+def _fit(
+    plan: Plan, planned: Callable[[Layout], Plan], graph: Graph, model: nn.Module, loss_fn: LossFunction, batch: Any
+) -> _Fitted:
     """Pin modules until the plan is one that modules can run."""
     kinds = module_kinds(model)
     pins: dict[str, str] = {}

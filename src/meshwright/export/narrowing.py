@@ -1,5 +1,6 @@
 """Fits a form to another trainer: what the trainer cannot express is replaced by the nearest that it can, and named."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -59,7 +60,7 @@ class Narrowing:
         for name in ("spatial", "mixed"):
             sizes = getattr(layout, name)
             if max(sizes, default=1) > 1:
-                self._fold(name, sizes, 1)
+                self._fold(name, sizes, divides_parameters=False)
         if layout.stage_sizes:
             self._level_stages()
         if layout.workspace_bytes:
@@ -93,10 +94,10 @@ class Narrowing:
             self.form = msgspec.structs.replace(self.form, blocks=())
 
     def without(self, axis: str) -> None:
-        """Give the ranks of an axis (pp, cp or tp) to data parallelism, whose ranks then share parameters."""
+        """Give the ranks of an axis (pp, cp or tp) to data parallelism."""
         size = getattr(self.layout, axis)
         if size > 1:
-            self._fold(axis, (size,), 3)
+            self._fold(axis, (size,), divides_parameters=axis != "cp")
 
     def without_experts(self) -> None:
         """Replace expert parallelism: all data-parallel ranks share the parameters of experts."""
@@ -177,25 +178,21 @@ class Narrowing:
             self.replace(what, nearest, stage_sizes=(), dp=each // tp, tp=tp)
         self._divide_batch()
 
-    def _fold(self, name: str, sizes: tuple[int, ...], zero: int) -> None:
-        """Give the ranks of an axis to dp. ``zero``: the least ZeRO stage afterwards, because the axis divided
-        parameters; 1: as before."""
-        ranks = 1
-        for size in sizes:
-            ranks *= size
+    def _fold(self, name: str, sizes: tuple[int, ...], *, divides_parameters: bool) -> None:
+        """Give the ranks of an axis to dp. If the axis divided parameters, data-parallel ranks then share them."""
         layout = self.layout
-        dp, stage = layout.dp * ranks, max(layout.zero, zero if zero == 3 else layout.zero)
-        changes: dict[str, Any] = {name: 1 if isinstance(getattr(layout, name), int) else (), "dp": dp, "zero": stage}
+        dp = layout.dp * math.prod(sizes)
+        zero = 3 if divides_parameters else layout.zero
+        changes: dict[str, Any] = {name: 1 if isinstance(getattr(layout, name), int) else (), "dp": dp, "zero": zero}
         if name == "pp":
             changes |= {"chunks": 1, "schedule": "1f1b", "in_flight": 0, "zero_ranks": 0}
             self.form = msgspec.structs.replace(self.form, blocks=(), inner="dp")
-        if name == "cp":
-            changes |= {"context": "gather", "zero": layout.zero}
-        if name == "tp":
-            changes |= {"sequence_parallel": False}
-        shown = "x".join(map(str, sizes))
-        nearest = f"dp{dp}" + f", zero={changes['zero']}" * (changes["zero"] != layout.zero)
-        self.replace(f"{name}{shown}", nearest, **changes)
+        elif name == "cp":
+            changes["context"] = "gather"
+        elif name == "tp":
+            changes["sequence_parallel"] = False
+        nearest = f"dp{dp}" + f", zero={zero}" * (zero != layout.zero)
+        self.replace(f"{name}{'x'.join(map(str, sizes))}", nearest, **changes)
         self._divide_batch()
 
     def _divide_batch(self) -> None:

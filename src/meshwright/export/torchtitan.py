@@ -4,7 +4,7 @@ Reading takes such a file (without running it), or the TOML file of versions bef
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -151,7 +151,9 @@ def write(form: Form, per_node: int, base: str = "") -> Exported:
 Tables = dict[str, dict[str, Any]]
 
 
-def read(text: str, where: str, num_ranks: int, model: Transformer | None, known: Any) -> Imported:
+def read(
+    text: str, where: str, num_ranks: int, model: Transformer | None, known: Callable[..., Transformer]
+) -> Imported:
     """The form that a configuration describes. ``num_ranks``: the number of ranks, which it does not say. ``model``
     replaces its model. ``known`` loads a model of the catalog by its name and sequence length.
 
