@@ -6,7 +6,8 @@ parsers    Configurations of several models and layouts, given to the packages' 
            benchmark makes (``benchmarks/export_environment.py``). Of Megatron, these are the configuration classes of
            megatron-core, because the package has no parser of arguments. accelerate is in the project's environment.
 runs       accelerate and DeepSpeed train a small model on two ranks of a CPU by exported configurations; their losses
-           beside ours, in float64. accelerate runs data parallelism: it does not shard on CPUs.
+           beside ours, in float64. accelerate runs data parallelism and does not read its file here: it does not
+           shard on CPUs.
 predicted  The predicted step of the exported form is stated for each export.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -152,17 +152,11 @@ def run_findings() -> Iterator[Finding]:
 
 def _losses(name: str, folder: Path) -> list[float]:
     program = ["-m", "benchmarks.export_peers", f"train-{name}", str(folder), RUN_MODEL]
-    if name == "accelerate":
-        command = [
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml"),
-            "--cpu", *program,
-        ]  # fmt: skip
-    else:
-        command = [
-            str(environment()), "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            *program,
-        ]  # fmt: skip
-    shutil.rmtree(QUIET["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
+    python = str(environment()) if name == "deepspeed" else sys.executable
+    start = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [python, *start, *program]
+    for lock in Path(QUIET["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+        lock.unlink()
     paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": f"{FOLDER / 'bin'}:{os.environ['PATH']}"}  # ninja is there
     variables = {**os.environ, **QUIET, **paths}
     try:

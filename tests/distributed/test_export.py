@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, PlanError
 from meshwright.export import fsdp2
 from meshwright.export.modules import NONE
 from meshwright.ir.layout import Layout
@@ -75,6 +76,16 @@ def test_a_pipeline_becomes_data_parallelism_and_says_so() -> None:
     assert (made.form.layout.dp, made.form.layout.zero, made.form.layout.pp) == (2, 3, 1)
     assert "- pp2. Instead: dp2, zero=3." in exports.text_of(made)
     assert made.predicted != made.planned
+
+
+def test_a_plan_of_another_model_and_replicas_are_refused() -> None:
+    model, batch = Fused(0), torch.randn(4, 8)
+    plan = mw.plan(mw.capture(model, loss_fn, batch), "cpu-local", devices=2, layout=Layout(tp=2))
+    with pytest.raises(PlanError):
+        fsdp2.export(nn.Sequential(nn.Linear(8, 8)), lambda m, x: m(x).square().mean(), batch, plan)
+    replicas = msgspec.structs.replace(plan, layout=Layout(tp=2, replicas=2, consistency="local(16)"))
+    with pytest.raises(LayoutError, match="2 replicas under"):
+        fsdp2.export(model, loss_fn, batch, replicas)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

@@ -3,7 +3,7 @@
 import msgspec
 import torch
 
-from meshwright import build
+from meshwright import api, build
 from meshwright.api.machine import known_cluster
 from meshwright.api.planned_runs import cluster_of, planned
 from meshwright.errors import LayoutError
@@ -37,14 +37,18 @@ def export_run(name: str, run: Run, ranks: int = 0, base: str = "") -> Exported:
             optimizer=optimizer, clips=clips,
         )  # fmt: skip
     made = targets.write(name, Form.of_plan(plan), fsdp2.box_size(known), base)
+    before = foretell(PlanLowering(graph), plan, known, optimizer=optimizer, clips=clips).prediction
     own = plan
+    if plan.layout.replicas > 1:  # the graph is of one replica's part of the batch
+        model, loss_fn, batch = build.model(run), build.loss_function(run), build.example_batch(run)
+        graph = api.capture(model, loss_fn, batch, precision=plan.precision)
     if made.gaps:
         layout = made.form.layout
         grown = known_cluster(known, CPU, layout.num_ranks)
         ask = Ask(optimizer=optimizer, lower=PlanLowering(graph), by_rule=True)  # other trainers split by this rule
         own = plan_layout(graph, layout, world_size=layout.num_ranks, cluster=grown, ask=ask)
-    lower = PlanLowering(graph)
-    before, now = (foretell(lower, each, known, optimizer=optimizer, clips=clips).prediction for each in (plan, own))
+        known = grown
+    now = foretell(PlanLowering(graph), own, known, optimizer=optimizer, clips=clips).prediction
     return msgspec.structs.replace(made, planned=before, predicted=now, software=known.software.name)
 
 

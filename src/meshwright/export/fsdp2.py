@@ -23,7 +23,9 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.plan import Plan, starred
+from meshwright.ir.plan_check import check_fits
 from meshwright.lower.plans import PlanLowering
+from meshwright.planner.explicit import adapt_plan
 from meshwright.planner.foretell import foretell
 
 NAME = "fsdp2"
@@ -73,10 +75,19 @@ def export(
     ``clips`` are as in ``mw.plan``; predictions are for them.
 
     Raises:
-        LayoutError: the batch does not divide over the data-parallel ranks of the nearest form.
+        LayoutError: the batch does not divide over the data-parallel ranks of the nearest form; or the plan has
+            replicas.
         PlanError: the plan is not of this model.
     """
+    if plan.layout.replicas > 1:
+        raise LayoutError(
+            f"{plan.layout.replicas} replicas under {plan.consistency}, and the file is of one process group",
+            where="export", remedy="plan it with replicas=1, and export that plan",
+        )  # fmt: skip
     graph = api.capture(model, loss_fn, batch, precision=plan.precision)
+    check_fits(plan, graph)
+    if plan.batch_size != graph.batch_size:
+        plan = adapt_plan(plan, graph)
     known = known_cluster(cluster, torch.device("cpu"), plan.mesh.world_size)
     lower = PlanLowering(graph)
     narrow = express(Form.of_plan(plan))
