@@ -12,6 +12,7 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import (
+    advise,
     bench,
     calibrate,
     checkpoint,
@@ -20,6 +21,7 @@ from meshwright.cli import (
     demo,
     dryrun,
     explain,
+    export,
     jobs,
     launch,
     models,
@@ -55,10 +57,10 @@ app = typer.Typer(
 )
 for _module in (
     demo, train, launch, watch, report, explain, plan, simulate, predict, validate, recompute, verify, dryrun, schedule,
-    collectives, calibrate, clusters, models, jobs,
+    collectives, calibrate, clusters, models, jobs, export, advise,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
-    _settings = EXTRA if _module in (demo, train, launch, plan, simulate, verify, dryrun) else None
+    _settings = EXTRA if _module in (demo, train, launch, plan, simulate, verify, dryrun, export) else None
     app.command(epilog=_module.EPILOG, context_settings=_settings)(getattr(_module, _name))
 app.add_typer(bench.group)
 app.add_typer(checkpoint.group)

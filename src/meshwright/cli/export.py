@@ -1,0 +1,143 @@
+"""``meshwright export``: write a plan or a layout as the configuration of another trainer."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from meshwright import config
+from meshwright.cli import display
+from meshwright.cli.plan import refuse, run_of
+from meshwright.cli.trust import TRUST
+from meshwright.errors import ClusterError, LayoutError
+
+if TYPE_CHECKING:
+    from meshwright.export.exported import Exported
+    from meshwright.ir.plan import Prediction
+
+EPILOG = display.examples(
+    "meshwright export llama3-8b --to torchtitan --cluster h100-dgx-ndr400x8 --ranks 64 --batch 512",
+    "meshwright export llama3-70b --to megatron --cluster h100-dgx-ndr400x8 --ranks 64 --batch 512 "
+    "--layout tp=8,pp=4,sequence_parallel=true --output exported",
+    "meshwright export plan.json RUN.toml --to fsdp2 --output exported",
+    "meshwright export gpt --to deepspeed --layout.dp 2 --layout.zero 1",
+    note="What the trainer cannot express is named, with the nearest that it can. Both forms are predicted.",
+)
+OF_SIZES = ("batch", "sequence", "layout", "software")
+"""Options that do not apply to a captured model."""
+
+
+def export(
+    context: typer.Context,
+    target: str = typer.Argument(
+        ..., metavar="PLAN.json|RUN.toml|MODEL", help="A plan file, a run file, or a model of `meshwright models`."
+    ),
+    run_file: str = typer.Argument(
+        "", metavar="[RUN.toml|MODEL]", help="The run of a plan file: for fsdp2, and to predict the exported form."
+    ),
+    to: str = typer.Option(..., "--to", help="torchtitan, megatron, deepspeed, accelerate or fsdp2."),
+    cluster: str = typer.Option("", help="A name of `meshwright clusters`, or a .toml file; default: this machine."),
+    ranks: int = typer.Option(0, min=0, help="Number of ranks; 0: the number in the layout, or all of the cluster."),
+    batch: int = typer.Option(512, min=1, help="Sequences per step, for a model that is described by its sizes."),
+    sequence: int = typer.Option(0, "--seq", min=0, help="Tokens per sequence, for such a model; 0: its default."),
+    layout: str = typer.Option(
+        "", help="The layout of such a model, as in dp=8,tp=8,micro_batch=2; default: the planner's best."
+    ),
+    software: str = typer.Option("", help="The software profile of predictions, for such a model."),
+    base: str = typer.Option("", help="For torchtitan: the configuration to change, as in llama3:llama3_8b."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="The folder in which files are written."),
+    trust: bool = TRUST,
+    as_json: bool = display.JSON,
+) -> int:
+    """Write a plan, or a layout by sizes, as configuration and launch command of another trainer."""
+    from meshwright import prediction
+
+    sizes = target in prediction.model_names() and target not in config.REFERENCES
+    sizes = sizes or (target.endswith(".json") and not run_file and _is_model(target))
+    if sizes:
+        made = _of_sizes(context, target, to, cluster, ranks, batch, sequence, layout, software, base)
+    else:
+        refuse(context, OF_SIZES, f"{target} is captured: its run file has batch and layout")
+        made = _of_captured(context.args, target, run_file, to, cluster, ranks, base)
+    if output is not None:
+        for name, text in made.files.items():
+            display.write(output / name, text.encode())
+    if as_json:
+        display.print_json(made)
+    else:
+        _print(made, output)
+    return 0
+
+
+def _is_model(path: str) -> bool:
+    """Whether a JSON file is a Hugging Face config.json, and no plan."""
+    try:
+        return b'"architectures"' in Path(path).read_bytes() or b'"model_type"' in Path(path).read_bytes()
+    except OSError:
+        return False
+
+
+def _of_sizes(
+    context: typer.Context, model: str, to: str, cluster: str, ranks: int, batch: int, sequence: int, layout: str,
+    software: str, base: str,
+) -> "Exported":  # fmt: skip
+    from meshwright import prediction
+    from meshwright.export.by_sizes import export_sizes
+
+    if context.args:
+        raise LayoutError(f"{model} is not captured", where=context.args[0], remedy="leave it out")
+    if not cluster:
+        raise ClusterError(
+            "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
+        )
+    machine = prediction.load_cluster(cluster, ranks or None, software or None)
+    known = prediction.load_model(model, sequence=sequence)
+    return export_sizes(to, known, machine, global_batch=batch, layout=layout, base=base)
+
+
+def _of_captured(
+    arguments: list[str], target: str, run_file: str, to: str, cluster: str, ranks: int, base: str
+) -> "Exported":
+    from meshwright.export import captured
+    from meshwright.ir import files
+    from meshwright.ir.plan import Plan
+
+    if target.endswith(".json") and not run_file:
+        return captured.export_plan(to, files.load(target, Plan), base)
+    if target.endswith(".json"):
+        arguments = [f"--layout.plan={target}", *arguments]
+    run = run_of(run_file or target, arguments, cluster=cluster)
+    with display.progress("capturing and planning"):
+        return captured.export_run(to, run, ranks, base)
+
+
+def _print(made: "Exported", output: Path | None) -> None:
+    terminal = display.console()
+    if output is None:
+        for name, text in made.files.items():
+            terminal.print(f"--- {name}\n{text}---")
+    else:
+        terminal.print(f"written: {', '.join(str(output / name) for name in made.files)}")
+    terminal.print(f"start it: {made.command}")
+    for line in made.in_code:
+        terminal.print(f"  in your program: {line}")
+    for gap in made.gaps:
+        terminal.print(f"  {made.target} cannot express: {gap.what}\n    instead: {gap.nearest}")
+    for line in made.assumptions:
+        terminal.print(f"  assumed: {line}")
+    software = f" (software {made.software})" if made.software else ""
+    if made.planned is not None:
+        terminal.print(f"  predicted as planned{software}: {costs(made.planned)}")
+    if made.predicted is not None:
+        more = f", {made.predicted.step_s / made.planned.step_s:.3f} x the step" if made.planned and made.gaps else ""
+        terminal.print(f"  predicted as exported{software}: {costs(made.predicted)}{more}")
+    elif made.gaps:
+        terminal.print("  the exported form is not predicted: name the run file too, after the plan file")
+    if made.own_predicted is not None:
+        terminal.print(f"  predicted as exported (software {made.own_software}): {costs(made.own_predicted)}")
+
+
+def costs(prediction: "Prediction") -> str:
+    """Step time and memory in words."""
+    step = f"{prediction.step_s:.4g} s" if prediction.step_s >= 1 else f"{prediction.step_s * 1e3:.4g} ms"
+    return f"{step} a step, {prediction.peak_memory_bytes / 2**30:.3g} GiB a rank"

@@ -1,0 +1,1 @@
+"""Plans as configurations of other trainers, and their configurations as layouts."""

@@ -1,0 +1,91 @@
+"""Exports layouts of models that are described by their sizes, with predictions in closed form."""
+
+from typing import Any
+
+import msgspec
+
+from meshwright.catalog import with_software
+from meshwright.cost.memory import estimate_memory
+from meshwright.cost.setup import Setup
+from meshwright.cost.step import estimate_step
+from meshwright.cost.uncertainty import step_interval
+from meshwright.errors import LayoutError
+from meshwright.export import targets
+from meshwright.export.exported import Exported
+from meshwright.export.form import Form
+from meshwright.ir.call_text import sizes_of
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.files import did_you_mean
+from meshwright.ir.plan import Prediction
+from meshwright.ir.transformer import Transformer
+from meshwright.planner.search import search
+
+FIELDS = tuple(name for name in Setup.__struct_fields__ if name not in ("model", "global_batch", "grid"))
+"""The words of a layout by sizes."""
+
+
+def export_sizes(
+    name: str, model: Transformer, machine: Cluster, *, global_batch: int, layout: str = "", base: str = ""
+) -> Exported:
+    """Export a layout of a model to the target ``name``. ``layout`` is text such as ``dp=4,tp=8,zero=1``; empty: the
+    planner's best on all devices of ``machine``.
+
+    Raises:
+        LayoutError: the layout does not fit model, batch or devices; or nothing fits in memory; or the target is
+            unknown or needs a captured model.
+    """
+    if name == targets.FSDP2:
+        remedy = "give a plan file and its run file, or take another target"
+        raise LayoutError("fsdp2 is code for a module, and this model has sizes only", where="--to", remedy=remedy)
+    setup = _given(layout, model, machine, global_batch) if layout else _best(model, machine, global_batch)
+    form = Form.of_setup(setup)
+    made = targets.write(name, form, machine.levels[0].fan_out if machine.levels else 1, base)
+    own = with_software(machine, targets.target(name).SOFTWARE)
+    return msgspec.structs.replace(
+        made, planned=predicted(setup, machine), predicted=predicted(made.form.setup(), machine),
+        software=machine.software.name, own_software=own.software.name,
+        own_predicted=predicted(made.form.setup(), own),
+    )  # fmt: skip
+
+
+def predicted(setup: Setup, machine: Cluster) -> Prediction:
+    """The predicted step time and peak memory of a setup."""
+    estimate = estimate_step(setup, machine)
+    return Prediction(
+        step_s=estimate.step_s, peak_memory_bytes=round(estimate_memory(setup, machine).peak_bytes),
+        interval_s=step_interval(estimate, machine.software),
+    )  # fmt: skip
+
+
+def _best(model: Transformer, machine: Cluster, global_batch: int) -> Setup:
+    found = search(model, machine, global_batch=global_batch)
+    if not found.options:
+        raise LayoutError(
+            f"no layout of {model.name} fits {machine.num_devices} devices of {machine.name}", where="--ranks",
+            remedy="take more or larger devices, or a smaller batch",
+        )  # fmt: skip
+    return found.options[0].setup
+
+
+def _given(text: str, model: Transformer, machine: Cluster, global_batch: int) -> Setup:
+    fields: dict[str, Any] = {}
+    for word in text.split(","):
+        name, equals, value = word.strip().partition("=")
+        if not equals or name not in FIELDS:
+            hint = did_you_mean(name, FIELDS, f"words are {', '.join(FIELDS)}")
+            raise LayoutError(f"{word.strip()!r} is not a word of a layout", where="--layout", remedy=hint)
+        words: dict[str, Any] = {"true": True, "false": False}
+        fields[name] = int(value) if value.isdigit() else words.get(value, value)
+        if sizes_of(value):
+            raise LayoutError(f"{word.strip()} is a grid", where="--layout", remedy="give tp as one number")
+    inner = 1
+    for axis in ("tp", "pp", "cp"):
+        inner *= int(fields.get(axis, 1))
+    fields.setdefault("dp", max(1, machine.num_devices // max(1, inner)))
+    setup = Setup(model=model, global_batch=global_batch, **fields)
+    if setup.world_size > machine.num_devices:
+        raise LayoutError(
+            f"{setup.world_size} ranks, {machine.name} has {machine.num_devices} devices", where="--layout",
+            remedy="take a smaller layout, or more --ranks",
+        )  # fmt: skip
+    return setup
