@@ -85,10 +85,8 @@ def step_work(
     same time (0: the ranks of the plan).
 
     On a CPU every rank moves the bytes of its collectives itself. Collectives then do not overlap with compute: the
-    rank blocks where it waits for a collective. Only shifts between boxes overlap.
-
-    On other devices, a collective overlaps with the kernels between its
-    start and its wait.
+    rank blocks where it waits for a collective. Only shifts between boxes overlap. On other devices, a collective
+    overlaps with the kernels between its start and its wait.
     """
     stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads, num_ranks) for program in programs]
     heap_factor = cluster.software.heap if cluster.device.kind == "cpu" else 1.0
@@ -114,6 +112,7 @@ class _Stage:
         self.codecs = CodecCosts(cluster)
         self.blocking = cluster.device.kind == "cpu"
         self.graphs = plan.graphs and not self.blocking
+        self.mesh = plan.submesh(program.stage) if plan.uneven else plan.mesh
         self.optimizer, self.clips = optimizer, clips
         self.trained = {name for other in programs for name in other.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
@@ -245,8 +244,7 @@ class _Stage:
         """Whether the rank itself moves the bytes of a collective, in its wait."""
         if collective.kind != "shift":
             return self.blocking
-        mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
-        return moved_by_rank(collective, self.network, axis_group(mesh, collective.axis))
+        return moved_by_rank(collective, self.network, axis_group(self.mesh, collective.axis))
 
     def _name(self, collective: Collective) -> str:
         """A unique name for a collective of the stage."""
@@ -263,8 +261,7 @@ class _Stage:
         piece = communicated(what, collective, blocking)
         if not blocking or not self.costs.launch_s or set(DATA_AXES) & set(members(piece.axis)):
             return piece
-        mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
-        return msgspec.structs.replace(piece, ahead_s=collective_s(piece, mesh, self.network))
+        return msgspec.structs.replace(piece, ahead_s=collective_s(piece, self.mesh, self.network))
 
     def _before(self) -> tuple[Piece, ...]:
         pieces = self._pieces(self._nodes(PROLOGUE), PROLOGUE)

@@ -24,16 +24,7 @@ from meshwright.ir.placement import Partial, Placements, Shard, input_placements
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Held, Join, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import (
-    BACKWARD,
-    FINISH,
-    FORWARD,
-    PROLOGUE,
-    STEP,
-    border,
-    differing_buffers,
-    given_batch,
-)  # fmt: skip
+from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, PROLOGUE, STEP, border, differing_buffers, given_batch
 from meshwright.lower.emission import Emission
 from meshwright.lower.function import DISPATCHED, Kernels
 from meshwright.lower.fuse import fuse, separate
@@ -82,10 +73,8 @@ def lower_stage(
             with other micro-batches.
     """
     emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
-    again, plan = planned.recomputation(stage), planned.plan
-    return partition(
-        emitted, again, dict(constants or {}), compiler, kernels, note, symmetric, plan.prefetch, plan.graphs
-    )
+    rest = compiler, kernels, note, symmetric, planned.plan.prefetch, planned.plan.graphs
+    return partition(emitted, planned.recomputation(stage), dict(constants or {}), *rest)
 
 
 def emit_stage(

@@ -90,12 +90,7 @@ class Ask:
 
 
 def plan_layout(
-    graph: Graph,
-    layout: Layout,
-    *,
-    world_size: int,
-    cluster: Cluster | None = None,
-    ask: Ask | None = None,
+    graph: Graph, layout: Layout, *, world_size: int, cluster: Cluster | None = None, ask: Ask | None = None
 ) -> Plan:
     """Make the plan of ``layout`` for ``graph`` on ``world_size`` ranks.
 
