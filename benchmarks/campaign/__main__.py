@@ -40,6 +40,7 @@ from benchmarks.campaign.warm import Starter
 from meshwright.emulation.network import why_not
 from meshwright.ir.result import Check, Duration, Finding, Series, Settings
 from meshwright.ir.statistics import median
+from meshwright.runtime.lock import locked
 
 COMMAND = "python -m benchmarks.campaign"
 FAULTS, LEAST_KINDS, TRIES = 1000, 20, 4
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out  {name}: {why}")
     entries = read(journal)
     boxes = not why_not()
-    with ExitStack() as stack:
+    with locked(options.folder, ".lock", option="--folder"), ExitStack() as stack:
         work = _memory_disk(options.folder.resolve(), stack)
         starter = stack.enter_context(Starter({"OMP_NUM_THREADS": "1"}))
         runs = {run for name in names for run in KINDS[name].runs}

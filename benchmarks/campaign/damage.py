@@ -171,7 +171,8 @@ def wrong_permissions(site: Site) -> None:
     path.chmod(0o555 if path.is_dir() else 0o000)
     site.start(plain=True)
     site.judge(MISTAKE, r"[Pp]ermission denied")
-    path.chmod(mode)
+    if path.exists():
+        path.chmod(mode)
     site.settle()
     site.finish(plain=True)
 

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ SIZE_BYTES = 24 * 2**20
 SHUT_DOWN, WITHOUT_FLUSH = 0x8004587D, 2
 """EXT4_IOC_SHUTDOWN, and EXT4_GOING_FLAGS_NOLOGFLUSH: what is not on the disk yet is lost, as if power had failed."""
 FROZEN_S, THAWED_S = 0.25, 0.02
+PATIENCE_S = 20.0
 NO_ROOM = r"[Nn]o space left"
 
 
@@ -40,12 +41,20 @@ class Disk:
         subprocess.run(["mount", "-o", options, str(self.image), str(self.place)], check=True)
 
     def unmount(self) -> None:
-        """Unmount it, as soon as nobody uses it."""
-        deadline = time.monotonic() + 10
-        while subprocess.run(["umount", str(self.place)], capture_output=True, check=False).returncode:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.place} is in use")
-            time.sleep(0.05)
+        """Unmount it, as soon as nobody uses it. Namespaces of processes that have ended may keep it for a while: what
+        is mounted meanwhile would be the same file system, in the state in which it is."""
+        if not self.place.is_mount():
+            return
+        state = self._state()
+        _await(lambda: not subprocess.run(["umount", self.place], capture_output=True, check=False).returncode)
+        _await(lambda: not state.exists())
+
+    def _state(self) -> Path:
+        """What the kernel tells of the file system, as long as there is one."""
+        device = subprocess.run(
+            ["findmnt", "-n", "-o", "SOURCE", str(self.place)], check=True, capture_output=True, text=True
+        )
+        return Path("/sys/fs/ext4", Path(device.stdout.strip()).name)
 
     def repair(self) -> None:
         """Unmount, check and mount it, as an administrator does."""
@@ -67,10 +76,7 @@ class Disk:
 
     def fail(self) -> None:
         """Let the file system find itself damaged: it becomes read-only at once, with all files that are open."""
-        device = subprocess.run(
-            ["findmnt", "-n", "-o", "SOURCE", str(self.place)], check=True, capture_output=True, text=True
-        )
-        Path("/sys/fs/ext4", Path(device.stdout.strip()).name, "trigger_fs_error").write_text("1")
+        (self._state() / "trigger_fs_error").write_text("1")
 
     def cut_power(self) -> None:
         """Lose what was not flushed to the disk. From now on, every access is an error."""
@@ -87,6 +93,15 @@ class Disk:
             time.sleep(seconds)
         finally:
             subprocess.run(["fsfreeze", "-u", str(self.place)], check=True)
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    """Wait until it holds, for at most ``PATIENCE_S`` seconds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError("a disk is in use")
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -157,11 +172,11 @@ def power_cut(site: Site) -> None:
     with _disk(site) as disk:
         site.start()
         site.await_step()
-        site.promise()
+        site.promise(flushed=True)
         disk.cut_power()
-        site.kill_session()
+        site.kill_session(flushed=True)
         site.judge({-signal.SIGKILL})
-        _await_end_of_all(site)
+        site.until_nothing_lives()
         disk.unmount()
         disk.mount()
         site.settle()
@@ -174,11 +189,11 @@ def power_cut_while_saving(site: Site) -> None:
         site.start()
         site.await_step()
         site.until(lambda: any(site.checkpoints.glob("step-*/data-*/*.distcp")) or None, what="a save")
-        site.promise()
+        site.promise(flushed=True)
         disk.cut_power()
-        site.kill_session()
+        site.kill_session(flushed=True)
         site.judge({-signal.SIGKILL})
-        _await_end_of_all(site)
+        site.until_nothing_lives()
         disk.unmount()
         disk.mount()
         site.settle()
@@ -217,9 +232,3 @@ def disk_slow(site: Site) -> None:
             ended.set()
             thread.join()
         site.finish()
-
-
-def _await_end_of_all(site: Site) -> None:
-    deadline = time.monotonic() + 20
-    while site.starter.living() and time.monotonic() < deadline:
-        time.sleep(0.02)

@@ -275,9 +275,11 @@ class Site:
         """Wait until a rank does something."""
         self.until(lambda: words in self.doing(rank) or None, what=words)
 
-    def promise(self) -> int:
-        """From now on, the latest complete checkpoint must not be lost."""
-        latest = manifest.latest_step(self.checkpoints)
+    def promise(self, *, flushed: bool = False) -> int:
+        """From now on, the latest complete checkpoint must not be lost. ``flushed``: the latest of which the run has
+        said that it is saved, because others may see it before it is flushed to the disk."""
+        said = re.findall(r"^step (\d+) is saved in ", self.commands[-1].output, re.MULTILINE) if flushed else []
+        latest = max(map(int, said), default=-1) if flushed else manifest.latest_step(self.checkpoints)
         if latest > self.promised:
             self.promised = latest
             self._said = {command.process: len(command.output) for command in self.commands}
@@ -297,10 +299,10 @@ class Site:
             if number == signal.SIGKILL:
                 self.killed.add(process)
 
-    def kill_session(self, command: Command | None = None) -> None:
+    def kill_session(self, command: Command | None = None, *, flushed: bool = False) -> None:
         """Kill a launcher with all of its processes at once. Nobody is left who could remove its files in memory and
         its temporary files; processes and ports must be gone all the same."""
-        self.promise()
+        self.promise(flushed=flushed)
         self.nobody_was_left = True
         (command or self.commands[-1]).signal(signal.SIGKILL, everybody=True)
 
