@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults bench-checkpoints bench-products bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-placements conformance audit clusters matrix gpu gpu-wheels clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-placements conformance audit clusters matrix gpu gpu-wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench-faults: $(STAMP) ## kill ranks and hosts: what a takeover from memory cost
 bench-consistency: $(STAMP) ## slow replicas, slow links, kills, and parameter servers, under consistency rules (15 minutes, as root)
 	@$(BIN)/python -m benchmarks.consistency
 
+campaign: $(STAMP) ## inflict 1,000 faults of 70 kinds on tiny runs (hours, as root): no lost checkpoint, wrong loss, hang, unexplained end or leftover; goes on where it was stopped (FAULTS="--faults 200 --seed 1")
+	@$(BIN)/python -m benchmarks.campaign $(FAULTS)
+
 bench-checkpoints: $(STAMP) ## what saves stop, the disk's speed, memory of loads under other ranks, weights by slices (needs 5 GiB of disk)
 	@$(BIN)/python -m benchmarks.checkpoints
 
@@ -73,6 +76,9 @@ bench-data: $(STAMP) ## loaders that fetch ahead beside torch's DataLoader, on a
 
 bench-products: $(STAMP) ## words of products on grids beside formulas and brute force; 4 ranks in two emulated boxes (as root)
 	@$(BIN)/python -m benchmarks.products
+
+bench-pieces: $(STAMP) ## products in pieces beside their plain form: 2 ranks in two emulated boxes (as root), and in shared memory
+	@$(BIN)/python -m benchmarks.pieces
 
 bench-jobs: $(STAMP) ## job graphs on Ray: makespans beside simulated ones; 100 kills of vertices, workers and the scheduler
 	@$(BIN)/python -m benchmarks.jobs

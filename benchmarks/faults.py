@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import report
+from benchmarks.run_folders import losses_in
 from meshwright import api, config
 from meshwright.errors import RankError
 from meshwright.ir import files
@@ -104,8 +105,7 @@ def killed(run: Run, kills: Sequence[tuple[int, int, float]], share: float = mem
 
 def losses(run: Run) -> dict[int, float]:
     """The loss of each step, by metrics.jsonl."""
-    rows = map(json.loads, (Path(run.train.directory) / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return losses_in(Path(run.train.directory), gaps=True)
 
 
 def demo(directory: Path, steps: int) -> Run:

@@ -17,7 +17,6 @@ A second run is killed twice, and is taken over by tensor parallelism and by one
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -33,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks.run_folders import RowsError, difference, losses_in, ranks_of
 from meshwright import config
 from meshwright.runtime import manifest
 from meshwright.runtime.chunk_index import read_index
@@ -124,12 +124,10 @@ class Command:
 
     def losses(self) -> Losses:
         """By step; a step that is there twice, or missing, is an error."""
-        lines = (self.directory / "run" / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if "loss" in row]
-        steps = [row["step"] for row in rows]
-        if steps != list(range(1, len(steps) + 1)):
-            raise DisturbedError(f"metrics.jsonl does not have each step once, in order: {steps}")
-        return {row["step"]: row["loss"] for row in rows}
+        try:
+            return losses_in(self.directory / "run")
+        except RowsError as error:
+            raise DisturbedError(f"{error}") from None
 
     def tensors(self) -> list[str]:
         """Checksums of the tensors in the last checkpoint."""
@@ -224,16 +222,6 @@ class Killer:
                 os.truncate(file, self.draw.randrange(file.stat().st_size))
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """The processes that a launcher has started as ranks, in their order: they are forks of its server of forks."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if b"multiprocessing.forkserver" in (path / "cmdline").read_bytes():
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-    return sorted(process for process, parent in parents.items() if parents.get(parent) == launcher)
-
-
 def _unfinished(checkpoints: Path) -> bool:
     """Whether a save is under way."""
     return any(not (path.parent / manifest.MANIFEST).is_file() for path in checkpoints.glob("step-*/data-*"))
@@ -305,13 +293,6 @@ def _disturbed(
     return KillResult(
         name, dict(killer.kills), command.steps, error, tolerance, seconds_a_kill, killer.gave_up, failure
     )
-
-
-def difference(mine: Losses, others: Losses) -> float:
-    """The largest difference of a loss; infinite if there are not the same steps."""
-    if mine.keys() != others.keys():
-        return float("inf")
-    return max(abs(mine[step] - others[step]) for step in mine)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         joint,
         load,
         matmul,
+        opaque,
         parallelize,
         plan,
         simulate,
@@ -34,8 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Graph", "JobBuilder", "JobGraph", "Layout", "Mesh", "MeshwrightError", "Plan", "ShardedMatrix",
     "Trainer", "auto_parallelize", "calibrate", "capture", "dry_run", "grid_product", "joint", "load", "matmul",
-    "parallelize",
-    "plan", "simulate", "verify",
+    "opaque", "parallelize", "plan", "simulate", "verify",
 ]  # fmt: skip
 
 _JOBS = ("JobBuilder", "JobGraph")
@@ -48,6 +48,7 @@ _TORCH_SIDE = {
     "joint": "meshwright.api",
     "load": "meshwright.api",
     "matmul": "meshwright.api",
+    "opaque": "meshwright.api",
     "parallelize": "meshwright.api",
     "plan": "meshwright.api",
     "simulate": "meshwright.api",

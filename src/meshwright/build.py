@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import models, optim
+from meshwright.capture.opaque import opaque
 from meshwright.data.ahead import PrefetchLoader
 from meshwright.data.loaders import Loader, TensorLoader, TextLoader
 from meshwright.data.shards import Shards
 from meshwright.data.stored import StoreLoader
 from meshwright.data.stores import Images, Part, Store, Tokens, decode_image
 from meshwright.errors import DataError, FileFormatError
+from meshwright.ir.plan import starred
 from meshwright.ir.run import Run, Sample
 from meshwright.ir.run_data import (
     STANDARD_LIBRARY,
@@ -30,7 +32,7 @@ from meshwright.ir.run_data import (
     TextData,
     TokensData,
 )
-from meshwright.ir.run_model import FactoryModel, GPTModel, UNetModel
+from meshwright.ir.run_model import AUTO, FactoryModel, GPTModel, UNetModel
 from meshwright.runtime.corpus import standard_library_text
 from meshwright.runtime.loop import Progress
 from meshwright.runtime.trust import imported
@@ -67,6 +69,7 @@ def model(run: Run) -> nn.Module:
     torch.manual_seed(run.train.seed)
     if isinstance(section, FactoryModel):
         module = _call_factory(section)
+        _mark_opaque(module, section.opaque)
     else:
         arguments = msgspec.structs.asdict(section)
         del arguments["loss"]
@@ -80,6 +83,23 @@ def model(run: Run) -> nn.Module:
         except ValueError as error:
             raise FileFormatError(str(error), where="model", remedy="correct the sizes in [model]") from None
     return module.to(getattr(torch, run.train.dtype))
+
+
+def opaque_choice(run: Run) -> Literal["", "auto"]:
+    """Whether capture may make submodules of the run's model opaque by itself."""
+    return run.model.opaque_choice if isinstance(run.model, FactoryModel) else ""
+
+
+def _mark_opaque(module: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        found = [part for path, part in module.named_modules() if path and name in (path, starred(path))]
+        if not found and name != AUTO:
+            known = ", ".join(dict.fromkeys(starred(path) for path, _ in module.named_modules() if path))
+            raise FileFormatError(
+                f"the model has no submodule {name!r}", where="model.opaque", remedy=f"name one of {known}"
+            )
+        for part in found:
+            opaque(part)
 
 
 def loss_function(run: Run) -> LossFunction:

@@ -48,7 +48,10 @@ class FileFormatError(MeshwrightError):
 
 
 class CaptureError(MeshwrightError):
-    """A model or loss function that cannot be traced into a graph."""
+    """A model or loss function that cannot be traced into a graph. ``module`` is the path of the innermost module whose
+    capture failed (empty: the model itself, or the loss function)."""
+
+    module = ""
 
 
 class ChangedModelError(MeshwrightError):

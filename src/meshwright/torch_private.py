@@ -8,6 +8,7 @@ underscore (``Tensor._version``, ``Module._parameters``, ``OpOverload._schema``)
 import functools
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -55,15 +56,24 @@ __all__ = [
     "CHECKPOINT_GENERATORS", "FAKE_DEVICE",
     "DisableTorchDispatch", "DisableTorchFunction", "EnableTorchFunction", "FakeStore", "FakeTensor",
     "FakeTensorMode", "OpOverload", "TorchDispatchMode", "UnsupportedOperatorException", "Work",
-    "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder", "has_kernel", "inductor",
-    "is_profiling", "pytree", "record_begin", "record_end", "resolve_process_group", "sequence_number",
-    "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
+    "device_of_objects", "disable_current_modes", "dispatch_keys", "dump_flight_recorder", "enable_symmetric_memory",
+    "has_kernel", "inductor", "is_profiling", "pytree", "record_begin", "record_end", "resolve_process_group",
+    "sequence_number", "throw_on_data_pointer", "unscale_and_check", "warn_on_data_pointer",
 ]  # fmt: skip
 
 
 def device_of_objects(group: torch.distributed.ProcessGroup) -> torch.device:
     """The device on which a group carries objects: the CPU if the group has a backend for it."""
     return torch.device(_device_of_objects(group))
+
+
+def enable_symmetric_memory(group_name: Any) -> None:
+    """Let ``torch.ops.symm_mem`` work in a group."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions of PyTorch need no such call
+        enable_symm_mem_for_group(group_name)
 
 
 def dump_flight_recorder() -> str:

@@ -255,6 +255,14 @@ def execute(
             known[node] = halo_sums(swapped(args[5], args[0]), *args[1:5], part=args[6])
         elif node.target is collectives.HALO_RETURN:
             known[node] = returned_rows(swapped(args[5], args[0]), *args[1:5], part=args[6])
+        elif node.target is collectives.SHIFT:
+            known[node] = round_of(args[1])(args[0])().clone()
+        elif node.target is collectives.GATHER_MULTIPLY:
+            whole = torch.cat(swapped(args[2], args[0]))
+            known[node] = [whole, *(whole @ weight for weight in args[1])]
+        elif node.target is collectives.MULTIPLY_SCATTER:
+            products, group = args[0] @ args[1], by_name[args[2]]
+            known[node] = torch.stack([one.chunk(group.size)[group.index] for one in swapped(args[2], products)]).sum(0)
         elif node.target is collectives.WAIT:
             known[node] = args[0]
         else:

@@ -6,14 +6,21 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshwright as mw
+from meshwright import api, config
 from meshwright.comm.groups import from_every_rank
+from meshwright.cost.copies import copies_of
+from meshwright.cost.optimizer import ADAMW
 from meshwright.data.loaders import TensorLoader
+from meshwright.ir.copies import KEPT, SLOTS, STAGED, StateCopies
+from meshwright.ir.ledger import Ledger
 from meshwright.runtime import memory_copies
 from meshwright.runtime.kept_memory import VARIABLE, Slot, kept_memory, slots_of
 from meshwright.runtime.memory_copies import MemoryCopies
@@ -163,6 +170,71 @@ def without_memory(memories: list[str]) -> bool:
 def test_without_memory_there_are_no_copies(ranks: Ranks, memories: list[str]) -> None:
     assert ranks(2, without_memory, memories[:1]) == [False, False]
     assert all(slot.read() is None for slots in slots_of(memories[0]) for slot in slots)
+
+
+# --- their bytes are foretold ----------------------------------------------------------------------------------------
+
+
+def bytes_held(memories: list[str], layout: dict[str, Any], path: str) -> tuple[StateCopies, StateCopies]:
+    """The bytes of this rank's copies, and those that are predicted for it."""
+    trainer, own, copies = made(memories, layout)
+    steps(trainer, own, 1)
+    copies.make(1)
+    copies.finish()
+    trainer.save(path, blocking=False)
+    steps(trainer, own, 1)
+    trainer.wait_for_save()
+    assert copies._plan is not None
+    tensors = sum(entry.piece.num_bytes for entry in copies._plan.entries if entry.piece.dtype != "bytes")
+    assert SLOTS * tensors <= copies.num_bytes, "the file has a head, too"
+    held = StateCopies(kept_bytes=SLOTS * tensors, staged_bytes=trainer.saver.num_staged_bytes)
+    stage = trainer.plan.mesh.coordinates(trainer.rank).get("pp", 0)
+    return held, copies_of(trainer.graph, trainer.plan, ADAMW, copies.num_hosts)[stage]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "layout"),
+    [
+        (1, {"dp": 2}), (1, {"dp": 2, "zero": 1}), (1, {"pp": 2, "microbatches": 2}), (2, {"dp": 2}),
+        (2, {"pp": 2, "microbatches": 2}),
+    ],
+)  # fmt: skip
+def test_the_bytes_of_all_copies_are_those_that_are_predicted(
+    ranks: Ranks, memories: list[str], tmp_path: Path, num_hosts: int, layout: dict[str, Any]
+) -> None:
+    found = ranks(2, bytes_held, memories[:num_hosts], layout, str(tmp_path / "saved"))
+    held, foretold = zip(*found, strict=True)
+    for name in ("kept_bytes", "staged_bytes"):
+        assert sum(getattr(each, name) for each in held) == sum(getattr(each, name) for each in foretold) > 0
+
+
+def train_wide(memory: str, directory: str) -> Ledger | None:
+    """The ledger of a run that holds little but its state."""
+    os.environ |= {VARIABLE: memory, "LOCAL_RANK": f"{dist.get_rank()}"}
+    raw = {
+        "model": {"name": "mlp", "sizes": [8, 1024, 1024, 1024, 4]},
+        "data": {"kind": "random", "shape": [8], "classes": 4, "samples": 64, "batch_size": 8, "held_out": 0.0},
+        "layout": {"dp": 2}, "optimizer": {"name": "adamw"},
+        "train": {"directory": directory, "steps": 14, "checkpoint_every": 5},
+    }  # fmt: skip
+    try:
+        return api.train(config.make(raw, where="test")).ledger
+    finally:
+        del os.environ[VARIABLE], os.environ["LOCAL_RANK"]
+
+
+def test_a_peak_has_its_copies_in_prediction_and_measurement(ranks: Ranks, memories: list[str], tmp_path: Path) -> None:
+    state = 3 * 4 * (8 * 1024 + 1024 + 2 * (1024 * 1024 + 1024) + 1024 * 4 + 4)
+    ledger = ranks(2, train_wide, memories[0], str(tmp_path))[0]
+    assert ledger is not None
+    for entry in ledger.ranks:
+        kept, staged = entry.parts
+        assert (kept.what, staged.what) == (KEPT, STAGED)
+        assert (kept.predicted_bytes, staged.predicted_bytes) == (state, state / 2)
+        assert kept.measured_bytes == pytest.approx(state, rel=0.1)
+        assert staged.measured_bytes == pytest.approx(state / 2, rel=0.1)
+        assert entry.predicted.peak_bytes > 2.5 * state, "parameters, gradients, moments, and copies"
+        assert entry.measured.peak_bytes == pytest.approx(entry.predicted.peak_bytes, rel=0.25)
 
 
 def write_and_die(memory: str) -> None:

@@ -19,7 +19,7 @@ from meshwright.data.loaders import TensorLoader
 from meshwright.errors import CheckpointError
 from meshwright.models import ResNet, classification_loss
 from meshwright.runtime import manifest
-from meshwright.runtime.chunk_files import ChunkFile
+from meshwright.runtime.chunk_writer import ChunkFile
 from meshwright.runtime.saving import Save, SaveReport
 from meshwright.runtime.shards import StoredPart
 from tests.end_to_end.checkpoint_cases import (

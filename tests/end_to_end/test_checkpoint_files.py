@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
+import os
 import time
 import warnings
 import zipfile
@@ -31,14 +33,15 @@ from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Shard
 from meshwright.models import MLP
 from meshwright.runtime import checkpoint_files, manifest, saving, shards, share
-from meshwright.runtime.chunk_files import ChunkFile, ChunkReader, frame_of, numbers_of, verify_chunks
+from meshwright.runtime.chunk_files import ChunkReader, frame_of, numbers_of, verify_chunks
 from meshwright.runtime.chunk_index import Index, IndexedTensor, read_index
+from meshwright.runtime.chunk_writer import ChunkFile
 from meshwright.runtime.manifest import DamagedCheckpointError
 from meshwright.runtime.object_path import ObjectPath, place_of
 from meshwright.runtime.rehearsal import Rehearsal
 from meshwright.runtime.rehearsed_kind import RehearsedKind
 from meshwright.runtime.shards import part_at
-from meshwright.runtime.share_copy import to_host
+from meshwright.runtime.share_copy import HostMemory, to_host
 from tests.end_to_end.checkpoint_cases import (
     a_batch,
     a_checkpoint,
@@ -76,7 +79,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool,
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))
 def test_a_frame_around_numbers_is_what_torch_saves(dtype: torch.dtype, sizes: list[int]) -> None:
     value = (torch.rand(sizes) * 100).to(dtype)
-    frame = frame_of(dtype, sizes)
+    frame = frame_of(dtype, tuple(sizes))
     data = frame.head + bytes(numbers_of(value)) + frame.ending(checksum(value))
     found = torch.load(io.BytesIO(data), weights_only=True)
     assert found.dtype == dtype
@@ -90,8 +93,9 @@ def checksum(value: torch.Tensor) -> int:
 
 def test_any_flipped_bit_in_a_file_of_chunks_is_found(tmp_path: Path) -> None:
     file = ChunkFile(tmp_path / "__0_0.distcp")
-    chunks = [file.add(torch.arange(5.0), (0,)), file.add(torch.arange(3), (5,))]
-    file.close()
+    file.add("x", torch.arange(5.0), (0,))
+    file.add("x", torch.arange(3), (5,))
+    chunks = file.close()["x"]
     verify_chunks(tmp_path, chunks)
     data = (tmp_path / "__0_0.distcp").read_bytes()
     assert sum(chunk.num_bytes for chunk in chunks) == len(data), "all bytes belong to a chunk"
@@ -106,14 +110,66 @@ def test_any_flipped_bit_in_a_file_of_chunks_is_found(tmp_path: Path) -> None:
 
 def test_a_chunk_is_compared_when_it_is_read(tmp_path: Path) -> None:
     file = ChunkFile(tmp_path / "__0_0.distcp")
-    chunk = file.add(torch.arange(5.0), (0,))
-    file.close()
+    file.add("x", torch.arange(5.0), (0,))
+    (chunk,) = file.close()["x"]
     data = bytearray((tmp_path / "__0_0.distcp").read_bytes())
     data[chunk.numbers_at] ^= 1
     (tmp_path / "__0_0.distcp").write_bytes(data)
     index = Index({"x": IndexedTensor((5,), "float32", (chunk,))})
     with ChunkReader(tmp_path, index) as reader, pytest.raises(DamagedCheckpointError, match="its checksum is not"):
         reader.read(chunk, torch.float32)
+
+
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=12))
+def test_threads_write_each_chunk_to_its_place(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
+) -> None:
+    directory = tmp_path_factory.mktemp("threads")
+    file, values = ChunkFile(directory / "__0_0.distcp"), [(torch.rand(sizes) * 9).to(dtype) for dtype, sizes in kinds]
+    for number, value in enumerate(values):
+        file.add(f"{number % 3}", value, (number,))
+    found = file.close()
+    chunks = sorted(itertools.chain(*found.values()), key=lambda chunk: chunk.offsets)
+    assert [chunk.offsets for chunk in found.get("0", ())] == [(number,) for number in range(0, len(values), 3)]
+    data, end = (directory / "__0_0.distcp").read_bytes(), 0
+    for chunk, value in zip(chunks, values, strict=True):
+        assert chunk.at == end, "one after the other, in the order in which they were given"
+        end += chunk.num_bytes
+        assert torch.equal(torch.load(io.BytesIO(data[chunk.at : end]), weights_only=True), value)
+    assert end == len(data)
+    verify_chunks(directory, chunks)
+
+
+def test_a_system_that_writes_less_than_it_is_given_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, counts = os.pwritev, list[int]()
+
+    def little(number: int, pieces: list[memoryview], at: int) -> int:
+        counts.append(write(number, [pieces[0][:100]], at))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "pwritev", little)
+    file = ChunkFile(tmp_path / "__0_0.distcp")
+    file.add("x", torch.arange(1000.0), (0,))
+    (chunk,) = file.close()["x"]
+    assert sum(counts) == chunk.num_bytes == (tmp_path / "__0_0.distcp").stat().st_size
+    verify_chunks(tmp_path, [chunk])
+
+
+def test_an_error_in_a_thread_ends_the_file(tmp_path: Path) -> None:
+    """Nothing more is written, and nobody waits for ever for a place in the queue."""
+
+    def refuse(value: torch.Tensor) -> None:
+        raise ZeroDivisionError("not worth it")
+
+    file = ChunkFile(tmp_path / "__0_0.distcp")
+    with pytest.raises(ZeroDivisionError, match="not worth it"):  # noqa: PT012 - by the call that notices it
+        file.add("x", torch.arange(3), (0,), refuse)
+        for number in range(20):
+            file.add("y", torch.arange(3), (number,))
+        file.close()
+    file.abandon()
 
 
 # --- saves beside the steps -------------------------------------------------------------------------------------------
@@ -379,7 +435,7 @@ def test_the_copies_of_a_save_wait_once_for_a_gpu_and_in_the_saving_thread() -> 
         steps = {"states": {name: {"values": {"step": torch.empty((), device="cuda:0")}} for name in values}}
         rehearsal.begin("step 1")
         copies = kind.copies()
-        memory: dict[int, torch.Tensor] = {}
+        memory: HostMemory = {}
         copying = share.Share(parts).copy(kind, copies, memory)
         on_host = to_host(steps, kind, copies)
         copying.hold()
@@ -426,8 +482,8 @@ def test_a_torn_write_is_never_taken_for_a_checkpoint(tmp_path_factory: Any, dat
     """A file of chunks that is cut, or in which a block is zeros, as after a power cut."""
     path = tmp_path_factory.mktemp("torn")
     file = ChunkFile(path / "__0_0.distcp")
-    chunk = file.add(torch.arange(1.0, 200.0), (0,))
-    file.close()
+    file.add("x", torch.arange(1.0, 200.0), (0,))
+    (chunk,) = file.close()["x"]
     whole = (path / "__0_0.distcp").read_bytes()
     begin = data.draw(st.integers(0, len(whole) - 1))
     size = data.draw(st.integers(1, 128))

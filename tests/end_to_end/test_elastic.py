@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousParameters
 
 from meshwright import api
 from meshwright.errors import FailedRankError, LaunchError, LostRankError, MeshwrightError, RankError
@@ -18,6 +19,7 @@ from meshwright.runtime import lock, memory_copies
 from meshwright.runtime.launchers import Meeting
 from meshwright.runtime.lock import LAUNCHER, Holder, locked
 from meshwright.runtime.meeting_point import free_port
+from meshwright.runtime.rendezvous import Rendezvous
 from meshwright.runtime.restarts import STARTING, Restarts
 from meshwright.runtime.roll_call import RollCall
 from tests.distributed.pool import Ranks
@@ -178,6 +180,45 @@ def test_a_mistake_or_too_many_failures_end_the_run_on_all_hosts() -> None:
             assert second is error
         finally:
             hosts.close()
+
+
+def rendezvous_of(met: Meeting) -> Rendezvous:
+    return Rendezvous(
+        RendezvousParameters(
+            "meshwright", f"{met.address}:{met.port}", met.name, met.num_hosts, met.num_hosts, timeout=met.timeout_s,
+            is_host=met.is_host, is_kept=met.is_kept,
+        )
+    )  # fmt: skip
+
+
+def test_hosts_meet_where_they_were_counted() -> None:
+    """The roll call's store is that of the meetings, too: a second one could not have its port."""
+    hosts = Hosts(2)
+    try:
+        mets = hosts.together([call.begin for call in hosts.calls], lambda met: met)
+        meetings = [rendezvous_of(met) for met in mets]
+        assert sorted(hosts.together([each.next_rendezvous for each in meetings], lambda info: info.rank)) == [0, 1]
+        assert hosts.end({0: None, 1: None}) == [True, True]
+    finally:
+        hosts.close()
+
+
+def test_a_host_does_not_wait_for_ranks_that_failed_before_it_met_them() -> None:
+    """The first host's ranks could not be started. The second host, which waits in the meeting, learns of it."""
+    hosts = Hosts(2)
+    try:
+        mets = hosts.together([call.begin for call in hosts.calls], lambda met: met)
+        waiting = rendezvous_of(mets[1])
+        failed = LaunchError("no more processes")
+        first = threading.Thread(target=hosts.end, args=({0: failed}, False))
+        first.start()
+        with pytest.raises(RendezvousClosedError):
+            waiting.next_rendezvous()
+        (second,) = hosts.end({1: LostRankError("the meeting was called off")})
+        first.join(60)
+        assert second.problem == failed.problem
+    finally:
+        hosts.close()
 
 
 # --- memory, and restarts --------------------------------------------------------------------------------------------

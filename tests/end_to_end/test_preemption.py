@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from meshwright import api, config
 from meshwright.cli import run as cli
-from meshwright.errors import FileFormatError, LaunchError, PreemptedError
+from meshwright.errors import FileFormatError, LaunchError, LostRankError, PreemptedError
 from meshwright.ir import files
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
@@ -99,6 +100,28 @@ def test_an_evaluation_is_not_lost(tmp_path: Path) -> None:
     for at in (1, 2, 2):
         train_and_be_warned(small_run(directory), {0: (at, signal.SIGTERM)})
     assert api.train(small_run(directory)).held_out == expected
+
+
+class Absent:
+    """The attendance of a world whose rank 1 is lost."""
+
+    def is_gone(self, rank: int) -> bool:
+        return rank == 1
+
+    def check(self, rank: int) -> None:
+        raise LostRankError("its process has ended", where=f"rank {rank}")
+
+
+def test_a_rank_that_is_told_to_end_does_not_wait_for_one_that_is_lost() -> None:
+    """A launcher tells the ranks beside a lost one to end, and they may notice the loss later than that."""
+    with Preemption(1000.0) as preemption:
+        preemption._store, preemption._size, preemption._attendance = dist.HashStore(), 2, Absent()  # type: ignore[assignment]
+        preemption._store.set(preemption._key(0, "begun"), "4")
+        preemption.ask("SIGTERM")
+        with pytest.raises(LostRankError, match="rank 1: its process has ended"):
+            preemption.due(3)
+        preemption._store.set(preemption._key(1, "begun"), "5")
+        assert preemption.due(3) == ""
 
 
 # --- time, and a second signal ---------------------------------------------------------------------------------------
@@ -202,6 +225,23 @@ def test_the_command_ends_with_75_and_the_same_command_goes_on(tmp_path: Path) -
     assert f"stopped by SIGUSR1; step {step} of 100000 is saved: the same command goes on from there\n" in output
     assert train(small_run(directory, steps=step + 1, evaluate_every=0)) == (step, step + 1)
     assert [number for number, _ in losses(directory)] == list(range(1, step + 2))
+
+
+def test_a_command_that_ends_at_once_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "RUN.toml"
+    config.save(small_run(tmp_path / "run", steps=1, ranks=2), path)
+
+    def told_twice(*arguments: object, **options: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr(api, "run_ranks", told_twice)
+    assert cli(["train", str(path)]) == 143
+    assert capsys.readouterr().err == (
+        "meshwright: stopped at once by SIGTERM\n"
+        "  -> the same command goes on from the last checkpoint, or from the beginning if there is none\n"
+    )
 
 
 def test_ranks_that_end_before_they_listen_have_lost_nothing(tmp_path: Path) -> None:

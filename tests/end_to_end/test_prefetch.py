@@ -1,6 +1,8 @@
 """Loaders that fetch ahead: batches of the plain loader, samples read as seldom as planned, bounds that are kept."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -234,12 +236,27 @@ def test_what_somebody_keeps_is_read_once_and_the_rest_once_an_epoch(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_a_program_may_end_in_the_middle_of_an_epoch() -> None:
+    """Its threads run operators; Python must not end under them."""
+    program = (
+        "import itertools, torch\n"
+        "from meshwright.data.ahead import PrefetchLoader\n"
+        "from tests.end_to_end.data_cases import Counted\n"
+        "class Slow(Counted):\n"
+        "    def decode(self, index, raw):\n"
+        "        return (torch.randn(300, 300) @ torch.randn(300, 300)).sum()\n"
+        "loader = PrefetchLoader(Slow(10_000), 4, 4000, epochs=2, threads=3)\n"
+        "assert len(list(itertools.islice(loader, 3))) == 3"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_a_rank_that_is_gone_costs_reads_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
     store = Counted(24)
-    first, second = in_one_process(2, lambda shard: PrefetchLoader(store, 4, 400, shard=shard, epochs=2, threads=2))
-    expected = lists(StoreLoader(store, 4, shard=(0, 2), epochs=2))
+    first, second = in_one_process(2, lambda shard: PrefetchLoader(store, 4, 400, shard=shard, epochs=6, threads=2))
+    expected = lists(StoreLoader(store, 4, shard=(0, 2), epochs=6))
     begin = lists(first, 2)
-    second.close()
+    second.close()  # while staging has room for two of the other 16 batches
     assert begin + lists(first) == expected
     first.close()
     assert "rank 1 gives no samples any more" in caplog.text

@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.comm.board import PIECE_BYTES, Board
 from meshwright.errors import CheckpointError, DiskError, LostRankError
 from meshwright.runtime import manifest, saving
-from meshwright.runtime.chunk_files import ChunkFile
+from meshwright.runtime.chunk_writer import ChunkFile
 from meshwright.runtime.share import Share
 from tests.distributed.pool import Ranks
 from tests.end_to_end.checkpoint_cases import a_batch, a_trainer, same, told, weights

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from meshwright.errors import TraceError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.copies import KEPT, STAGED, MemoryPart
 from meshwright.ir.data_use import DataUse
 from meshwright.ir.device import Device
 from meshwright.ir.interval import interval
@@ -117,6 +118,24 @@ def test_the_table_lays_them_side_by_side_and_ends_in_words() -> None:
         "The device's efficiency would explain it: computing takes 1.25 times as long as its curves say, over all "
         "ranks. Memory agrees within 10%."
     )
+
+
+def test_copies_of_the_state_are_named_parts_of_a_peak() -> None:
+    parts = (
+        MemoryPart(what=KEPT, predicted_bytes=2 * MIB, measured_bytes=2 * MIB),
+        MemoryPart(what=STAGED, predicted_bytes=MIB, measured_bytes=0),
+    )
+    before = step(DP, AS_PREDICTED, "simulated", {0: 8 * MIB, 1: 5 * MIB})
+    after = step(DP, AS_PREDICTED, peaks={0: 7 * MIB, 1: 5 * MIB})
+    found = make_ledger(DP, before, [after], BOX, parts={0: parts})
+    lines = [line for line in found.table().splitlines() if line.startswith(("        peak", "        of it"))]
+    assert lines == [
+        "        peak memory                 8 MiB      7 MiB      1.14",
+        "        of it copies in memory      2 MiB      2 MiB      1.00",
+        "        of it staging of saves      1 MiB      0 MiB         -",
+        "        peak memory                 5 MiB      5 MiB      1.00",
+    ]
+    assert files.decode(files.encode_json(found), Ledger, where="test") == found
 
 
 def test_steps_and_peaks_have_intervals_of_80_percent() -> None:

@@ -614,7 +614,9 @@ def test_replicas_die_and_join_at_any_time(text: str, seeds: range) -> None:
 # --- ensembles -------------------------------------------------------------------------------------------------------
 
 
-def test_an_ensemble_predicts_together() -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_an_ensemble_predicts_together(seed: int) -> None:
+    """Members leave at once after the prediction; a member that is late still gets the mean of all."""
     values = [torch.tensor([[1.0, 3.0], [0.0, 2.0]]) * (replica + 1) for replica in range(3)]
 
     def body(replica: int) -> Callable[[Mailbox], Any]:
@@ -622,12 +624,14 @@ def test_an_ensemble_predicts_together() -> None:
             exchange = exchange_of(consistency_of("ensemble"), box, replica, 3)
             assert isinstance(exchange, EnsembleExchange)
             result = exchange.joint(values[replica])
-            exchange.joint(values[replica])
+            later = exchange.joint(values[replica])
+            assert later.num_members == 3
+            exchange.leave()
             return result, box.sent_bytes
 
         return run
 
-    network = VirtualNetwork(random.Random(0).randrange)
+    network = VirtualNetwork(random.Random(seed).randrange)
     done = network.run({replica_name(replica): body(replica) for replica in range(3)})
     for (mean, spread, count), _ in done.values():
         assert count == 3

@@ -30,6 +30,7 @@ from meshwright.api.schedules import ComparedSchedules, compare_schedules_of_run
 from meshwright.api.sweeps import PlanSize, sweep_run
 from meshwright.api.times import times_file
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
+from meshwright.capture.opaque import opaque
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
 from meshwright.runtime.failures import Status
@@ -94,6 +95,7 @@ __all__ = [
     "num_cores",
     "num_devices",
     "num_replica_jobs",
+    "opaque",
     "parallelize",
     "passed_on",
     "plan",

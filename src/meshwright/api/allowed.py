@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.api.plans import Rules, capture, cost_of, plan
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir import files
@@ -64,11 +65,13 @@ def search_allowed(
     seconds: float | None,
     cluster: Cluster | str | None,
     rules: Rules | None,
+    opaque: OpaqueChoice = "",
 ) -> Plan:
     """The plan of all launched ranks. It uses replicas under one of the rules in ``allow`` if that is faster."""
 
     def graph_of(count: int) -> Graph:
-        return capture(model, loss_fn, World(num_replicas=count).part(batch), rules=rules, precision=precision)
+        part = World(num_replicas=count).part(batch)
+        return capture(model, loss_fn, part, rules=rules, precision=precision, opaque=opaque)
 
     graph = graph_of(1)
     return plan(

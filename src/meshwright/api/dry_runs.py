@@ -12,11 +12,13 @@ from torch import nn
 
 from meshwright import build
 from meshwright.api.machine import known_cluster
+from meshwright.api.opaque_costs import with_costs
 from meshwright.api.planned_runs import captured as captured_run
 from meshwright.api.planned_runs import cluster_of
 from meshwright.api.plans import Rules, choose, cost_of, loaded, precision_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
 from meshwright.capture.builder import Capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost.occupancy import box_of, num_peers, room_of
 from meshwright.errors import ClusterError, LayoutError
@@ -54,6 +56,7 @@ def dry_run(
     seed: int = 0,
     precision: Precision | None = None,
     rules: Rules | None = None,
+    opaque: OpaqueChoice = "",
     progress: Callable[[str], None] = lambda what: None,
 ) -> DryRun:
     """Run the set-up and two steps of a plan on fake tensors of a GPU that is not there, rank by rank in this process.
@@ -78,7 +81,9 @@ def dry_run(
         LayoutError, PlanError, CaptureError, RuleError, OptimizerError: as ``parallelize``.
     """
     check_factory(optimizer, max_grad_norm)
-    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=precision_of(plan, precision))
+    captured = opaque_capture.capture(
+        model, loss_fn, batch, rules=rules, precision=precision_of(plan, precision), opaque=opaque
+    )
     return dry_run_captured(
         captured, model, loss_fn, batch, plan, cluster, devices=devices, ranks=ranks, optimizer=optimizer,
         max_grad_norm=max_grad_norm, seed=seed, progress=progress,
@@ -92,7 +97,7 @@ def dry_run_captured(
     seed: int = 0, progress: Callable[[str], None] = lambda what: None,
 ) -> DryRun:  # fmt: skip
     """``dry_run`` of a step that is captured already, so that many layouts share a capture."""
-    rules, graph = captured.rules, captured.graph
+    rules, graph = captured.rules, with_costs(captured)
     factory = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     world_size = devices or _size_of(plan, known_cluster(cluster, CPU).num_devices)
     known = known_cluster(cluster, CPU, world_size)
@@ -129,6 +134,7 @@ def dry_run_captured(
         matched=matched,
         ranks=tuple(map(_figures, found, peaks)),
         findings=(*_merged(found), *_never_ending(streams), *_too_large(found, room)),
+        unchecked=tuple(captured.opaque.names) if captured.opaque is not None else (),
     )
 
 
@@ -150,6 +156,7 @@ def dry_run_of(
         max_grad_norm=run.train.max_grad_norm or None,
         seed=run.train.seed,
         precision=run.layout.precision,
+        opaque=build.opaque_choice(run),
         progress=progress,
     )
 

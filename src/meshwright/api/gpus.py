@@ -19,23 +19,24 @@ from meshwright.lower.plans import PlanLowering
 from meshwright.planner.compare import changes_that_fit
 from meshwright.planner.foretell import foretell
 from meshwright.runtime.device import processor, properties
-from meshwright.runtime.device_check import check_alike, check_float64
+from meshwright.runtime.device_check import check_alike, check_float8, check_float64
 from meshwright.runtime.optimizer import OptimizerFactory
 
 
 def check_gpus(
     device: torch.device, graph: Graph, layout: Layout, cluster: Cluster | str | None, num_ranks: int
 ) -> None:
-    """Refuse GPUs that differ although the plan takes them for equal, and a step in float64 that would crawl. All ranks
-    must call it.
+    """Refuse GPUs that differ although the plan takes them for equal, a step in float64 that would crawl, and products
+    in float8 on GPUs that have none. All ranks must call it.
 
     Raises:
-        ClusterError: the GPUs differ. LaunchError: the step is in float64, and the GPU is not made for it.
+        ClusterError: the GPUs differ. LaunchError: the step is in a dtype for which the GPU is not made.
     """
     if device.type != "cuda":
         return
     own = processor(device)
     check_float64(graph, own, properties(device).processors, num_ranks)
+    check_float8(layout, own)
     known = known_cluster(cluster, device, num_ranks) if cluster is not None else None
     described = bool(layout.stage_sizes) or (known is not None and not known.homogeneous)
     check_alike(from_every_rank(str(own)), described=described)

@@ -10,10 +10,12 @@ import torch
 from meshwright import build
 from meshwright.api.machine import known_cluster
 from meshwright.api.plans import capture, choose, cost_of, loaded, plan, precision_of, simulate
+from meshwright.api.run_memory import beside_steps
 from meshwright.cost.occupancy import Occupancy, box_of, fit_chance, memory_verdict, num_peers, taken_bytes
 from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.copies import StateCopies
 from meshwright.ir.graph import Graph
 from meshwright.ir.layout import Layout
 from meshwright.ir.plan import Alternative, Plan
@@ -40,7 +42,9 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its prediction, and whether it fits in a rank's memory (``verdict``, with the chance that it does).
     ``constants``: the source of the cluster's constants. ``software``: the name of the software profile. ``programs``:
     the programs of one rank, if a rank was asked for. ``changes``: if the layout may not fit, single changes that would
-    make it fit, the fastest first. ``lost``: why another layout was not chosen, if the caller asked."""
+    make it fit, the fastest first. ``lost``: why another layout was not chosen, if the caller asked.
+    ``copies``: the copies of the state in a rank's memory, which the verdict counts; none if there is no room for
+    them."""
 
     plan: Plan
     constants: str
@@ -48,6 +52,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Occupancy
     fit_chance: float
     software: str
+    copies: StateCopies = StateCopies()
     programs: RankPrograms | None = None
     changes: tuple[Change, ...] = ()
     lost: Alternative | None = None
@@ -89,6 +94,10 @@ def plan_run(
     # context.
     taken = fullest.peak_bytes if memory_bytes else taken_bytes(fullest.peak_bytes, software, kind, peers)
     deviation = 0.0 if memory_bytes else software.spread.memory
+    copies = beside_steps(graph, optimizer, known, chosen.mesh.world_size)
+    if memory_verdict(taken + copies.total_bytes, limit, deviation) == "does not fit":
+        copies = StateCopies()
+    taken += copies.total_bytes
     verdict, chance = memory_verdict(taken, limit, deviation), fit_chance(taken, limit, deviation)
     changes: tuple[Change, ...] = ()
     lost = None
@@ -102,8 +111,7 @@ def plan_run(
         )
     return Planned(
         plan=chosen, constants=known.constants, memory_bytes=limit, programs=programs, verdict=verdict,
-        fit_chance=chance, software=software.name,
-        changes=changes, lost=lost,
+        fit_chance=chance, software=software.name, copies=copies, changes=changes, lost=lost,
     )  # fmt: skip
 
 
@@ -189,7 +197,7 @@ def planned(
         return plan(
             graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
             offload=run.layout.offload != "none", codec=run.layout.codec, seconds=run.layout.seconds, fresh=fresh,
-            progress=progress, stop=stop,
+            copies=True, progress=progress, stop=stop,
         )  # fmt: skip
 
     if allow:
@@ -218,6 +226,7 @@ def _graph(run: Run, replicas: int) -> Graph:
         build.loss_function(run),
         World(num_replicas=replicas).part(build.example_batch(run)),
         precision=precision_of(run.layout.chosen(), run.layout.precision),
+        opaque=build.opaque_choice(run),
     )
 
 

@@ -13,9 +13,12 @@ from torch import nn
 from meshwright import optim
 from meshwright.api import plan_cache
 from meshwright.api.machine import calibrated, check_size, known_cluster
+from meshwright.api.opaque_costs import with_costs
 from meshwright.api.plan_cache import SearchRequest
+from meshwright.api.run_memory import beside_steps, leaving_room
 from meshwright.api.times import times_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.cost import optimizer as cost
 from meshwright.cost.optimizer import ADAMW, OptimizerCost
@@ -35,6 +38,7 @@ from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_strict
 from meshwright.planner.explicit import Ask, adapt_plan, plan_layout
 from meshwright.planner.foretell import foretell
+from meshwright.planner.opaque_notes import with_region_notes
 from meshwright.planner.replicas import choose_rule
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.runtime.optimizer import OptimizerFactory
@@ -53,16 +57,18 @@ def capture(
     *,
     rules: Rules | None = None,
     precision: Precision | None = None,
+    opaque: OpaqueChoice = "",
 ) -> Graph:
-    """The training step of ``model`` on a global batch, as a graph. No tensor is computed, and models may be on the
-    meta device.
+    """The training step of ``model`` on a global batch, as a graph. No tensor is computed, unless the
+    step has opaque regions, and models may be on the meta device.
 
     ``precision``: the precision of matrix products. Parameters stay in float32 (see ``Layout.precision``).
+    ``opaque="auto"``: submodules that cannot be captured are one operator each (see ``opaque``).
 
     Raises:
         CaptureError: the step cannot be traced (for example because of data-dependent control flow).
     """
-    return builder.capture(model, loss_fn, batch, rules=rules, precision=precision).graph
+    return with_costs(opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=precision, opaque=opaque))
 
 
 def plan(
@@ -83,6 +89,7 @@ def plan(
     rules: Rules | None = None,
     seconds: float | None = None,
     fresh: bool = False,
+    copies: bool = False,
     progress: Callable[[str], None] = lambda what: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
@@ -109,6 +116,9 @@ def plan(
     ``graph_of(count)`` must then return the captured graph of one of ``count`` replicas, with its part of the batch.
     The resulting plan is for one replica.
 
+    ``copies``: on a CPU, a search leaves memory for the copies of the state that ``meshwright train`` makes beside its
+    steps, if it can (``cost.copies``). A note in the plan says how much.
+
     The plan of a search that ran to its end is kept in the user's cache. An equal request gets the kept plan without a
     search, and the log says so. The costs of the plan are computed again. ``fresh`` forces a new search. With
     ``rules``, no plan is kept, because the code of rules may change.
@@ -132,10 +142,22 @@ def plan(
         def search(graph: Graph, devices: int) -> Plan:
             return plan(
                 graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
-                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, progress=progress, stop=stop,
+                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, copies=copies,
+                progress=progress, stop=stop,
             )  # fmt: skip
 
         return choose_rule(graph, devices or known.num_devices, known, allow, graph_of, search, optimizer)[1]
+    if layout is None and copies:
+        count = devices or known.num_devices
+        held = beside_steps(graph, optimizer, known, count)
+
+        def within(memory_bytes: float | None) -> Plan:
+            return plan(
+                graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
+                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, progress=progress, stop=stop,
+            )  # fmt: skip
+
+        return leaving_room(within, held, known, count, memory_bytes)
     if layout is None:
         clock = TimeLimit(seconds, progress, stop)
         request = SearchRequest(
@@ -144,26 +166,27 @@ def plan(
         )  # fmt: skip
         check_size(known, request.devices)
         if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
-            return kept
+            return with_region_notes(kept, graph, known, PlanLowering(graph), optimizer, clips)
         planned = plan_auto(
             graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
             optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, clock=clock,
         )  # fmt: skip
         if not rules:
             plan_cache.keep(request, planned)
-        return planned
+        return with_region_notes(planned, graph, known, PlanLowering(graph, rules), optimizer, clips)
     check_codec(codec, layout)
     refuse(LayoutError, layout.contradictions())
     layout, world_size = of_replica(
         layout, devices or (num_ranks(layout) if layout.num_ranks > 0 else known.num_devices)
     )
-    return plan_layout(
+    lower = PlanLowering(graph, rules)
+    planned = plan_layout(
         graph, layout, world_size=world_size, cluster=known,
         ask=Ask(
-            optimizer=optimizer, room_bytes=memory_bytes, lower=PlanLowering(graph, rules),
-            times=times_of(known, world_size),
+            optimizer=optimizer, room_bytes=memory_bytes, lower=lower, times=times_of(known, world_size)
         ),
     )  # fmt: skip
+    return with_region_notes(planned, graph, known, lower, optimizer, clips)
 
 
 def check_codec(codec: str, plan: object) -> None:
@@ -229,6 +252,7 @@ def choose(
     codec: str = "",
     seconds: float | None = None,
     rules: Rules | None = None,
+    copies: bool = False,
 ) -> Plan:
     """Make or load the plan for ``wanted``: ``"auto"``, a Layout, a Plan or a path; see ``parallelize``."""
     if isinstance(wanted, Layout) or wanted == "auto":
@@ -241,7 +265,7 @@ def choose(
         check_size(known, world_size)
         return plan(
             graph, known, devices=all_ranks(layout, world_size), layout=layout, optimizer=optimizer, clips=clips,
-            offload=offload, codec=codec, seconds=seconds, rules=rules,
+            offload=offload, codec=codec, seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
     chosen, where = loaded(wanted)
     check_fits(chosen, graph, where)

@@ -1,8 +1,8 @@
 """Verifies and trains the run that a RUN.toml describes."""
 
 import logging
-import statistics
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +10,36 @@ import msgspec
 import torch
 
 from meshwright import build, config
-from meshwright.api.data import FeedForetold, data_use, foretell_feed, meet, with_waits
+from meshwright.api.data import meet
 from meshwright.api.other_ranks import fitting, has_begun
 from meshwright.api.planned_runs import cluster_of, layout_of
-from meshwright.api.plans import cost_of
+from meshwright.api.run_ledger import LEDGER_FILES, foretold_feed, foretold_step, ledger_of, prediction_of
+from meshwright.api.run_memory import held_besides
 from meshwright.api.trainers import parallelize, verify
-from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import codings_of, from_every_rank, from_rank_0
-from meshwright.cost.coded import foretold as foretold_codings
-from meshwright.cost.occupancy import box_of, num_peers
+from meshwright.comm.groups import from_rank_0
 from meshwright.data.ahead import PrefetchLoader
-from meshwright.data.loaders import Loader
 from meshwright.errors import FileFormatError, MeshwrightError
 from meshwright.ir import files
-from meshwright.ir.cluster import Cluster
-from meshwright.ir.codec_use import CodecUse
 from meshwright.ir.consistency import Ensemble, Sync, consistency_of
-from meshwright.ir.graph import ITEM_BYTES
 from meshwright.ir.layout import Layout
 from meshwright.ir.ledger import Ledger
-from meshwright.ir.make_ledger import make_ledger
-from meshwright.ir.plan import Plan
-from meshwright.ir.replica_use import ReplicaUse
+from meshwright.ir.plan import Plan, Prediction
 from meshwright.ir.run import Run
 from meshwright.ir.run_data import TextData
-from meshwright.ir.trace import Trace
-from meshwright.lower.plans import PlanLowering
-from meshwright.planner.foretell import Foretold, foretell
-from meshwright.planner.replicas import replica_step
 from meshwright.runtime import launch, manifest, worlds
 from meshwright.runtime.agree import told
-from meshwright.runtime.device import device_kind, taken_bytes
 from meshwright.runtime.failures import Status
 from meshwright.runtime.lock import TRAINER, locked
 from meshwright.runtime.loop import HeldOut, Loop, Progress, Silent, resumed_schedule
 from meshwright.runtime.memory_copies import MemoryCopies
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.preemption import Preemption
-from meshwright.runtime.replica import EXCHANGE
 from meshwright.runtime.sinks import Sink, opened
 from meshwright.runtime.trainer import Trainer
 from meshwright.runtime.verify import Verification
-from meshwright.schedules.replicas import all_ranks, of_replica, server_ranks
-from meshwright.simulate.replicas import simulate_replicas
+from meshwright.schedules.replicas import of_replica, server_ranks
 
 log = logging.getLogger("meshwright")
-
-LEDGER_FILES = ("trace.json", "predicted.json", "ledger.json")
-"""Files of a finished run: the trace of its last step, the predicted trace, and the comparison of both."""
 
 
 def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[Verification, ...]:
@@ -74,6 +56,7 @@ def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[V
         steps=steps,
         seed=run.train.seed,
         strict=run.layout.strict,
+        opaque=build.opaque_choice(run),
         device=device,
         progress=progress,
     )
@@ -97,6 +80,8 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,
         compile=run.train.compile,
+        copies=True,
+        opaque=build.opaque_choice(run),
     )
 
 
@@ -174,8 +159,9 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
     from_rank_0(lambda: told(f"{directory}", lambda: stack.enter_context(lock)))
     sinks: list[Sink] = []
     from_rank_0(lambda: sinks.extend(told(f"{directory}", lambda: opened(run.train.metrics, directory))))
-    held_bytes = _held_besides(trainer)
-    foretold = _foretold(run, trainer) if rank == 0 and not run.schedule.batch_sizes else None
+    predicts = rank == 0 and not run.schedule.batch_sizes
+    predicted = cache(partial(foretold_step, run, trainer, trainer.plan)) if predicts else lambda: None
+    prediction = prediction_of(trainer.plan, predicted)
     progress.end()
     items, unit = source.items_per_step
     loader = source.training(trainer.data_shard)
@@ -193,7 +179,7 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
             flops_per_step=trainer.graph.flops(),
             peak_flops_per_s=_peak_flops_per_s(run, trainer),
             device=trainer.device,
-            predicted_step_s=foretold.played.step_s if foretold is not None else 0.0,
+            predicted_step_s=prediction.step_s if prediction is not None else 0.0,
         ),
         run.train,
         directory,
@@ -203,16 +189,17 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
         preemption=preemption,
         copies=MemoryCopies(trainer, loader, *launch.memory_of_launcher()),
     )
+    held_bytes = held_besides(trainer)
     progress.begin("looking for a checkpoint")
     resumed = loop.resume()
     progress.end()
     first = trainer.step_number
-    from_rank_0(lambda: _note_run(run, trainer, directory, resumed=resumed))
-    feed = _foretold_feed(run, trainer, loader, foretold)
+    from_rank_0(lambda: _note_run(run, trainer, directory, prediction, resumed=resumed))
+    feed = foretold_feed(run, trainer, loader, prediction)
     loop.run(resumed_schedule(trainer, build.hyperparameters(run), run.lr_factors()))
     ledger, text = None, ""
     if not loop.stopped:
-        ledger = _ledger(run, trainer, directory, loop, foretold, feed, held_bytes)
+        ledger = ledger_of(run, trainer, directory, loop, predicted(), feed, held_bytes)
         text = _write(run, trainer, progress) if run.sample is not None and run.sample.length else ""
     loader.close()
     saved = manifest.steps_in(directory / "checkpoints")
@@ -226,31 +213,6 @@ def _train(run: Run, progress: Progress, preemption: Preemption, stack: ExitStac
         ledger=ledger,
         stopped=loop.stopped,
     )
-
-
-def _foretold(run: Run, trainer: Trainer) -> Foretold | None:
-    """Predict the plan's step on this machine, or on the cluster that the run names; None (and a warning in the log) if
-    it cannot be predicted."""
-    try:
-        return foretell(
-            PlanLowering(trainer.graph),
-            trainer.plan,
-            cluster_of(run, trainer.device, trainer.plan.mesh.world_size),
-            optimizer=cost_of(build.optimizer(run), trainer.graph),
-            clips=run.train.max_grad_norm > 0,
-            threads=torch.get_num_threads() if trainer.device.type == "cpu" else 1,
-        )
-    except MeshwrightError as error:
-        log.warning("nothing is predicted: %s", error)
-        return None
-
-
-def _foretold_feed(run: Run, trainer: Trainer, loader: Loader, foretold: Foretold | None) -> FeedForetold | None:
-    """The predicted waits for data that does not lie in memory, on rank 0. Every rank must call it."""
-    step_s = from_rank_0(lambda: foretold.played.step_s if foretold is not None else 0.0)
-    if not isinstance(loader, PrefetchLoader) or not step_s:
-        return None
-    return foretell_feed(loader, step_s, run.train.steps - trainer.step_number)
 
 
 def _asked(run: Run, directory: Path) -> Layout | str:
@@ -273,91 +235,9 @@ def _asked(run: Run, directory: Path) -> Layout | str:
     return str(file) if plan.mesh.world_size == launch.what_is_launched().size else run.layout.chosen()
 
 
-def _held_besides(trainer: Trainer) -> int:
-    """The bytes that this rank's process holds in addition to the parameters: interpreter, libraries, data. 0 if
-    unknown."""
-    read = device_kind(trainer.device).memory_now
-    return read() - sum(value.nbytes for value in trainer.parameters.values().values()) if read is not None else 0
-
-
-def _ledger(
-    run: Run, trainer: Trainer, directory: Path, loop: Loop, foretold: Foretold | None, feed: FeedForetold | None,
-    held_bytes: int,
-) -> Ledger | None:  # fmt: skip
-    """Gather the traces of the last steps, compare them with the prediction, and write both into the run's directory.
-    Return the ledger on rank 0; None on other ranks, or if nothing can be compared. Every rank must call it."""
-    held = dict(enumerate(from_every_rank(held_bytes)))
-    taken = dict(enumerate(from_every_rank(taken_bytes(trainer.device))))
-    plan, device = trainer.plan, trainer.device
-    measured = [on_rank_0(trace, device).above(held) for trace in loop.traces if trace.plan == plan.digest]
-    use = data_use(loop.loader, loop.data_waits, feed) if isinstance(loop.loader, PrefetchLoader) else None
-    if trainer.rank != 0 or foretold is None or not measured:
-        return None
-    cluster = cluster_of(run, device, plan.mesh.world_size)
-    peers = num_peers(plan.mesh.sizes, box_of(cluster))
-    predicted = msgspec.structs.replace(foretold.trace(), plan=plan.digest)  # before the run amended it
-    if feed is not None:
-        predicted = with_waits(predicted, feed.last_waits)
-    codecs = _codecs(trainer, cluster)
-    ledger = make_ledger(plan, predicted, measured, cluster, foretold.host_share, taken, peers, codecs)
-    exchange = _replicas(run, trainer, measured, foretold.played.step_s)
-    ledger = msgspec.structs.replace(ledger, replicas=exchange, data=use)
-    try:
-        for name, content in zip((*LEDGER_FILES, "plan.json"), (measured[-1], predicted, ledger, plan), strict=True):
-            files.save(content, directory / name)
-    except OSError as error:
-        log.warning("the ledger is not kept: %s", error)
-    return ledger
-
-
-def _replicas(run: Run, trainer: Trainer, measured: list[Trace], step_s: float) -> ReplicaUse | None:
-    """What this rank exchanged with other replicas, beside a simulation of equally fast replicas. None without
-    replicas, or if the exchange cannot be simulated."""
-    replica = trainer.replica
-    if replica is None or replica.exchange is None:
-        return None
-    exchange, layout = replica.exchange, trainer.plan.layout
-    cluster = cluster_of(run, trainer.device, all_ranks(layout, trainer.plan.mesh.world_size))
-    step = replica_step(trainer.graph, trainer.plan, step_s, cost_of(build.optimizer(run), trainer.graph))
-    try:
-        times = simulate_replicas(exchange.rule, layout.replicas, step, cluster)
-    except MeshwrightError as error:
-        log.warning("the exchange of replicas is not predicted: %s", error)
-        return None
-    waits = [
-        sum(span.end_s - span.start_s for span in trace.spans if span.what.startswith(EXCHANGE)) for trace in measured
-    ]
-    num_steps = max(1, sum(exchange.staleness.values()))
-    return ReplicaUse(
-        rule=str(exchange.rule), num_replicas=layout.replicas, num_steps=num_steps,
-        waited_s=statistics.fmean(waits) / trainer.plan.mesh.world_size,
-        sent_bytes=exchange.mailbox.sent_bytes / num_steps, staleness=dict(sorted(exchange.staleness.items())),
-        predicted_waited_s=sum(times.waited_s) / times.num_steps, predicted_bytes=times.bytes_per_step,
-        predicted_staleness=times.staleness,
-    )  # fmt: skip
-
-
-def _codecs(trainer: Trainer, cluster: Cluster) -> tuple[CodecUse, ...]:
-    """Measured use of the codecs of this rank's buckets, beside the prediction."""
-    plan, tensors = trainer.plan, trainer.graph.tensors
-    stored = {name: ITEM_BYTES[tensors[name].dtype] for name in trainer.graph.parameters}
-    predicted = foretold_codings(plan, cluster, stored)
-    labeled = [(bucket, bucket.reduction) for bucket in plan.buckets] + [(each, each.label) for each in plan.gathers]
-    codings = {(coding.axis, label): coding for bucket, label in labeled for coding in bucket.codings}
-    uses = []
-    for (axis, label), measured in codings_of(trainer.groups).items():
-        if (coding := codings.get((axis, label))) is not None:
-            sent_bytes, coding_s = predicted.get((axis, label), (0, 0.0))
-            uses.append(CodecUse(
-                label=label, axis=axis, codec=coding.codec, algorithm=coding.algorithm, num_bytes=measured.num_bytes,
-                predicted_bytes=sent_bytes, sent_bytes=measured.sent_bytes, predicted_coding_s=coding_s,
-                coding_s=measured.coding_s, residual_share=measured.residual_share,
-            ))  # fmt: skip
-    return tuple(uses)
-
-
-def _note_run(run: Run, trainer: Trainer, directory: Path, *, resumed: bool) -> None:
-    """Write run.toml and plan.json. Log that a run is continued, and which of its settings have changed."""
+def _note_run(run: Run, trainer: Trainer, directory: Path, prediction: Prediction | None, *, resumed: bool) -> None:
+    """Write run.toml and plan.json, with the prediction of the step. Log that a run is continued, and which of its
+    settings have changed."""
     if resumed:
         done = "this run is complete" if trainer.step_number >= run.train.steps else "going on"
         log.info("%s at step %d of %d", done, trainer.step_number, run.train.steps)
@@ -366,7 +246,8 @@ def _note_run(run: Run, trainer: Trainer, directory: Path, *, resumed: bool) -> 
     config.save(run, directory / "run.toml")
     for name in LEDGER_FILES:  # these files belong to an earlier part of the run, perhaps under another plan
         (directory / name).unlink(missing_ok=True)
-    files.save(trainer.plan, directory / "plan.json")
+    plan = trainer.plan
+    files.save(msgspec.structs.replace(plan, prediction=prediction or plan.prediction), directory / "plan.json")
 
 
 def _write(run: Run, trainer: Trainer, progress: Progress) -> str:

@@ -13,8 +13,10 @@ from torch import nn
 
 from meshwright.api.allowed import plan_before_start, search_allowed
 from meshwright.api.gpus import check_gpus, making_trainer, smallest_change
+from meshwright.api.opaque_costs import with_costs
 from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
-from meshwright.capture import builder
+from meshwright.capture import opaque_capture
+from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.cost.optimizer import ADAMW
@@ -74,7 +76,10 @@ def parallelize(
     rules: Rules | None = None,
     strict: bool = False,
     compile: bool = False,
+    copies: bool = False,
     weights: str | os.PathLike[str] | None = None,
+    opaque: OpaqueChoice = "",
+    beside: Trainer | None = None,
 ) -> Trainer:
     """Make a trainer for an unmodified model.
 
@@ -108,8 +113,14 @@ def parallelize(
             Triton on a GPU (experimental). SGD, Adam, AdamW and Adagrad then use PyTorch's fused kernels. Results are
             equal except for rounding. The first use of a model takes some seconds to a minute longer; inductor caches
             its kernels.
+        copies: whether "auto" leaves memory for copies of the state (see ``plan``).
         weights: initial values (see ``Trainer.load_weights``), such as a folder of Hugging Face. If the model is on the
             meta device, each rank reads the slices that it holds, and no others.
+        opaque: ``"auto"``: a submodule that cannot be captured runs as it is, as one operator (see ``opaque``), and the
+            plan says what that costs. By default, only marked modules do.
+        beside: another trainer of the same model, with another loss. Both train the same parameters, such as a
+            generator's and a discriminator's losses, each with an optimizer of its own. Both plans must store
+            parameters alike.
 
     The same script runs under ``python`` (one rank), ``torchrun`` and ``meshwright train``. If a launcher has set its
     environment, this function starts torch.distributed. With ``Layout(replicas=...)`` and a rule other than ``sync``,
@@ -127,14 +138,14 @@ def parallelize(
     if allow:
         plan = plan_before_start(plan, lambda: search_allowed(
             model, loss_fn, batch, allow, optimizer=optimizer, clips=max_grad_norm is not None, precision=precision,
-            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules,
+            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules, opaque=opaque,
         ))  # fmt: skip
     plan, target, place = joining.start(plan, _layout_of(plan), device)
     batch = place.part(batch)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     computed_in = from_rank_0(lambda: precision_of(plan, precision))
     check_device(computed_in, target, tells=not dist.is_initialized() or dist.get_rank() == 0)
-    captured = builder.capture(model, loss_fn, batch, rules=rules, precision=computed_in)
+    captured = opaque_capture.capture(model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque)
     graph = captured.graph
     if strict:
         check_strict(graph)
@@ -146,15 +157,18 @@ def parallelize(
 
     def planned() -> Plan:
         return choose(
-            plan, graph, world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec, seconds=seconds,
-            rules=rules,
+            plan, with_costs(captured), world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec,
+            seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
 
     chosen = _plan_of_rank_0(planned)
+    if captured.opaque is not None:
+        captured.opaque.forget_inputs()
     with making_trainer(target):
         trainer = Trainer(
             model, loss_fn, captured, chosen, optimizer=optimizer, max_grad_norm=max_grad_norm, seed=seed,
             device=target, replan=adapt_plan, rules=rules, compile=compile, weights=weights,
+            shared=beside.parameters if beside is not None else None,
         )  # fmt: skip
     trainer.smaller = partial(smallest_change, graph, chosen, cluster, target, optimizer, clips, rules)
     if place.server >= 0:
@@ -176,6 +190,7 @@ def verify(
     seed: int = 0,
     rules: Rules | None = None,
     strict: bool = False,
+    opaque: OpaqueChoice = "",
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> tuple[Verification, ...]:
@@ -210,13 +225,13 @@ def verify(
     if not isinstance(plan, Layout) and plan != "auto":
         launch.start(device)
         computed_in = from_rank_0(lambda: precision_of(plan, None))
-        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in)
-        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules))
+        graph = capture(model, loss_fn, batch, rules=rules, precision=computed_in, opaque=opaque)
+        plan = _in_float64(plan, graph, capture(copy, loss_fn, doubled, rules=rules, opaque=opaque))
     elif isinstance(plan, Layout):
         plan = msgspec.structs.replace(plan, precision=None)
     trainer = parallelize(
         copy, loss_fn, doubled, plan=plan, optimizer=factory, max_grad_norm=max_grad_norm, seed=seed, device=device,
-        rules=rules, strict=strict,
+        rules=rules, strict=strict, opaque=opaque,
     )  # fmt: skip
     _check_comparable(trainer)
     progress.begin("parallel steps", steps)

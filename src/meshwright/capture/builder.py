@@ -14,11 +14,12 @@ from meshwright.capture.batch import take_apart
 from meshwright.capture.calls import written
 from meshwright.capture.factors import Atom, BoundRule, Rendered, bind, dim_atoms, leaves, unify, unused
 from meshwright.capture.functionalize import functionalized, is_getitem
+from meshwright.capture.opaque import OpaqueRegions
 from meshwright.capture.provenance import repeated
 from meshwright.capture.reads import Reads
 from meshwright.capture.recorder import Rewrites
 from meshwright.capture.rules import RuleOfCall, Rules
-from meshwright.capture.tracer import LossFunction, Traced, forward_hooks, trace
+from meshwright.capture.tracer import InPlace, LossFunction, Traced, forward_hooks, trace
 from meshwright.capture.values import Read, put_contents
 from meshwright.garbage import nothing_collected
 from meshwright.ir import graph as ir
@@ -45,6 +46,7 @@ class Capture:
     training: bool = True
     reads: list[Read] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
+    opaque: OpaqueRegions | None = None
 
 
 @dataclass
@@ -84,6 +86,7 @@ def capture(
     training: bool = True,
     rules: Mapping[Target, OperatorRule] | None = None,
     precision: Precision | None = None,
+    in_place: InPlace | None = None,
 ) -> Capture:
     """Capture one training step (or evaluation) of ``model`` on a global batch as a graph.
 
@@ -94,6 +97,7 @@ def capture(
     applied when this trace is recorded again without in-place operators (``functionalized``).
 
     ``precision`` is the precision of products (``capture/precision.py``); None keeps the model's own dtypes.
+    ``in_place`` replaces calls of opaque regions (``capture/opaque_trace.py``).
 
     Raises:
         CaptureError: the step cannot be traced, or depends on the batch size or on Python values that it changes.
@@ -105,13 +109,14 @@ def capture(
     def at(batch_size: int, rewrites: Rewrites) -> Traced:
         with reads:
             return trace(
-                model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites, precision=precision
-            )
+                model, loss_fn, batch, training=training, batch_size=batch_size, rewrites=rewrites, precision=precision,
+                in_place=in_place,
+            )  # fmt: skip
 
     rewrites: Rewrites = canonical_rewrites()
     traced = at(size, rewrites)
     if put_contents(hooks):  # the first call set up forward hooks, which are now undone; this call keeps them
-        trace(model, loss_fn, batch, training=training, precision=precision)
+        trace(model, loss_fn, batch, training=training, precision=precision, in_place=in_place)
         reads = Reads(model, loss_fn)
         traced = at(size, rewrites)
     if traced.mutates:

@@ -6,12 +6,13 @@ the functions of PyTorch's float32 list for CUDA (sums, exponentials, losses). A
 which is float32 for parameters.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import CaptureError
 from meshwright.torch_private import pytree
@@ -35,6 +36,21 @@ IN_FLOAT32 = frozenset({
 def computing_in(precision: str | None) -> AbstractContextManager[Any]:
     """Return a context that computes products in ``precision``, or in the model's own dtypes for None and float32."""
     return torch.autocast("cpu", LOW[precision]) if precision in LOW else nullcontext()
+
+
+@contextmanager
+def eagerly_in(precision: str | None, device: str) -> Iterator[None]:
+    """The same for code that runs eagerly on tensors of a device, with all casts of a traced step."""
+    if precision not in LOW:
+        yield
+        return
+    with computing_in(precision), torch.autocast(device, LOW[precision]), _Casts():
+        yield
+
+
+class _Casts(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return called(function, args, kwargs or {})
 
 
 def called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

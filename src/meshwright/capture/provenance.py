@@ -70,6 +70,15 @@ class Provenance:
             self._stack.pop()
         self._move()
 
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Count what runs in this block as a part of a module that is not called itself."""
+        self._enter(module, None)
+        try:
+            yield
+        finally:
+            self._leave(module, None, None)
+
     def see(self) -> None:
         """Record the user's source line that called the running torch function."""
         frame: Any = sys._getframe(2)

@@ -127,12 +127,14 @@ def other_operators(pair: Mapping[int, fx.Graph]) -> None:
     for first, second in zip(small_nodes, large_nodes, strict=False):
         if first.op != second.op or (first.op == "call_function" and first.target != second.target):
             custom = first.meta.get("custom", {})
-            raise CaptureError(
+            refusal = CaptureError(
                 f"the step runs other operators at batch size {double} than at {size}: "
                 f"{second.target} instead of {first.target}",
                 where=f"module {custom.get('module') or '(model)'}, {custom.get('source', '')}",
                 remedy="make the model's control flow independent of the batch size",
             )
+            refusal.module = str(custom.get("module", ""))
+            raise refusal
     if len(small_nodes) != len(large_nodes):
         raise CaptureError(
             f"the step has {len(small_nodes)} operators at batch size {size} and {len(large_nodes)} at {double}",

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
@@ -28,6 +29,8 @@ from meshwright.ops.table import CANONICAL
 from meshwright.torch_private import FakeTensorMode
 
 LossFunction = Callable[[nn.Module, Any], Any]
+InPlace = Callable[[Provenance, int], AbstractContextManager[None]]
+"""Replaces the calls of opaque regions while a batch of a size is traced."""
 OUR_METRICS = ("loss", "grad_norm", "loss_scale", "skipped")
 """Names of the metrics that a trainer itself reports."""
 
@@ -68,7 +71,9 @@ class Traced:
         return scalars, gradients, dict(zip(self.buffers, nodes, strict=True))
 
 
-class _Step(nn.Module):
+class TracedStep(nn.Module):
+    """The loss of a batch, as a module that also returns the buffers after the step."""
+
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
         self.model = model
@@ -104,6 +109,7 @@ def trace(
     batch_size: int | None = None,
     rewrites: Rewrites = CANONICAL,
     precision: Precision | None = None,
+    in_place: InPlace | None = None,
 ) -> Traced:
     """Trace ``loss_fn(model, batch)`` and, when ``training``, the gradients of every parameter that needs one.
 
@@ -118,7 +124,7 @@ def trace(
     leaves = take_apart(batch)
     actual = leaves.size
     mode = fake_mode()
-    step = _Step(model, loss_fn)
+    step = TracedStep(model, loss_fn)
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
 
@@ -142,7 +148,12 @@ def trace(
         weights = {name: value.detach().requires_grad_(name in wanted) for name, value in values.items()}
         given = {f"model.{name}": value for name, value in (weights | states).items()}
         attention = CapturedAttention()
-        with _Watch(provenance, attention), attention.everywhere(), provenance.forward(), computing_in(precision):
+        with (
+            _Watch(provenance, attention), attention.everywhere(), provenance.forward(), computing_in(precision),
+            ExitStack() as stack,
+        ):  # fmt: skip
+            if in_place is not None:
+                stack.enter_context(in_place(provenance, actual if batch_size is None else batch_size))
             result, after = torch.func.functional_call(step, given, (leaves.with_tensors(list(inputs.values())),))
         loss, extra = _loss_and_metrics(result)
         # micro-batches and ranks add up their terms in float32
@@ -172,7 +183,8 @@ def trace(
         with mode, nothing_recomputed(), one_operator(), recorder:
             results = run()
         recorder.returns(results)
-    except CaptureError:
+    except CaptureError as error:
+        error.module = error.module or provenance.module
         raise
     except Exception as error:
         raise _not_traceable(error, provenance) from error
@@ -264,5 +276,17 @@ def _not_traceable(error: Exception, provenance: Provenance) -> CaptureError:
     else:
         what = f"the step cannot be traced: {kind}: {first}"
         remedy = "check that loss_fn(model, batch) runs in plain PyTorch; operators must work on fake tensors"
-    where = f"module {provenance.module or '(model)'}, {next(lines, provenance.source)}"
-    return CaptureError(what, where=where, remedy=remedy)
+    module = str(provenance.here()["module"])
+    if module:
+        remedy += f". Or let the module run as it is, as one operator: mw.opaque({attribute(module)})"
+    else:
+        remedy += ". Or move this part into a submodule, and let it run as it is, as one operator: mw.opaque(submodule)"
+    where = f"module {module or '(model)'}, {next(lines, provenance.source)}"
+    refusal = CaptureError(what, where=where, remedy=remedy)
+    refusal.module = module
+    return refusal
+
+
+def attribute(path: str) -> str:
+    """A submodule of ``model`` as Python writes it: ``h.0.attn`` is ``model.h[0].attn``."""
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split("."))

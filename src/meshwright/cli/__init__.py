@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -37,6 +38,10 @@ from meshwright.cli import (
 from meshwright.cli.display import INTERRUPTED
 from meshwright.cli.overrides import EXTRA
 from meshwright.errors import MeshwrightError, PreemptedError
+
+SIGNALLED = 128
+"""More than this, an exit code is that of a signal, as shells have it."""
+GOES_ON = "the same command goes on from the last checkpoint, or from the beginning if there is none"
 
 app = typer.Typer(
     name="meshwright",
@@ -95,6 +100,11 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _complain("stopped")
         return INTERRUPTED
+    except SystemExit as ended:  # a launcher that was told to end at once
+        code = ended.code if isinstance(ended.code, int) else 1
+        if code > SIGNALLED:
+            _complain(f"stopped at once by {signal.Signals(code - SIGNALLED).name}\n  -> {GOES_ON}")
+        return code
     except BrokenPipeError:  # for example `meshwright plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

@@ -64,5 +64,7 @@ def _print(report: "DryRun") -> None:
         at = ", ".join(filter(None, (finding.where, finding.moment, f"rank {' '.join(map(str, finding.ranks))}")))
         many = f" ({finding.times} times)" if finding.times > 1 else ""
         terminal.print(f"{finding.kind}: {finding.what}{many}\n  at {at}")
+    for region in report.unchecked:
+        terminal.print(f"not checked: what is inside of opaque region {region}")
     if report.clean:
         terminal.print("clean: nothing breaks, waits for the device, or does not fit")

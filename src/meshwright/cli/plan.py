@@ -225,7 +225,9 @@ def plan(
             display.console().print(f"  a step takes {between} (software {planned.software})")
         display.console().print(f"  constants of the cluster: {planned.constants}")
         room = f"{planned.memory_bytes / 2**30:.3g} GiB a rank"
-        display.console().print(f"  memory: {planned.verdict} in {room} (chance {planned.fit_chance:.0%})")
+        beside = f", with {planned.copies}" if planned.copies.total_bytes else ""
+        chance = f"(chance {planned.fit_chance:.0%}){beside}"
+        display.console().print(f"  memory: {planned.verdict} in {room} {chance}")
         for change in planned.changes:
             costs = f"{change.step_s * 1e3:.4g} ms a step, {change.peak_bytes / 2**30:.3g} GiB a rank"
             display.console().print(f"    it fits with {change.text}: {costs}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-from meshwright.comm import halo
+from meshwright.comm import halo, symmetric_memory
 from meshwright.comm.coding import Coding
 from meshwright.comm.collectives import Collectives
 from meshwright.comm.groups import carrier, collectives, process_group
@@ -274,17 +274,44 @@ def exchange_rows(rows: Tensor, counts: Tensor, group: str, size: int) -> tuple[
     return result, theirs
 
 
-def shift(value: Tensor, group: str, size: int) -> Tensor:
+def shift(value: Tensor, group: str, size: int, algorithm: str = NATIVE, label: str = "") -> Tensor:
     """Start to send ``value`` to the next rank of a group, and to receive the previous rank's value. Both transfers are
     in one batch. As separate NCCL kernels, the sends of all ranks would wait for each other around the ring."""
     ranks = _ranks(group)
     value = value.contiguous()
     result, me = torch.empty_like(value), ranks.group.rank()
+    if ranks.mine.algorithm(algorithm, "all_to_all", value.nbytes) != NATIVE:
+        sent, received = [0] * size, [0] * size
+        sent[(me + 1) % size] = received[(me - 1) % size] = value.numel()
+        description = ranks.mine.told(label, place())
+        work = collectives(ranks.group).exchange_parts(value.view(-1), result.view(-1), sent, received, description)
+        return ranks.in_flight(result, UnderWay(None, value, works=(work,)), "shift", label)
     both = [
         dist.P2POp(dist.isend, halo.sendable(value), group=ranks.group, group_peer=(me + 1) % size),
         dist.P2POp(dist.irecv, halo.sendable(result), group=ranks.group, group_peer=(me - 1) % size),
     ]
-    return ranks.in_flight(result, UnderWay(None, value, works=dist.batch_isend_irecv(both)), "shift")
+    return ranks.in_flight(result, UnderWay(None, value, works=dist.batch_isend_irecv(both)), "shift", label)
+
+
+def gather_multiply(value: Tensor, weights: list[Tensor], group: str, size: int) -> list[Tensor]:
+    """Gather the rows of all ranks and multiply them: on a GPU in pieces, in memory that the ranks share."""
+    ranks = process_group(group)
+    if value.is_cuda:
+        with blocking("all_gather", group, size * value.nbytes):
+            return symmetric_memory.gather_multiply(value, weights, ranks)
+    whole = wait(all_gather_start(value, group, size, NATIVE)).view(-1, value.shape[1])
+    return [whole, *(whole @ weight for weight in weights)]
+
+
+def multiply_scatter(left: Tensor, right: Tensor, group: str, size: int) -> Tensor:
+    """Multiply, sum over the ranks and scatter the rows of the sum: on a GPU in pieces, in memory that the ranks
+    share."""
+    if left.is_cuda:
+        ranks = process_group(group)
+        with blocking("reduce_scatter", group, left.shape[0] * right.shape[1] * left.itemsize):
+            return symmetric_memory.multiply_scatter(left, right, ranks)
+    products = (left @ right).view(size, -1, right.shape[1])
+    return wait(reduce_scatter_start(products, "sum", group, size, NATIVE))
 
 
 def permute(rows: Tensor, goes: _Ints, comes: _Ints, group: str) -> Tensor:
@@ -353,6 +380,8 @@ KERNELS: Mapping[str, Callable[..., object]] = {
     "reduce_to_parts_start": reduce_to_parts_start,
     "exchange_rows": exchange_rows,
     "shift": shift,
+    "gather_multiply": gather_multiply,
+    "multiply_scatter": multiply_scatter,
     "permute": permute,
     "halo_exchange_start": halo_exchange_start,
     "halo_reduce_start": halo_reduce_start,

@@ -1,11 +1,13 @@
 """The rule ``ensemble``: members train independently, and predict together."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
 
 from meshwright.consistency.local_steps import MeanExchange
+from meshwright.errors import LostRankError
 from meshwright.ir.consistency import Ensemble
 
 
@@ -40,6 +42,13 @@ class EnsembleExchange(MeanExchange[Ensemble]):
         number = self.mean.start([(flat - mean).square()])
         squares = self.finish(number, 0)
         return Joint(mean.view_as(values), squares.tensors[0].sqrt().view_as(values), squares.num_contributors)
+
+    def leave(self) -> None:
+        """See ``Exchange``. A member stays until all living members have finished the joint predictions that it has
+        begun: if it left before, they would begin again without it."""
+        with suppress(LostRankError):  # another member's end must not make this member fail
+            self._wait(self.mean.all_have_finished, "the joint prediction of other members")
+        super().leave()
 
     def _joint(self, flat: Tensor) -> Tensor:
         return self.finish(self.mean.start([flat]), 0).tensors[0]

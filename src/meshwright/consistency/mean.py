@@ -82,6 +82,11 @@ class Mean:
         self.look()
         return number in self._results
 
+    def all_have_finished(self) -> bool:
+        """Whether all living replicas have finished the rounds that this replica has begun."""
+        self.look()
+        return all(self._needs.get(member, 0) >= self._next for member in self._members if member != self._replica)
+
     def claim(self, number: int) -> Result:
         """The mean of a finished round. It can be claimed once. Copy its tensors before you change them, unless no
         other replica can still ask for them."""

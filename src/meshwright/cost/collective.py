@@ -8,13 +8,17 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from meshwright.cost.alpha_beta import Carried, Hop, coded_steps_s, gamma_s_per_byte, steps_s
-from meshwright.ir.cluster import Cluster, Level
+from meshwright.ir.cluster import NETWORK, Cluster, Level
 from meshwright.ir.program import CollectiveKind
 from meshwright.ir.resharding import Link
 from meshwright.schedules.collectives.choice import CHOSEN, NATIVE, runs, written
 
 START_S = 28e-6
 """Seconds before a GPU collective moves its first byte: launch, rendezvous of the ranks, protocol (NCCL on A100)."""
+
+PEER_START_S = 8e-6
+"""Seconds before a copy into another GPU's memory moves its first byte. Assumed, until a machine with several GPUs has
+measured products in pieces."""
 
 SHORT_RING = 0.72
 """A ring of p ranks reaches the fraction 1 - SHORT_RING / p**2 of the rate of its links."""
@@ -60,7 +64,8 @@ class Network:
         Measured times are used if the cluster has them. Otherwise the time follows from the steps of ``algorithm``
         (``alpha_beta.py``). Native collectives, and algorithms without a closed form, are modelled in the way in which
         NCCL runs them: an all-reduce over a ring or a pipelined tree, whichever is faster (Thakur et al. 2005); a
-        reduce-scatter or an all-gather over a ring; a broadcast down a tree; an all-to-all pairwise. A halo is modelled
+        reduce-scatter or an all-gather over a ring, and a shift as one of its steps; a broadcast down a tree; an
+        all-to-all pairwise. A halo is modelled
         as simultaneous messages to and from the neighbours, over the slowest level that has ranks on both sides.
         """
         key = operation, num_bytes, group, algorithm
@@ -71,7 +76,7 @@ class Network:
     def _collective_s(self, operation: CollectiveKind, num_bytes: float, group: Group, algorithm: str) -> float:
         if group.size < 2:
             return 0.0
-        asked = ("send", Group(2, group.stride)) if operation == "halo" else (operation, group)
+        asked = ("send", Group(2, group.stride)) if operation in ("halo", "shift") else (operation, group)
         if (measured := self._table_s(asked[0], num_bytes, asked[1])) is not None:
             return measured
         if algorithm != NATIVE and (steps := self._steps_s(operation, num_bytes, group, algorithm)) is not None:
@@ -87,6 +92,9 @@ class Network:
                 return self.start_s + 2 * min(ring, tree) + 2 * passed
             case "broadcast":
                 return self.start_s + tree + num_bytes * beta
+            case "shift":  # one step of a ring
+                start_s = min(self.start_s, PEER_START_S) if self._shares_memory(group) else self.start_s
+                return start_s + ring / (group.size - 1) + num_bytes * beta
             case _:
                 return self.start_s + ring + passed
 
@@ -184,6 +192,16 @@ class Network:
         if not members or any(inside % before for _, before, inside, _ in members):  # the group's parts are unequal
             return {}
         return self._measured.get((operation, members[-1][0].name, self.fan_outs(group)), {})
+
+    def _shares_memory(self, group: Group) -> bool:
+        """Whether the accelerators of a group write to each other's memory: those of one box."""
+        return self.cluster.device.kind != "cpu" and len(self._members(group)) == 1 and group.size <= self._sizes[0]
+
+    def leaves_box(self, group: Group) -> bool:
+        """Whether the group has ranks in several boxes of CPUs, between which the system carries messages while the
+        ranks compute."""
+        crossed = self._members(group)
+        return bool(crossed) and crossed[-1][0].name == NETWORK
 
     def fan_outs(self, group: Group) -> tuple[int, ...]:
         """The number of units of a group that each level joins, innermost first; empty if parts of the group are

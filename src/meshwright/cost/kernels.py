@@ -19,9 +19,14 @@ SPLITS = (1, 2, 4, 8)
 ATTENTION_BACKWARD = 1.15
 """Factor by which fused attention's backward takes longer per FLOP than its forward (Dao et al. 2022)."""
 
-_INSTEAD = {"bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "int8": ("float32",)}
+_INSTEAD = {
+    "bfloat16": ("float16", "float32"),
+    "float16": ("bfloat16", "float32"),
+    "int8": ("float32",),
+    "float8": ("bfloat16", "float32"),
+}
 """Maps a dtype to the dtypes that replace it on a device that lacks it. Old GPUs have no bfloat16, and CPUs compute
-16-bit products in float32."""
+16-bit products, and products of values rounded to float8, in float32."""
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -109,11 +114,14 @@ class Rates:
         return self.kernels.kernel_s + max(arithmetic_s, num_bytes / self._streamed)
 
     def cost(self, kernel: Kernel) -> Cost:
-        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm."""
+        """The cost of all calls of a kernel. Attention costs the kernels of its algorithm, and an opaque region the
+        measured time."""
         if kernel.attention is not None:
             on_cpu = self.device.kind == "cpu"
             parts = [self.cost(launch) for launch in emitted_kernels(kernel, on_cpu, self.kernels.cudnn_attention)]
             return msgspec.structs.replace(sum(parts, Cost()), flops=kernel.flops)
+        if kernel.measured_s:
+            return Cost(kernel.measured_s, kernel.flops, kernel.bytes, kernel.calls)
         seconds = self.seconds(kernel.kind, kernel.dtype, kernel.flops, kernel.bytes, kernel.product)
         return Cost(seconds + (kernel.calls - 1) * self.kernel_s, kernel.flops, kernel.bytes, kernel.calls)
 

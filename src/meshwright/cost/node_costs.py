@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from functools import lru_cache
 
+from meshwright.cost.collective import Group, Network
 from meshwright.cost.kernels import Cost, Rates
 from meshwright.cost.work import CodedElements, Communicate, Compute
 from meshwright.ir.cluster import Cluster
@@ -51,6 +52,14 @@ class NodeCosts:
     def piece(self, what: str, cost: Cost) -> Compute:
         """A piece of work with this cost. The time that it waits for the host is added later."""
         return Compute(what, cost.seconds, cost.flops, cost.bytes, self.launch_s * cost.launches)
+
+
+def moved_by_rank(collective: Collective, network: Network, group: Group) -> bool:
+    """Whether a rank itself moves the bytes of a collective, in its wait. On CPUs it does, except that between boxes
+    the system carries the message of a shift, of which nothing is added up."""
+    if network.cluster.device.kind != "cpu":
+        return False
+    return collective.kind != "shift" or not network.leaves_box(group)
 
 
 def communicated(what: str, collective: Collective, blocking: bool) -> Communicate:

@@ -9,9 +9,10 @@ import msgspec
 from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
+from meshwright.cost.fabric import axis_group
 from meshwright.cost.kernels import Cost
 from meshwright.cost.lifetimes import lifetimes, sizes_of
-from meshwright.cost.node_costs import NodeCosts, communicated, of_parameters
+from meshwright.cost.node_costs import NodeCosts, communicated, moved_by_rank, of_parameters
 from meshwright.cost.optimizer import SGD, OptimizerCost
 from meshwright.cost.work import Communicate, Compute, Piece, StageWork, StepWork, Wait, launched
 from meshwright.ir.cluster import Cluster
@@ -80,7 +81,9 @@ def step_work(
     same time (0: the ranks of the plan).
 
     On a CPU every rank moves the bytes of its collectives itself. Collectives then do not overlap with compute: the
-    rank blocks where it waits for a collective. On other devices, a collective overlaps with the kernels between its
+    rank blocks where it waits for a collective. Only shifts between boxes overlap.
+
+    On other devices, a collective overlaps with the kernels between its
     start and its wait.
     """
     stages = [_Stage(programs, program, plan, cluster, optimizer, clips, threads, num_ranks) for program in programs]
@@ -205,13 +208,13 @@ class _Stage:
             if node.starts is not None:
                 if node.name not in self.begun:  # both forms of backward start the same collectives
                     self.begun[node.name] = self._name(node.starts), node.starts
-                if not self.blocking:
+                if not self._blocks(node.starts):
                     flush()
                     pieces.append(self._communicate(*self.begun[node.name], False))
             if node.waits:
                 flush()
                 name, collective = self.begun[node.waits]
-                if self.blocking:
+                if self._blocks(collective):
                     pieces.append(self._communicate(name, collective, True))
                 elif pieces and isinstance(last := pieces[-1], Communicate) and last.what == name:
                     pieces[-1] = self._communicate(name, collective, True)
@@ -219,6 +222,13 @@ class _Stage:
                     pieces.append(Wait(name))
         flush()
         return pieces
+
+    def _blocks(self, collective: Collective) -> bool:
+        """Whether the rank itself moves the bytes of a collective, in its wait."""
+        if collective.kind != "shift":
+            return self.blocking
+        mesh = self.plan.submesh(self.program.stage) if self.plan.uneven else self.plan.mesh
+        return moved_by_rank(collective, self.network, axis_group(mesh, collective.axis))
 
     def _name(self, collective: Collective) -> str:
         """A unique name for a collective of the stage."""

@@ -3,6 +3,7 @@
 accesses ──threads: fetch and decode──▶ staging (bounded) ──one thread: collate, pin──▶ one batch ──▶ take
 """
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,7 @@ class Prefetcher:
         self._head: Ahead | None = None
         work = [self._work] * threads + [self._collate]
         self._threads = started_alone(work)
+        atexit.register(self.close)  # a thread that runs an operator while Python ends would abort the process
 
     def peek(self) -> Ahead | None:
         """The next batch, which stays; None after the last. Waits until it is assembled."""
@@ -79,6 +81,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop all threads. A fetch under way ends first."""
+        atexit.unregister(self.close)
         with self._room:
             self._closed = True
             self._room.notify_all()

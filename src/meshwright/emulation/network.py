@@ -69,6 +69,7 @@ class EmulatedNetwork:
     def __enter__(self) -> Self:
         with ExitStack() as threads:
             switch, *boxes = [_Holder(threads) for _ in range(1 + len(self.rates_bits_per_s))]
+            self.switch = Place(os.getpid(), switch.task)
             switch.run("ip link add switch type bridge", "ip link set switch up")
             for index, (box, rate) in enumerate(zip(boxes, self.rates_bits_per_s, strict=True)):
                 port = f"port{index}"

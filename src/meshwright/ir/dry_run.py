@@ -43,7 +43,8 @@ class RankRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class DryRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The report of two steps of a plan on fake tensors. ``device`` is the device's name in the catalog,
     ``memory_bytes`` its memory, ``room_bytes`` the part that tensors may take. ``matched`` tells whether the messages
-    and collectives of all ranks of the job were compared."""
+    and collectives of all ranks of the job were compared. ``unchecked`` names the opaque regions, whose inside did not
+    run: whether it waits for the device, or has kernels there, is not known."""
 
     VERSION: ClassVar[int] = 1
     version: int = 1
@@ -57,6 +58,7 @@ class DryRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     matched: bool
     ranks: tuple[RankRun, ...]
     findings: tuple[Finding, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:

@@ -100,7 +100,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     ``flops`` and ``bytes`` (read and written) are totals of all calls. ``product`` has the sizes of a matrix product,
     or of a convolution seen as a matrix product. ``attention`` has the sizes of attention, ``convolution`` those of a
     convolution that PyTorch's own kernel computes. ``workspace_bytes`` are bytes of temporary tensors while the kernel
-    runs."""
+    runs. ``measured_s``: the measured seconds of an opaque region (0: not measured)."""
 
     kind: str
     dtype: str = ""
@@ -111,6 +111,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     attention: AttentionSizes | None = None
     convolution: ConvolutionSizes | None = None
     workspace_bytes: int = 0
+    measured_s: float = 0.0
 
 
 def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operand, flops: float) -> Product | None:
@@ -130,6 +131,14 @@ def product_of(target: str, kind: str, inputs: Sequence[Operand], result: Operan
     depth = max(1.0, flops / (2 * rows * filters))
     sizes = {"convolution": (rows, columns, depth), "convolution_input": (rows, depth, columns)}
     return Product(*sizes.get(kind, (depth, columns, rows)), groups)
+
+
+def in_float8(kernel: Kernel) -> Kernel:
+    """A matrix product whose operands are in float8. Its result keeps its dtype."""
+    assert kernel.product is not None, "it is a matrix product"
+    m, n, k, batch = kernel.product
+    num_bytes = round(batch * (m * k + k * n + ITEM_BYTES[kernel.dtype] * m * n))
+    return msgspec.structs.replace(kernel, dtype="float8", bytes=num_bytes)
 
 
 class AttentionSettings(NamedTuple):

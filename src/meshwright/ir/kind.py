@@ -54,7 +54,7 @@ _TARGETS = {
     "batch_norm_backward": ("aten.native_batch_norm_backward",),
     "reduction": (
         "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.max", "aten.min", "aten.argmax", "aten.argmin",
-        "aten.var", "aten.var_mean", "aten.prod", "aten.any", "aten.all", "aten.cumsum",
+        "aten.var", "aten.var_mean", "aten.prod", "aten.any", "aten.all", "aten.cumsum", "meshwright.float8_max",
     ),
     "gather": ("aten.embedding", "aten.index", "aten.gather", "aten.index_select", "aten.nll_loss_forward"),
     "scatter": (

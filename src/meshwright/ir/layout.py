@@ -112,6 +112,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The rule that says when a replica may continue and how the states of replicas are mixed: ``server(ssp=3)``,
     ``gossip(ring)``, ``local(16)``, ``diloco(50)``, ... (``ir/consistency.py``). With ``sync``, replicas are additional
     data-parallel ranks."""
+    float8: Literal["", "tensorwise", "rowwise"] = ""
+    """Allow matrix products in float8, with one scale for each tensor, or one for each row (``ops/float8.py``). The
+    planner takes it for the products that it makes faster. Their operands are rounded to 3 bits of mantissa."""
     workspace_bytes: int = 0
     """Limit on the temporary memory of each operator that has several algorithms (convolutions). The fastest algorithms
     within the limit are used, if necessary on a few samples at a time. 0: no limit."""

@@ -19,6 +19,7 @@ def layout_text(layout: Layout) -> str:
         (layout.zero, f"zero{layout.zero if layout.zero > 0 else ' by parameter'}{groups}"),
         (layout.offload != "none", f"{layout.offload} on the host"),
         (layout.precision, layout.precision),
+        (layout.float8, f"float8 {layout.float8}"),
         (layout.microbatches > 1, f"{layout.microbatches} micro-batches"),
         (layout.pp > 1, layout.schedule),
         (layout.in_flight, f"{layout.in_flight} in flight"),

@@ -3,20 +3,18 @@
 import statistics
 from collections.abc import Collection
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from meshwright.ir.codec_use import CodecUse, codec_lines
+from meshwright.ir.copies import MemoryPart
 from meshwright.ir.data_use import DataUse
 from meshwright.ir.interval import Interval, interval
 from meshwright.ir.replica_use import ReplicaUse
 from meshwright.ir.summary import RankTimes
 from meshwright.ir.trace import TraceSource
 from meshwright.ir.units import seconds, size
-
-if TYPE_CHECKING:  # reports import this module, but must not import the catalog, which ir.cluster imports
-    pass
 
 PartName = Literal["computing", "exposed communication", "waiting for data", "bubble"]
 PARTS: dict[PartName, str] = {
@@ -47,7 +45,7 @@ class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The predicted and the measured step of one rank. ``stage`` is its pipeline rank (0 without a pipeline).
     ``held_bytes`` is the predicted memory that stays allocated for the whole step. On a GPU, ``reserved_bytes`` is the
     most memory that the allocator took from the device, and ``device_bytes`` is all memory in use on the device after
-    the run. 0: unknown."""
+    the run. 0: unknown. ``parts`` names the parts of both peaks that are no tensors of the step."""
 
     rank: int
     stage: int
@@ -56,6 +54,7 @@ class RankEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     held_bytes: int = 0
     reserved_bytes: int = 0
     device_bytes: int = 0
+    parts: tuple[MemoryPart, ...] = ()
 
     def difference_s(self, part: PartName) -> float:
         """The measured minus the predicted time of a part, in seconds."""
@@ -253,6 +252,10 @@ class Ledger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 deviation = deviations.get(field) if predicted else None
                 between = interval(predicted, deviation) if deviation else None
                 rows.append(LedgerRow(entry.rank, what, predicted, measured, unit, between))
+            rows += [
+                LedgerRow(entry.rank, f"of it {part.what}", part.predicted_bytes, part.measured_bytes, "bytes")
+                for part in entry.parts
+            ]
         return tuple(rows)
 
     def table(self) -> str:

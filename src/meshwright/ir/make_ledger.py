@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem, TraceError, refuse
 from meshwright.ir.codec_use import CodecUse
+from meshwright.ir.copies import MemoryPart
 from meshwright.ir.interval import step_deviation
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.ledger import Ledger, RankEntry
@@ -20,11 +21,12 @@ if TYPE_CHECKING:  # reports import this module, but must not import the catalog
 def make_ledger(
     plan: Plan, predicted: Trace, measured: Sequence[Trace], cluster: "Cluster", host_share: float = 0.0,
     taken: Mapping[int, tuple[int, int]] | None = None, peers: int = 0, codecs: tuple[CodecUse, ...] = (),
+    parts: Mapping[int, tuple[MemoryPart, ...]] | None = None,
 ) -> Ledger:  # fmt: skip
     """The ledger of a run of ``plan`` on ``cluster``, from a trace of the predicted step and of each measured step.
     ``host_share`` is the fraction of the predicted step in which the device waits for its host. ``taken`` maps a rank
     to the bytes that the allocator took and the bytes in use on the device (None: unknown). ``peers`` has the same
-    meaning as in ``Ledger``.
+    meaning as in ``Ledger``. ``parts`` maps a rank to the parts of its peaks that are no tensors of the step.
 
     Every trace holds all ranks of the plan's mesh. Measured traces must contain only the memory of the model, as
     predicted traces do (see ``Trace.above``).
@@ -71,6 +73,7 @@ def make_ledger(
                 held_bytes=held.get(times.rank, 0),
                 reserved_bytes=(taken or {}).get(times.rank, (0, 0))[0],
                 device_bytes=(taken or {}).get(times.rank, (0, 0))[1],
+                parts=(parts or {}).get(times.rank, ()),
             )
             for times in foretold
         ),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,11 @@ CONVOLUTIONS = (NATIVE, "gemm", "implicit", "fft", "winograd(2)", "winograd(4)")
 """The names of the algorithms of convolutions (``ir/convolution.py``)."""
 GATHER = "gather"
 """The algorithm of mixtures of experts in which each rank gathers the tokens of all ranks that share the experts."""
+PIECES = "pieces"
+"""The algorithm of a matrix product that runs in pieces, while its operand or result travels: ``pieces 4``."""
+FLOAT8 = "float8"
+"""The algorithm of a matrix product in float8, with its scaling and the formats of its operands:
+``float8 tensorwise e5m2 e4m3``."""
 
 _PIECE = re.compile(r"(?:(?P<count>\d+)x(?P<samples>\d+) )?(?P<name>\S+)")
 
@@ -96,3 +102,53 @@ def text_of(pieces: Iterable[tuple[str, int]]) -> str:
 def piece_sizes(samples: int) -> list[int]:
     """The numbers of samples that are considered for a piece: the powers of 2, and all samples."""
     return sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power <= samples)})
+
+
+class Float8(msgspec.Struct, frozen=True):
+    """A product in float8 (``ops/float8.py``): its scaling, and the formats of its left and right operand."""
+
+    scaling: Literal["tensorwise", "rowwise"]
+    left: Literal["e4m3", "e5m2"] = "e4m3"
+    right: Literal["e4m3", "e5m2"] = "e4m3"
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether each row of the left operand and each column of the right one has its own scale."""
+        return self.scaling == "rowwise"
+
+    def __str__(self) -> str:
+        return f"{FLOAT8} {self.scaling} {self.left} {self.right}"
+
+
+def float8_of(text: str) -> Float8:
+    """The product in float8 that a text names.
+
+    Raises:
+        PlanError: the text is not of this form.
+    """
+    name, *rest = text.split(" ")
+    try:
+        if name == FLOAT8 and len(rest) == 3:
+            return msgspec.convert(dict(zip(("scaling", "left", "right"), rest, strict=True)), Float8)
+    except msgspec.ValidationError:
+        pass
+    remedy = f"write `{FLOAT8} SCALING LEFT RIGHT`, with tensorwise or rowwise, and e4m3 or e5m2 for each operand"
+    raise PlanError("it is no product in float8", where=f"operator_algorithms: {text!r}", remedy=remedy)
+
+
+def in_pieces(count: int) -> str:
+    """The text of a matrix product that runs in ``count`` pieces."""
+    return f"{PIECES} {count}"
+
+
+def pieces_of(text: str) -> int:
+    """The number of pieces in which a matrix product runs.
+
+    Raises:
+        PlanError: the text is no algorithm of matrix products.
+    """
+    name, _, count = text.partition(" ")
+    if name != PIECES or not count.isdecimal() or int(count) < 2:
+        remedy = f"write `{PIECES} N`, with N a multiple of the number of ranks that share the product"
+        raise PlanError("it is no algorithm of matrix products", where=f"operator_algorithms: {text!r}", remedy=remedy)
+    return int(count)

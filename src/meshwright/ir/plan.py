@@ -12,7 +12,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.interval import Interval
 from meshwright.ir.layout import TIME, Layout
 from meshwright.ir.mesh import Mesh
-from meshwright.ir.operator_algorithm import NATIVE
+from meshwright.ir.operator_algorithm import FLOAT8, NATIVE, PIECES
 from meshwright.ir.pipeline import Pipeline
 from meshwright.ir.placement import Flat, Placement
 from meshwright.ir.precision import Precision
@@ -131,6 +131,16 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         algorithms = self.operator_algorithms
         text = algorithms.get(operator) or algorithms.get(starred(operator), "") if algorithms else ""
         return text if text != NATIVE else ""
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether matrix products of the stage are in float8."""
+        return any(text.startswith(FLOAT8) for text in self.operator_algorithms.values())
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether matrix products of the stage run in pieces."""
+        return any(text.startswith(PIECES) for text in self.operator_algorithms.values())
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

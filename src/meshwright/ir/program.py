@@ -27,7 +27,7 @@ from meshwright.ir.placement import Placements, flat_shape
 from meshwright.ir.plan import Plan, Strategy
 from meshwright.ir.schedule import ActionKind
 
-CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo"]
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "halo", "shift"]
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +56,8 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A collective over the ``size`` ranks of an axis.
 
     ``bytes`` is the size of the tensor on one rank: before an all-reduce, reduce-scatter or all-to-all, and after an
-    all-gather. For a halo exchange, it is the largest number of bytes that a rank receives. ``label`` names the tensors
+    all-gather. For a halo exchange, it is the largest number of bytes that a rank receives. In a shift, each rank sends
+    this many bytes to the next rank of the axis. ``label`` names the tensors
     that the collective carries. ``codec`` encodes the elements, each of ``item_bytes`` bytes, for sending. If encoded
     vectors are added up (``Codec.exchange`` is ``sums``), ``summed`` has their numbers of elements."""
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+AUTO: Literal["auto"] = "auto"
+"""Stands in ``opaque`` for all submodules that need it."""
 Positive = Annotated[int, Meta(ge=1)]
 Layers = Annotated[int, Meta(ge=1, le=10_000)]
 Count = Annotated[int, Meta(ge=0)]
@@ -149,6 +151,15 @@ class FactoryModel(_Model, frozen=True, kw_only=True, tag="factory"):
     """A function or class, as ``package.module:function``. It lies in the current folder, except with ``--trust``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the factory."""
+    opaque: tuple[str, ...] = ()
+    """Submodules that are not captured, but run as they are, each as one operator (`mw.opaque`): by path
+    (``encoder.router``), or one of each repeated block (``layers.*.router``). ``auto``: every innermost submodule whose
+    capture fails."""
+
+    @property
+    def opaque_choice(self) -> Literal["", "auto"]:
+        """Whether capture may make submodules opaque by itself."""
+        return AUTO if AUTO in self.opaque else ""
 
 
 Model = (

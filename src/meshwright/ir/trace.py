@@ -112,8 +112,8 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def above(self, held_bytes: Mapping[int, int]) -> "Trace":
         """The trace with ``held_bytes`` of each rank (0 without an entry) subtracted from its memory samples.
 
-        Samples stay at 0 or above. If ``held_bytes`` is the memory of the process and its libraries, the result has
-        only the model's memory, which can be compared with a prediction."""
+        Samples stay at 0 or above; negative bytes add. If ``held_bytes`` is the memory of the process and its
+        libraries, the result has only the model's memory, which can be compared with a prediction."""
         return msgspec.structs.replace(
             self,
             memory=tuple(

@@ -18,13 +18,15 @@ from meshwright.ir.kernel import (
     Kernel,
     Operand,
     attention_of,
+    in_float8,
     product_of,
 )
 from meshwright.ir.kind import kind_of_target
+from meshwright.ir.opaque import read_call
 from meshwright.ir.program import Collective, CollectiveKind
 from meshwright.ir.shapes import shapes_of
 from meshwright.lower.fuse import FUNCTIONAL
-from meshwright.ops import collectives, experts
+from meshwright.ops import collectives, experts, opaque
 from meshwright.ops.attention import SETTINGS_AT
 from meshwright.ops.base import Call, OperatorRule, Target, arguments, contraction_flops
 from meshwright.ops.convolution_algorithms import DIRECTIONS
@@ -42,6 +44,7 @@ _KINDS: dict[Any, CollectiveKind] = {
     collectives.ALL_TO_ALL: "all_to_all",
     collectives.GATHER_PARTS: "all_gather",
     collectives.REDUCE_TO_PARTS: "reduce_scatter",
+    collectives.SHIFT: "shift",
     collectives.HALO_EXCHANGE: "halo",
     collectives.HALO_REDUCE: "halo",
     collectives.HALO_RETURN: "halo",
@@ -95,10 +98,18 @@ class Counter:
         if target in _PASSES:
             largest = max(map(num_bytes, (*call.tensors, *outputs)))
             return tuple(Kernel(kind, dtype, 0.0, times * largest, calls) for kind, times, calls in _PASSES[target])
+        if target in opaque.RULES:
+            return (_opaque(call, dtype, read + written),)
         if target is collectives.ADD_ROWS:  # in place: only these rows are read and written
             return (Kernel("pointwise", dtype, 0.0, 3 * num_bytes(call.args[1])),)
         if target is aten.convolution_backward.default:
             return tuple(self._convolution_backward(call, dtype))
+        if target is ours.float8_mm.default:  # each operand is rounded first
+            wide = self._counted(Call(aten.mm.default, call.args[:2], {}, outputs), False)
+            rounded = tuple(
+                Kernel("pointwise", dtype, 0.0, num_bytes(operand) + operand.numel()) for operand in call.args[:2]
+            )
+            return (*rounded, *map(in_float8, wide))
         if target in DIRECTIONS:
             return work_of(convolution_sizes(call, DIRECTIONS[target]), call.args[-1]).kernels
         kind = kind_of_target(str(target)) if isinstance(target, OpOverload) else "pointwise"
@@ -111,7 +122,7 @@ class Counter:
         product = _kernel(call, kind, dtype, flops * ring[0], read + written, *ring)
         if target is aten.convolution.default:
             product = msgspec.structs.replace(product, convolution=convolution_sizes(call, "forward"))
-        if target is aten.addmm.default:  # the bias is written first, and the product added to it
+        if target in (aten.addmm.default, aten.addmm.out):  # the bias is written first, and the product added to it
             return product, Kernel("pointwise", dtype, 0.0, written)
         return (product,)
 
@@ -190,8 +201,8 @@ def _operand(value: Tensor) -> Operand:
 def _functional(call: Call) -> Call:
     """A call with the same arithmetic that returns a new tensor and does not communicate."""
     target, args, kwargs = call.target, call.args, call.kwargs
-    if target in (aten.addmm.default, aten.addmm_.default):
-        target, args = aten.mm.default, args[1:3]
+    if target in (aten.addmm.default, aten.addmm_.default, aten.addmm.out):
+        target, args, kwargs = aten.mm.default, args[1:3], {}
     elif target in _ACROSS:
         target = _ACROSS[target]
         args = args[: len(target._schema.arguments)]  # type: ignore[attr-defined]
@@ -253,3 +264,14 @@ def inside(call: Call, label: str) -> tuple[Collective, ...]:
         counts = [("all_gather", keys * size * (steps - 1) // (size - 1))]
         counts += [("all_to_all", 2 * keys)] if balanced else []
     return tuple(Collective(kind, axis, size, count, label=label) for kind, count in counts)
+
+
+def _opaque(call: Call, dtype: str, moved_bytes: int) -> Kernel:
+    """A region as a kernel that takes the time that was measured."""
+    backward = call.target is opaque.BACKWARD
+    given = read_call(call.args[2 if backward else 1])
+    cost = given.measured(backward)
+    if cost is None:
+        return Kernel("opaque", dtype, 0.0, moved_bytes)
+    scratch = round(cost.scratch_bytes * given.share)
+    return Kernel("opaque", dtype, 0.0, moved_bytes, measured_s=cost.seconds(given.share), workspace_bytes=scratch)

@@ -66,6 +66,11 @@ class Emission:
         """Whether a step has several micro-batches."""
         return TIME in self.groups
 
+    @property
+    def places(self) -> dict[str, int]:
+        """Maps each group to this rank's index in it."""
+        return {group.name: group.index for group in self.groups.values()}
+
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -112,6 +112,7 @@ def _fuse_addmm(graph: fx.Graph, node: fx.Node) -> None:
     ):
         return
     node.target, node.args = aten.addmm.default, (bias, *product.args)
+    node.meta |= {key: product.meta[key] for key in ("pieces",) if key in product.meta}
     graph.erase_node(product)
 
 

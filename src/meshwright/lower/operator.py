@@ -11,7 +11,9 @@ from meshwright.capture.fx_graph import FxGraph
 from meshwright.errors import PlanError, RuleError
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.mesh import AxisGroup, sizes_of
-from meshwright.ir.placement import input_placements, local_shape
+from meshwright.ir.opaque import TARGETS
+from meshwright.ir.operator_algorithm import FLOAT8, pieces_of
+from meshwright.ir.placement import input_placements, is_linear, local_shape
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import Fetch, OperatorProgram
 from meshwright.lower.counts import Counter
@@ -20,11 +22,15 @@ from meshwright.lower.local import Emitter, LocalCall
 from meshwright.lower.propagate import propagate
 from meshwright.ops import collectives
 from meshwright.ops.base import OperatorRule, Target, emit_unchanged
+from meshwright.ops.float8 import product_in_float8
 from meshwright.ops.table import operator_rule
 
 CPU = torch.device("cpu")
+PRODUCT = "aten.mm."
+"""The beginning of the name of matrix products. They run in pieces (``lower/pieces.py``), or in float8
+(``ops/float8.py``)."""
 WITH_ALGORITHMS = (
-    "aten.convolution", "meshwright.attention.", "meshwright.attention_backward.", "meshwright.experts",
+    "aten.convolution", "meshwright.attention.", "meshwright.attention_backward.", "meshwright.experts", PRODUCT,
 )  # fmt: skip
 """The beginnings of the names of operators that have several algorithms."""
 
@@ -47,10 +53,15 @@ def emit_operator(
     if algorithm and not operator.target.startswith(WITH_ALGORITHMS):
         raise PlanError(
             f"{operator.target} has no algorithms", where=f"operator_algorithms: {operator.name}",
-            remedy="name convolutions, attention, mixtures of experts and their gradients only",
+            remedy="name matrix products, convolutions, attention, mixtures of experts and their gradients only",
+        )  # fmt: skip
+    if algorithm.startswith(FLOAT8) and any(map(is_linear, strategy.values())):
+        raise PlanError(
+            "an operand is a sum whose terms lie on several ranks, and terms cannot be rounded alone",
+            where=f"operator_algorithms: {operator.name}", remedy="leave the operator out",
         )  # fmt: skip
     local = LocalCall(emitter, operator, strategy, (target, args, kwargs), interior_first, algorithm)
-    if operator.rule is None:
+    if operator.rule is None and operator.target not in TARGETS:
         return emit_unchanged(local)
     rule = operator_rule(target, rules)
     if rule is None:
@@ -58,7 +69,12 @@ def emit_operator(
             f"{operator.target} was captured with a rule that is not given here", where=operator.name,
             remedy="give the rules= that capture was given",
         )  # fmt: skip
-    return rule.local(local)
+    if operator.target.startswith(PRODUCT) and algorithm.startswith(FLOAT8):
+        return product_in_float8(local)
+    result = rule.local(local)
+    if algorithm and operator.target.startswith(PRODUCT):
+        result.meta["pieces"] = pieces_of(algorithm)
+    return result
 
 
 def lower_operator(

@@ -1,7 +1,7 @@
 """Splits a stage's graph into one function per phase; backward recomputes the values that forward does not keep."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import msgspec
@@ -15,6 +15,7 @@ from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, WEIGHT
 from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
+from meshwright.lower.pieces import Pieces
 from meshwright.lower.prefetch import prefetch, sink_waits, start_early
 from meshwright.lower.regions import Compiler
 from meshwright.ops import collectives
@@ -66,10 +67,12 @@ class PhaseFunction:
 @dataclass(frozen=True)
 class EmittedStage:
     """A stage's graph with the calls of all phases, and its program without recomputation. The graph does not change
-    when it is split into functions, so plans that differ in recomputation can share it."""
+    when it is split into functions, so plans that differ in recomputation can share it. ``places`` maps each group to
+    this rank's index in it."""
 
     graph: fx.Graph
     program: Program
+    places: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,17 +91,19 @@ def partition(
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
+    symmetric: Collection[str] = (),
 ) -> LoweredStage:
     """Make the function of every phase. Every node needs ``meta["phase"]``. Call ``propagate`` first.
 
     ``backward`` is also split into two functions: ``input`` computes the gradients that are sent to the previous stage,
     and ``weight`` computes the rest. If the program runs its phases ``together``, the function of the prologue runs all
     of them, and calls ``note`` where forward and backward begin. ``compiler`` compiles runs of operators. ``kernels``
-    maps an operator to the function that replaces it.
+    maps an operator to the function that replaces it. ``symmetric`` names the groups that run products in pieces in
+    memory that they share (``lower/pieces.py``).
     """
     graph, program = emitted.graph, emitted.program
     program = msgspec.structs.replace(program, together=program.together and not again.names)
-    split = _Partition(graph, again, compiler, note)
+    split = _Partition(graph, again, compiler, note, Pieces(emitted.places, symmetric))
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -145,9 +150,10 @@ def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 
 class _Partition:
     def __init__(
-        self, graph: fx.Graph, again: Recomputation, compiler: Compiler | None, note: Callable[[str], None] | None
-    ) -> None:
-        self.graph, self.again, self.compiler, self.note = graph, again, compiler, note
+        self, graph: fx.Graph, again: Recomputation, compiler: Compiler | None, note: Callable[[str], None] | None,
+        pieces: Pieces,
+    ) -> None:  # fmt: skip
+        self.graph, self.again, self.compiler, self.note, self.pieces = graph, again, compiler, note, pieces
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.cheap: dict[fx.Node, bool] = {}
 
@@ -214,6 +220,7 @@ class _Partition:
         for node in (*constants, *order):
             copies[node] = new.node_copy(node, copies.__getitem__)
         new.output([copies[node] for node in outputs])
+        self.pieces.divide(new)
         if self.compiler is not None:
             self.compiler.compile(new)
         write_into_buckets(new)

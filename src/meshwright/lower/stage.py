@@ -10,7 +10,7 @@ With one stage and one micro-batch, the program is the whole step: its phases ar
 recomputes values or gathers parameters again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import getitem
 from typing import Any
 
@@ -66,6 +66,7 @@ def lower_stage(
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
+    symmetric: Collection[str] = (),
 ) -> LoweredStage:
     """Lower stage number ``stage`` of a plan for one rank. ``groups`` maps an axis of the stage's mesh to this rank's
     group; axes with one rank are left out.
@@ -74,14 +75,15 @@ def lower_stage(
         rules: maps an operator to the user's rule for it.
         constants: the values of the graph's constants on ``device``; without them the program can be read, but not run.
         compiler: compiles runs of operators; ``kernels`` maps an operator to the function that replaces it.
-        note: called with a phase's name where the phase begins, if the phase is part of a larger function.
+        note: called with a phase's name where the phase begins, if it is part of a larger function. ``symmetric``: the
+            groups that run products in pieces in memory that their accelerators share.
 
     Raises:
         PlanError: the graph cannot be cut before the stages' first operators, or an operator would have to communicate
             with other micro-batches.
     """
     emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
-    return partition(emitted, planned.recomputation(stage), dict(constants or {}), compiler, kernels, note)
+    return partition(emitted, planned.recomputation(stage), dict(constants or {}), compiler, kernels, note, symmetric)
 
 
 def emit_stage(
@@ -136,7 +138,7 @@ class _StageLowering:
         propagate(graph)
         # Without other stages or micro-batches, a step runs all phases once, one after the other.
         alone = self.divided.num_stages == 1 and not emission.microbatched and not emission.released
-        return EmittedStage(graph, self._program(self._named_results(joined), alone))
+        return EmittedStage(graph, self._program(self._named_results(joined), alone), emission.places)
 
     # --- values that exist before the step ---------------------------------------------------------------------------
 

@@ -10,6 +10,11 @@ of their senders, and the senders' counts for this rank. ``shift`` starts to sen
 group. Its result is the tensor of the previous rank. ``permute`` starts to send row i of ``rows`` to rank
 ``goes[i]``; row i of its result comes from rank ``comes[i]``. Rows between the same two ranks keep their order.
 
+``gather_multiply`` gathers the rows of ``value`` [rows, k] and multiplies them by each of ``weights`` [k, n]. It
+returns the gathered rows and the products, in order of the ranks. ``multiply_scatter`` multiplies ``left``
+[size x rows, k] by ``right`` and sums the products over the ranks; each rank gets its rows of the sum. Both run in
+pieces, in memory that the ranks' accelerators share (``lower/pieces.py``).
+
 ``gather_parts`` and ``reduce_to_parts`` move the Flat parts of many tensors together (``ir.placement.Flat``). Gathered
 tensors are stored one after the other, each with its padding. The parts of the sums that a rank keeps are stored in the
 same way:
@@ -75,10 +80,15 @@ def _halo(
     return _resized(value, dim, sum(high - low for low, high in sides))
 
 
+def _gathered_products(value: Tensor, weights: list[Tensor], group: str, size: int) -> list[Tensor]:
+    rows = size * value.shape[0]
+    return [value.new_empty(rows, value.shape[1]), *(value.new_empty(rows, each.shape[1]) for each in weights)]
+
+
 _HALO = "int dim, int[] lows, int[] highs, int[] edges"
 _PARTS = "str group, int size, str algorithm, str label='', bool again=False"
 _CODEC = "str codec='', Tensor? before=None, Tensor(b!)? state=None, SymInt draw=0"
-_SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
+_SCHEMAS: dict[str, Callable[..., Tensor | list[Tensor]] | None] = {
     "all_reduce_start(Tensor(a!) value, str op, str group, str algorithm, str label='', "
     f"{_CODEC}, int[] shapes=[]) -> Tensor(a!)": lambda value, *_: value,
     "all_gather_start(Tensor value, str group, int size, str algorithm, str label='') -> Tensor": (
@@ -97,7 +107,13 @@ _SCHEMAS: dict[str, Callable[..., Tensor] | None] = {
         lambda values, group, size, *_: values[0].new_empty(_parts_size(values, size))
     ),
     "exchange_rows(Tensor rows, Tensor counts, str group, SymInt size) -> (Tensor, Tensor)": None,
-    "shift(Tensor value, str group, SymInt size) -> Tensor": None,
+    "shift(Tensor value, str group, SymInt size, str algorithm='native', str label='') -> Tensor": (
+        lambda value, *_: value.new_empty(value.shape)
+    ),
+    "gather_multiply(Tensor value, Tensor[] weights, str group, int size) -> Tensor[]": _gathered_products,
+    "multiply_scatter(Tensor left, Tensor right, str group, int size) -> Tensor": (
+        lambda left, right, group, size: left.new_empty(left.shape[0] // size, right.shape[1])
+    ),
     "permute(Tensor rows, SymInt[] goes, SymInt[] comes, str group) -> Tensor": None,
     f"halo_exchange_start(Tensor value, {_HALO}, float fill, str group, int index, str label='') -> Tensor": _halo,
     f"halo_reduce_start(Tensor value, {_HALO}, str group, int index, str label='') -> Tensor": (
@@ -125,12 +141,14 @@ REDUCE_TO_PARTS = OPERATORS.reduce_to_parts_start.default
 EXCHANGE_ROWS = OPERATORS.exchange_rows.default
 SHIFT = OPERATORS.shift.default
 PERMUTE = OPERATORS.permute.default
+GATHER_MULTIPLY = OPERATORS.gather_multiply.default
+MULTIPLY_SCATTER = OPERATORS.multiply_scatter.default
 HALO_EXCHANGE = OPERATORS.halo_exchange_start.default
 HALO_REDUCE = OPERATORS.halo_reduce_start.default
 HALO_RETURN = OPERATORS.halo_return_start.default
 ADD_ROWS = OPERATORS.add_rows.default
 WAIT = OPERATORS.wait.default
 STARTS = frozenset({
-    ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER_PARTS, REDUCE_TO_PARTS, HALO_EXCHANGE, HALO_REDUCE,
-    HALO_RETURN,
+    ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER_PARTS, REDUCE_TO_PARTS, SHIFT, HALO_EXCHANGE,
+    HALO_REDUCE, HALO_RETURN,
 })  # fmt: skip

@@ -21,6 +21,7 @@ from meshwright.ops import (
     loss,
     matmul,
     normalization,
+    opaque,
     packed_attention,
     pointwise,
     pooling,
@@ -67,6 +68,8 @@ def operator_rule(target: Target, own: Mapping[Target, OperatorRule] | None = No
         return own[target]
     if target in RULES:
         return RULES[target]
+    if target in opaque.RULES:  # their rules depend on the modules that run, not on the operators
+        return opaque.RULES[target]
     return pointwise.POINTWISE if pointwise.is_pointwise(target) else None
 
 

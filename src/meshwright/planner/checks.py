@@ -7,6 +7,7 @@ from meshwright.errors import LayoutError, Problem, RuleError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.layout import TIME, Layout
+from meshwright.ir.opaque import TARGETS
 from meshwright.ir.part import pools_of
 from meshwright.ir.placement import REPLICATE, Partial, Placement, input_placements, output_placements
 from meshwright.ir.plan import Strategy
@@ -115,6 +116,8 @@ def _refused(operator: Operator, count: int, what: str) -> LayoutError:
             "set batch_statistics='microbatch': each micro-batch then has its own statistics (which is another "
             "computation), or microbatches=1"
         )
+    elif operator.target in TARGETS:
+        remedy = "use microbatches=1, or make the region compute each sample by itself: docs/how-to/opaque-regions.md"
     elif operator.rule is None:
         remedy = (
             "use microbatches=1, or pass a rule (rules=) in which a letter of its inputs and outputs is the batch: "

@@ -29,6 +29,7 @@ from meshwright.ir.operator_algorithm import NATIVE, piece_sizes, text_of
 from meshwright.ir.plan import Note, Strategy, starred
 from meshwright.ir.program import Lower, OperatorProgram
 from meshwright.planner.attentions import choose_attention
+from meshwright.planner.float8 import choose_float8
 from meshwright.planner.interiors import interiors
 from meshwright.planner.intra_op.costs import ClusterCosts
 from meshwright.planner.intra_op.prices import Prices
@@ -64,9 +65,9 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The decisions of a plan about its convolutions and attention. ``interiors`` are the starred names of convolutions
-    that compute their interior rows first. ``texts`` maps an operator to its algorithm. Operators with PyTorch's own
-    algorithm are left out. ``notes`` are for ``Plan.explain``."""
+    """The decisions of a plan about its convolutions, attention and products in float8. ``interiors`` are the starred
+    names of convolutions that compute their interior rows first. ``texts`` maps an operator to its algorithm. Operators
+    with PyTorch's own algorithm are left out. ``notes`` are for ``Plan.explain``."""
 
     interiors: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -77,9 +78,9 @@ def choose_on_rank(
     graph: Graph, mesh: Mesh, axes: Mapping[str, int], strategies: Mapping[str, Strategy], cluster: Cluster | None,
     lower: Lower | None, layout: Layout, times: AlgorithmTimes | None = None, rank_of: Mapping[str, int] | None = None,
 ) -> Chosen:  # fmt: skip
-    """Decide how a rank computes its parts of convolutions and attention under the strategies on ``axes``. Nothing is
-    decided if the cluster or the lowering is unknown. ``rank_of`` maps operators to pipeline ranks (default: all
-    operators are on one rank).
+    """Decide how a rank computes its parts of convolutions, attention and matrix products under the strategies on
+    ``axes``. Nothing is decided if the cluster or the lowering is unknown. ``rank_of`` maps operators to pipeline ranks
+    (default: all operators are on one rank).
 
     Raises:
         LayoutError: as ``choose``.
@@ -97,6 +98,7 @@ def choose_on_rank(
     rates = NodeCosts(mesh, cluster).rates
     chosen = choose(graph.operators, program, layout, rates, times, rank_of or {})
     lines = choose_attention(graph.operators, known, program, rates)
+    lines |= choose_float8(graph, known, program, rates, prices.costs, layout)
     texts = {**chosen.texts, **{name: text for name, (text, _) in lines.items()}}
     return Chosen(inside, texts, (*chosen.notes, *merged(lines)))
 

@@ -40,6 +40,7 @@ from meshwright.planner.intra_op.costs import CostModel
 from meshwright.planner.intra_op.explain import notes_of
 from meshwright.planner.join_plans import join_plans
 from meshwright.planner.notes import ModuleNotes, module_notes, unsplit_notes
+from meshwright.planner.pieces import with_pieces
 from meshwright.planner.pins import read_pins
 from meshwright.planner.sequence_rule import sequences_between, split_attention, split_experts, split_sequence
 from meshwright.planner.spatial_rule import SpatialRule
@@ -235,7 +236,8 @@ class _Planner:
         if self.cluster is None or self.lower is None or not self.ask.fits_buckets:
             return undecided(BucketCodecs(self.mesh, self.cluster).of(plan), self.cluster)
         room = self.room_bytes(self.cluster)
-        return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+        plan = fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+        return with_pieces(self.lower, plan, graph, self.cluster)
 
     def room_bytes(self, cluster: Cluster) -> float:
         """The memory, in bytes, for live tensors on a rank."""

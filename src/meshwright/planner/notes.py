@@ -7,6 +7,7 @@ from meshwright.cost.node_costs import NodeCosts
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import Mesh
+from meshwright.ir.opaque import TARGETS
 from meshwright.ir.plan import Note, starred
 from meshwright.ir.program import Lower
 
@@ -51,12 +52,13 @@ def merged(lines: Mapping[str, tuple[str, str]]) -> tuple[Note, ...]:
 
 
 def unsplit_notes(graph: Graph, mesh: Mesh, cluster: Cluster | None, lower: Lower | None) -> tuple[Note, ...]:
-    """One note for every operator that has no rule; repeated operators share one note. The note says why there is no
-    rule, and what the operator costs on every rank: in bytes and, if the cluster is known, in seconds."""
+    """One note for every operator that has no rule, except opaque regions. Repeated operators share one note. The note
+    says why there is no rule, and what the operator costs on every rank: in bytes and, if the cluster is known, in
+    seconds."""
     totals: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     costs = NodeCosts(mesh, cluster) if cluster is not None else None
     for operator in graph.operators:
-        if operator.rule is None:
+        if operator.rule is None and operator.target not in TARGETS:  # opaque_notes reports opaque regions
             sums = totals[starred(operator.name), operator.reason]
             sums[0] += 1
             sums[1] += operator.bytes

@@ -13,8 +13,9 @@ import torch
 from meshwright.errors import CheckpointError
 from meshwright.runtime import manifest
 from meshwright.runtime.agree import told
-from meshwright.runtime.chunk_files import ChunkFile, ChunkReader, verify_chunks
+from meshwright.runtime.chunk_files import ChunkReader, verify_chunks
 from meshwright.runtime.chunk_index import Index, IndexedTensor, joined, read_index, small_files
+from meshwright.runtime.chunk_writer import ChunkFile
 from meshwright.runtime.manifest import MANIFEST, TRAINER, DamagedCheckpointError, Manifest, SavedFile
 from meshwright.runtime.object_path import AnyPath, place_of
 from meshwright.runtime.safetensors_files import MAX_FILE_BYTES, Weight, write_folder
@@ -133,18 +134,17 @@ def reshard(path: AnyPath, target: AnyPath, num_ranks: int) -> Manifest:
 
 
 def _rewrite(source: AnyPath, index: Index, directory: AnyPath, rank: int, num_ranks: int) -> dict[str, IndexedTensor]:
-    found: dict[str, IndexedTensor] = {}
     with ChunkReader(source, index) as reader:
         file = ChunkFile(directory / f"__{rank}_0.distcp")
         try:
             for name, tensor in index.tensors.items():
-                chunks = [file.add(_read(reader, name, cut), cut.offsets) for cut in _rows(tensor, rank, num_ranks)]
-                found[name] = IndexedTensor(tensor.shape, tensor.dtype, tuple(chunks))
+                for cut in _rows(tensor, rank, num_ranks):
+                    file.add(name, _read(reader, name, cut), cut.offsets)
         except BaseException:
             file.abandon()
             raise
-        file.close()
-    return {name: tensor for name, tensor in found.items() if tensor.chunks}
+        written = file.close()
+    return {name: msgspec.structs.replace(index.tensors[name], chunks=chunks) for name, chunks in written.items()}
 
 
 def _rows(tensor: IndexedTensor, rank: int, num_ranks: int) -> Iterator[Chunk]:

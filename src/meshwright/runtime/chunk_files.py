@@ -3,16 +3,16 @@
     __0_0.distcp    ┌ head ┬ numbers of chunk 0 ┬ tail ┐┌ head ┬ numbers of chunk 1 ┬ tail ┐ ...
 
 Head and tail (a zip archive around the numbers) depend only on dtype and sizes, but for the checksum of the numbers. So
-a chunk is written from the tensor's own memory, and read into memory that is given, without a copy in between. While
-the disk writes, checksums of the next numbers are computed.
+a chunk is written from the tensor's own memory (``chunk_writer.py``), and read into memory that is given, without a
+copy in between.
 """
 
+import functools
 import io
 import math
 import os
-import queue
 import struct
-import threading
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,11 +31,9 @@ from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.shards import Chunk, StoredPart, block
 
 PIECE_BYTES = 4 * 2**20
-"""Bytes that are written or read at once."""
-PENDING = 8
-"""Largest number of pieces that wait for the disk."""
-SYNC_BYTES = 64 * 2**20
-"""The disk is told to write when this many bytes have gathered in memory."""
+"""Bytes that are read at once."""
+ZEROS = 2**18
+"""Bytes that are counted at once where a file has none."""
 CHANGED = "its checksum is not the one that was written"
 
 
@@ -56,31 +54,43 @@ class Frame:
         return bytes(tail)
 
 
-def frame_of(dtype: torch.dtype, sizes: Sequence[int]) -> Frame:
-    """The frame of a tensor: torch.save writes an empty one, whose records are put around any other's numbers."""
-    saved = io.BytesIO()
-    torch.save(torch.empty(tuple(sizes), dtype=dtype), saved)
+@functools.lru_cache(maxsize=2**12)
+def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
+    """The frame of a tensor: torch.save writes one without numbers, whose records are put around any other's. Neither
+    file takes memory for the numbers."""
     archive = io.BytesIO()
     stream: Any = _Stream(archive.write)
-    with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
-        numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
-        kept = [name for name in given.namelist() if name != numbers and "/." not in name]
-        for name in kept:
-            made.writestr(zipfile.ZipInfo(name), given.read(name))
-        size = given.getinfo(numbers).file_size
-        with made.open(zipfile.ZipInfo(numbers), "w") as entry:
-            begin = archive.tell()
-            for start in range(0, size, PIECE_BYTES):
-                entry.write(bytes(min(PIECE_BYTES, size - start)))
-    whole = archive.getbuffer()
-    tail = bytes(whole[begin + size :])
+    with _hollow_file() as saved:
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(sizes, dtype=dtype), saved)
+        with zipfile.ZipFile(saved) as given, zipfile.ZipFile(stream, "w") as made:
+            numbers = next(info.filename for info in given.infolist() if info.filename.endswith("/data/0"))
+            for name in given.namelist():
+                if name != numbers and "/." not in name:
+                    made.writestr(zipfile.ZipInfo(name), given.read(name))
+            size, zeros = given.getinfo(numbers).file_size, memoryview(bytes(ZEROS))
+            with made.open(zipfile.ZipInfo(numbers), "w") as entry:
+                begin = archive.tell()
+                stream.write = len
+                for start in range(0, size, ZEROS):
+                    entry.write(zeros[: size - start])
+                stream.write = archive.write
+    whole = archive.getvalue()
+    tail = whole[begin:]
     # The numbers' record is the last: its checksum stands in the descriptor behind it, and in the last directory entry.
     last = tail.rindex(b"PK\x01\x02")
-    return Frame(bytes(whole[:begin]), tail, (4, last + 16))
+    return Frame(whole[:begin], tail, (4, last + 16))
+
+
+def _hollow_file() -> IO[bytes]:
+    """A temporary file, in memory if the system can, in which bytes that are left out take no room."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("meshwright-frame"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 class _Stream:
-    """A file that zipfile cannot seek in."""
+    """A file that zipfile cannot seek in. ``write`` returns the number of the bytes that it was given."""
 
     def __init__(self, write: Callable[[bytes], int]) -> None:
         self.write = write
@@ -95,124 +105,6 @@ def numbers_of(value: Tensor) -> memoryview:
         return memoryview(b"")
     numbers: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
-
-
-class ChunkFile:
-    """A file of chunks that is written. ``name`` is its name in the index.
-
-    The chunks go to the file in a thread. The memory of a tensor must not change until ``close``.
-    """
-
-    def __init__(self, path: AnyPath) -> None:
-        self.name = path.name
-        self._file: IO[bytes] = path.open("wb")
-        self._pieces: queue.Queue[tuple[Any, ...] | None] = queue.Queue(PENDING)
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._write_all, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # Python starts no thread when the program ends: this one then waits for the disk
-            self._thread = None
-        self._small = bytearray()
-        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], Frame] = {}
-        self._position = self._unsynced = 0
-
-    def add(self, value: Tensor, offsets: Sequence[int]) -> SavedChunk:
-        """Write a chunk, which begins at ``offsets`` of its whole tensor."""
-        sizes, at = tuple(value.shape), self._position
-        frame = self._frames.get((value.dtype, sizes))
-        if frame is None:
-            frame = self._frames[value.dtype, sizes] = frame_of(value.dtype, sizes)
-        self._put(memoryview(frame.head))
-        numbers, numbers_at, checksum = numbers_of(value), self._position, 0
-        for start in range(0, len(numbers), PIECE_BYTES):
-            piece = numbers[start : start + PIECE_BYTES]
-            checksum = zlib.crc32(piece, checksum)
-            self._put(piece)
-        tail = frame.ending(checksum)
-        self._put(memoryview(tail))
-        frame_checksum = zlib.crc32(tail, zlib.crc32(frame.head))
-        return SavedChunk(
-            tuple(offsets),
-            sizes,
-            self.name,
-            at,
-            self._position - at,
-            numbers_at,
-            len(numbers),
-            checksum,
-            frame_checksum,
-        )
-
-    def _put(self, data: memoryview) -> None:
-        self._position += len(data)
-        if len(data) < PIECE_BYTES // 4:
-            self._small += data
-            if len(self._small) < PIECE_BYTES:
-                return
-            data = memoryview(b"")
-        small, self._small = self._small, bytearray()
-        self._give(small, data)
-
-    def _give(self, *pieces: Any) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._thread is None:
-            self._write(*pieces)
-        else:
-            self._pieces.put(pieces)
-
-    def _write_all(self) -> None:
-        while (pieces := self._pieces.get()) is not None:
-            if self._error is None:
-                try:
-                    self._write(*pieces)
-                except BaseException as error:  # noqa: BLE001 - the thread that gives the pieces raises it
-                    self._error = error
-
-    def _write(self, *pieces: Any) -> None:
-        for piece in pieces:
-            if len(piece):
-                self._file.write(piece)
-                self._unsynced += len(piece)
-        if self._unsynced >= SYNC_BYTES:
-            self._sync()
-
-    def _sync(self) -> None:
-        self._unsynced = 0
-        self._file.flush()
-        if (number := _file_number(self._file)) is not None:
-            os.fdatasync(number)
-
-    def close(self) -> None:
-        """Write what is left, and flush it to the disk."""
-        try:
-            self._give(self._small)
-            self._end()
-            if self._error is not None:
-                raise self._error
-            self._sync()
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        self._end()
-        self._file.close()
-
-    def _end(self) -> None:
-        if self._thread is not None:
-            self._pieces.put(None)
-            self._thread.join()
-            self._thread = None
-
-
-def _file_number(file: IO[bytes]) -> int | None:
-    """The descriptor of a file of this machine; None for an object of a store."""
-    try:
-        return file.fileno()
-    except (AttributeError, OSError):
-        return None
 
 
 def check_numbers(chunk: SavedChunk, data: Any, file: AnyPath) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from meshwright.ir.copies import HOSTS
 from meshwright.ir.graph import ITEM_BYTES
 
 ALIGNED = 64
@@ -75,7 +76,7 @@ def plan_copies(offers: Sequence[Sequence[Piece]], hosts: Sequence[int]) -> list
         for rank in ranks:
             by_host[hosts[rank]].append(rank)
         chosen = sorted((min(each, key=lambda rank: (loads[rank], rank)) for each in by_host.values()),
-                        key=lambda rank: (loads[rank], rank))[:2]  # fmt: skip
+                        key=lambda rank: (loads[rank], rank))[:HOSTS]  # fmt: skip
         for rank in chosen:
             loads[rank] += piece.num_bytes
             (alone if several and len(chosen) == 1 else own)[rank].append(piece)

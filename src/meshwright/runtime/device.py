@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.record import Timeline
-from meshwright.runtime.memory import ResidentMemory, has_resident_memory
+from meshwright.runtime.memory import OwnMemory, has_own_memory
 
 CPU = torch.device("cpu")
 
@@ -97,8 +97,8 @@ class CpuKind:
 
     @property
     def memory_now(self) -> Callable[[], int] | None:
-        """Reads the resident bytes of this process."""
-        return ResidentMemory() if has_resident_memory() else None
+        """Reads the bytes of this process's own pages."""
+        return OwnMemory() if has_own_memory() else None
 
     def copies(self) -> CopyStream | None:
         """None: nothing is copied to another memory."""
@@ -106,7 +106,7 @@ class CpuKind:
 
     def pinned(self, like: Tensor) -> Tensor:
         """Ordinary memory."""
-        return torch.empty_like(like)
+        return torch.empty_like(like, device=CPU)
 
     def event(self) -> Event | None:
         """None: there is nothing to wait for."""

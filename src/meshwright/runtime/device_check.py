@@ -7,11 +7,15 @@ import torch
 
 from meshwright.errors import ClusterError, LaunchError
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Layout
 from meshwright.runtime.device import CudaSupport, Processor, cuda_support, num_cuda_devices, processor
 
 FLOAT64_UNITS = {(6, 0): 32, (7, 0): 32, (7, 2): 32, (8, 0): 32, (9, 0): 64, (10, 0): 64}
 """Multiply-adds in float64 per cycle and multiprocessor, of the processors that are made for it (CUDA C++ Programming
 Guide 12.8, section "Arithmetic Instructions"). All others have ``FEW_UNITS``."""
+FLOAT8_CAPABILITY = (8, 9)
+"""The oldest compute capability with products in float8 (CUDA C++ Programming Guide 12.8, section "Features and
+Technical Specifications")."""
 FEW_UNITS = 2
 NOMINAL_HZ = 1.5e9
 """About the clock of a GPU, to tell seconds from days."""
@@ -130,6 +134,16 @@ def check_alike(processors: Sequence[str], *, whose: str = "rank", described: bo
         f"its GPUs differ, and the plan would wait for the slowest ({'; '.join(told)})", where="device",
         remedy="choose equal GPUs with CUDA_VISIBLE_DEVICES, or describe them in a cluster file, as members of a level",
     )  # fmt: skip
+
+
+def check_float8(layout: Layout, processor: Processor) -> None:
+    """Raise a LaunchError if a plan may multiply in float8 and the GPU cannot."""
+    if layout.float8 and processor.capability < FLOAT8_CAPABILITY:
+        least = ".".join(map(str, FLOAT8_CAPABILITY))
+        raise LaunchError(
+            f"float8={layout.float8!r}, and {processor} has no products in float8 (they need compute capability "
+            f"{least})", where="device", remedy="leave float8 out, or use a GPU of Ada's generation or later",
+        )  # fmt: skip
 
 
 def check_float64(graph: Graph, processor: Processor, processors: int, num_ranks: int) -> None:

@@ -50,7 +50,8 @@ def materialize(
             raise LayoutError(
                 "it is split over the ranks of another trainer, and has no values here",
                 where=f"parameter {name}",
-                remedy="take them from there: trainer.full_state_dict(all_ranks=True), loaded into a new model",
+                remedy="train them with both losses: parallelize(..., beside=trainer); or take them from there: "
+                "trainer.full_state_dict(all_ranks=True), loaded into a new model",
             )
     ties = _ties(model)
     kept = [value for value in (*model.parameters(), *model.buffers()) if not value.is_meta]

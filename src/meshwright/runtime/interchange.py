@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import OptimizerError
 from meshwright.ir.graph import Graph
 from meshwright.runtime import safetensors_files
 from meshwright.runtime.agree import everywhere, same_path
@@ -22,6 +23,7 @@ from meshwright.runtime.safetensors_files import Weight
 from meshwright.runtime.saving import Saver
 from meshwright.runtime.state import LocalParameters, full_state_dict, load_state_dict
 from meshwright.runtime.weights import config_of, load_weights, named_in, open_weights
+from meshwright.runtime.whole_optimizer import full_optimizer_state, load_optimizer_state
 
 log = logging.getLogger("meshwright")
 
@@ -38,8 +40,21 @@ class Interchange:
     losses: LossCheck
     loss_scale: LossScale | None
     replica: Replica | None
+    _optimizer: torch.optim.Optimizer | None
     _offloader: Offloader | None
     _callers: CallersTensors
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer over this rank's parameters.
+
+        Raises:
+            OptimizerError: the trainer was made without an optimizer.
+        """
+        if self._optimizer is None:
+            remedy = "pass optimizer= to parallelize, or only evaluate"
+            raise OptimizerError("this trainer has no optimizer", where="trainer", remedy=remedy)
+        return self._optimizer
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Return whole tensors on the CPU by the model's own names, on rank 0. Other ranks get an empty dict, unless
@@ -63,6 +78,24 @@ class Interchange:
         self.saver.hold_update()
         load_state_dict(self.parameters, state_dict, strict=strict)
         self._callers.accept()
+
+    def full_optimizer_state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """Return the optimizer's state as the ``state_dict()`` of the plain optimizer over the whole model has it, on
+        rank 0. Other ranks get an empty dict, unless ``all_ranks``. Rank 0 must have room for whole tensors."""
+        self._settle()
+        return full_optimizer_state(self.parameters, self.optimizer, all_ranks=all_ranks)
+
+    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the ``state_dict()`` of a plain optimizer over the whole model, under any layout: the inverse of
+        ``full_optimizer_state_dict``. Only rank 0's state is used.
+
+        Raises:
+            CheckpointError: it is the state of other parameters or groups. All ranks raise it; nothing has changed.
+        """
+        self._check_may_load()
+        self._settle()
+        self.saver.hold_update()
+        load_optimizer_state(self.parameters, self.optimizer, state_dict)
 
     def load_weights(self, path: Path_, *, strict: bool = True) -> None:
         """Load the model's tensors from weights of other programs: a folder of Hugging Face, a safetensors file, or a

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import RankError
+from meshwright.ir.copies import SLOTS
 
 VARIABLE = "MESHWRIGHT_MEMORY"
 """The environment variable that names a launcher's memory: its process id, the name of its files, and the descriptors
 of its slots."""
-SLOTS = 2
-"""Slots of a rank: while a copy is written into one, the copy before it stays in the other."""
 PAGE_BYTES = 4096
+BLOCK_BYTES = 512
+"""The unit of ``st_blocks``."""
 _FIRST_PAGE = struct.Struct("<QQQ")
 
 
@@ -54,6 +55,18 @@ class Slot:
         self._path, self._name = path, name
         self._memory: mmap.mmap | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of memory that the file takes; 0 if the launcher has ended."""
+        try:
+            descriptor = self._open()
+        except OSError:
+            return 0
+        try:
+            return os.fstat(descriptor).st_blocks * BLOCK_BYTES
+        finally:
+            os.close(descriptor)
 
     def begin(self, num_bytes: int, head: bytes) -> Tensor:
         """Begin a copy of ``num_bytes``, in place of the slot's copy. Return the memory that it is written to.

@@ -43,6 +43,8 @@ class Meeting(msgspec.Struct, frozen=True):
     timeout_s: float = 60.0
     ranks_per_host: int = 0
     """The ranks to start here; 0: as many as there are devices."""
+    is_kept: bool = False
+    """Whether the host's process keeps the store of the meeting already."""
 
     def again(self, attempt: int) -> "Meeting":
         """The meeting of the attempt of this number."""

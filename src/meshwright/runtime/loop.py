@@ -82,8 +82,10 @@ class Loop:
         preemption: says whether the run is asked to end before its last step.
         copies: makes copies of the state in memory.
 
-    ``traces`` holds the traces of this rank's last steps, at most ``TRACED``; ``data_waits`` the seconds that each step
-    waited for its batch. ``stopped`` is the reason why the run was asked to end early; empty if it was not.
+    ``traces`` holds the traces of this rank's last steps, at most ``TRACED``; ``copies_held`` the bytes of the copies
+    of the state that lay in the memory of these steps: in the launcher's memory, and for saves. ``data_waits`` has the
+    seconds that each step waited for its batch. ``stopped`` is the reason why the run was asked to end early; empty if
+    it was not.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class Loop:
         self.bytes_are_tokens = bytes_are_tokens
         self.evaluations: list[HeldOut] = []
         self.traces: list[Trace] = []
+        self.copies_held: list[tuple[int, int]] = []
         self.data_waits: list[float] = []
         self.batch_sizes = batch_sizes
+        trainer.saver.before = meter.flush
         for size in dict.fromkeys(batch_sizes or ()):
             _check_batch(size, trainer, loader)
 
@@ -162,7 +166,7 @@ class Loop:
                 self.data_waits.append(waited - begun)
                 trainer.step(batch, local=True)
                 if trainer.step_number > steps - TRACED and trainer.step_number > first:  # the first step is slower
-                    self.traces.append(trainer.trace())
+                    self._keep_trace()
                 schedule.step()
                 self.meter.note(trainer.step_number, trainer.metrics, lr, waited - begun)
                 self.progress.advance()
@@ -186,6 +190,15 @@ class Loop:
         self.copies.finish()
         if trainer.replica is not None:
             trainer.replica.leave()
+
+    def _keep_trace(self) -> None:
+        """Keep the trace of the last step. On a CPU its memory includes the copies in the launcher's memory, which are
+        no pages of this process."""
+        trainer, kept, staged = self.trainer, 0, 0
+        if trainer.saver.copies is None:
+            kept, staged = self.copies.num_bytes, trainer.saver.num_staged_bytes
+        self.copies_held.append((kept, staged))
+        self.traces.append(trainer.trace().above({trainer.rank: -kept}))
 
     def _save_early(self, *, unsaved: bool) -> None:
         """Save the step that was reached, if it is ``unsaved`` so far, and no save of it has ended meanwhile."""

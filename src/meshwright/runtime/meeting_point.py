@@ -20,6 +20,8 @@ PROBE_S = 2.0
 _ADDRESS = 0x8915  # SIOCGIFADDR: Linux answers with an ifreq, whose address stands from byte 20 on
 BACKLOG = 2048
 """Connections to a store that may wait to be accepted."""
+OFF = "off"
+"""The key of a meeting's store that tells that it was called off."""
 CHECK = "check that the hosts share a network, that no firewall closes its ports, and GLOO_SOCKET_IFNAME"
 
 
@@ -88,6 +90,16 @@ def kept_store(address: str, port: int, limit: timedelta, where: str) -> dist.TC
         address or "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit,
         master_listen_fd=listening.detach(),
     )  # fmt: skip
+
+
+def store_of_meeting(server: dist.Store, name: str) -> dist.Store:
+    """The part of a store that belongs to one meeting of launchers."""
+    return dist.PrefixStore(f"meeting/{name}", server)
+
+
+def called_off(server: dist.Store, name: str) -> None:
+    """Tell the launchers that still wait in a meeting that it is in vain: ranks of another host have failed."""
+    store_of_meeting(server, name).set(OFF, "")
 
 
 def no_store(address: str, port: int, limit: timedelta, where: str, error: Exception) -> LaunchError:

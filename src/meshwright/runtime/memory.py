@@ -9,13 +9,14 @@ from pathlib import Path
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def has_resident_memory() -> bool:
-    """Whether ``ResidentMemory`` can be read on this platform."""
+def has_own_memory() -> bool:
+    """Whether ``OwnMemory`` can be read on this platform."""
     return sys.platform == "linux"
 
 
-class ResidentMemory:
-    """Reads this process's resident memory, in bytes, when it is called."""
+class OwnMemory:
+    """Reads the bytes of this process's own resident pages when it is called. Pages of files and of memory that it
+    shares with other processes do not count: each would count once in every process that has touched it."""
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -23,7 +24,8 @@ class ResidentMemory:
 
     def __call__(self) -> int:
         """The bytes that are resident now."""
-        return int(os.pread(self._file, 128, 0).split()[1]) * self._page_bytes
+        _, resident, shared, *_ = os.pread(self._file, 128, 0).split()
+        return (int(resident) - int(shared)) * self._page_bytes
 
     def __del__(self) -> None:
         os.close(self._file)

@@ -28,23 +28,14 @@ from meshwright.comm.groups import from_every_rank, from_rank_0
 from meshwright.comm.hand_over import Partners, hand_over
 from meshwright.comm.transport.process import box
 from meshwright.consistency.packing import from_bytes, to_bytes
-from meshwright.errors import CheckpointError, LostRankError, RankError
+from meshwright.errors import LostRankError, RankError
 from meshwright.ir.amendment import base_of
 from meshwright.ir.plan import Plan
 from meshwright.runtime import codec_memory, optimizer_state
 from meshwright.runtime.agree import everywhere
 from meshwright.runtime.checkpoint import Stateful, check_state
-from meshwright.runtime.copy_plan import (
-    SLACK_BYTES,
-    Copy,
-    Entry,
-    Kept,
-    Piece,
-    Place,
-    newest_complete,
-    overlap,
-    plan_copies,
-)
+from meshwright.runtime.copied_pieces import WHERE, got, overlapping, pour, put, shown, within
+from meshwright.runtime.copy_plan import SLACK_BYTES, Copy, Kept, Piece, Place, newest_complete, plan_copies
 from meshwright.runtime.kept_memory import slots_of
 from meshwright.runtime.memory import available_bytes
 from meshwright.runtime.shards import StoredPart
@@ -59,7 +50,6 @@ TRIED = (2, 4, 6)
 are slower than those that follow."""
 MEMORY_SHARE = 0.5
 """Copies take at most this share of the memory that is available on a host; else there are none."""
-WHERE = "copies in memory"
 _PLAIN = "plain state of rank "
 
 
@@ -91,6 +81,16 @@ class MemoryCopies:
         self._error: BaseException | None = None
         self._opened: dict[tuple[int, int], Tensor] = {}
         self._described: tuple[Plan, dict[str, Any]] | None = None
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts on which the ranks are."""
+        return len(set(self._hosts))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that this rank's copies take now in the memory of its launcher."""
+        return sum(slot.num_bytes for slot in self._host_slots[self._local_rank]) if self._is_on else 0
 
     # --- making ------------------------------------------------------------------------------------------------------
 
@@ -143,11 +143,11 @@ class MemoryCopies:
         memory = slot.begin(self._plan.num_bytes, self._head)
         for entry in self._plan.entries[: self._plan.num_own]:
             if entry.piece.dtype == "bytes":
-                _put(_within(memory, entry), plain)
+                put(within(memory, entry), plain)
                 continue
             part = parts[entry.piece.name]
             chunk = next(chunk for chunk in part.chunks if chunk.offsets == entry.piece.offsets)
-            _shown(memory, entry).copy_(part.view(chunk))
+            shown(memory, entry).copy_(part.view(chunk))
         self._slot = 1 - self._slot
         if self._partners is None:
             slot.commit(step)
@@ -209,7 +209,7 @@ class MemoryCopies:
                 log.warning(
                     "%s: too much for the memory that is free; after a loss the run goes on from the disk", problem
                 )
-        elif len(set(self._hosts)) > 1 and self._partners is None:
+        elif self.num_hosts > 1 and self._partners is None:
             self._partners = Partners()
 
     def _plan_state(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class MemoryCopies:
         mine: dict[int, bytes] = {}
         for piece, each in places.items():
             if piece.dtype == "bytes" and self._sender(each) == self._trainer.rank:
-                mine[int(piece.name.removeprefix(_PLAIN))] = _got(self._read(piece, each))
+                mine[int(piece.name.removeprefix(_PLAIN))] = got(self._read(piece, each))
         packed = from_every_rank(msgspec.msgpack.encode(mine))
         found = [each for data in packed for each in msgspec.msgpack.decode(data, type=dict[int, bytes]).items()]
         return [from_bytes(data) for _, data in sorted(found)]
@@ -293,7 +293,7 @@ class MemoryCopies:
             by_name.setdefault(piece.name, []).append(piece)
 
         def needed() -> list[Piece]:
-            return [piece for name, part in parts.items() for piece in _overlapping(part, by_name.get(name, []), name)]
+            return [piece for name, part in parts.items() for piece in overlapping(part, by_name.get(name, []), name)]
 
         wanted = everywhere(WHERE, needed)
         pieces = list(places)
@@ -302,7 +302,7 @@ class MemoryCopies:
         requests = from_every_rank(sorted(away))
         for piece in wanted:
             if number[piece] not in away:
-                _pour(piece, self._read(piece, places[piece]), parts[piece.name])
+                pour(piece, self._read(piece, places[piece]), parts[piece.name])
         for index in sorted({index for each in requests for index in each}):
             piece = pieces[index]
             sender = self._sender(places[piece])
@@ -312,7 +312,7 @@ class MemoryCopies:
             elif rank in receivers:
                 data = torch.empty(piece.num_bytes, dtype=torch.uint8)
                 hand_over(data, sender, receivers)
-                _pour(piece, data, parts[piece.name])
+                pour(piece, data, parts[piece.name])
 
     def _sender(self, places: list[Place]) -> int:
         """The rank that sends a piece to those that do not see it: the first on the first host that has it."""
@@ -332,62 +332,3 @@ class MemoryCopies:
 
 def _digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(base_of(plan), order="sorted")).hexdigest()
-
-
-def _within(memory: Tensor, entry: Entry) -> Tensor:
-    return memory[entry.begin : entry.begin + entry.piece.num_bytes]
-
-
-def _shown(memory: Tensor, entry: Entry) -> Tensor:
-    """The memory of a piece, as a tensor."""
-    return _as_tensor(_within(memory, entry), entry.piece)
-
-
-def _as_tensor(data: Tensor, piece: Piece) -> Tensor:
-    return data.view(getattr(torch, piece.dtype)).view(piece.sizes)
-
-
-def _put(room: Tensor, data: bytes) -> None:
-    """Write data and their length."""
-    if len(data) + 8 > room.numel():
-        raise CheckpointError(
-            f"the plain state has grown to {len(data)} bytes, more than there is room for", where=WHERE
-        )
-    text = len(data).to_bytes(8, "little") + data
-    room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _got(room: Tensor) -> bytes:
-    """The data that ``_put`` has written."""
-    length = int.from_bytes(room[:8].numpy().tobytes(), "little")
-    return room[8 : 8 + length].numpy().tobytes()
-
-
-def _overlapping(part: StoredPart, pieces: list[Piece], name: str) -> list[Piece]:
-    """The pieces that a part is filled from.
-
-    Raises:
-        CheckpointError: there are none, or they have another dtype.
-    """
-    dtype = str(part.value.dtype).removeprefix("torch.")
-    found = [
-        piece
-        for piece in pieces
-        if piece.dtype == dtype and any(overlap(piece, chunk.offsets, chunk.sizes) for chunk in part.chunks)
-    ]
-    if part.chunks and not found:
-        raise CheckpointError(f"there is no copy of it in {dtype}", where=name)
-    return found
-
-
-def _pour(piece: Piece, data: Tensor, part: StoredPart) -> None:
-    """Copy what a piece and a part have in common into the part."""
-    value = _as_tensor(data, piece)
-    for chunk in part.chunks:
-        common = overlap(piece, chunk.offsets, chunk.sizes)
-        if common is None:
-            continue
-        source, target = value, part.view(chunk)
-        for dim, (begin, other, size) in enumerate(zip(*common, strict=True)):
-            source, target = source.narrow(dim, begin, size), target.narrow(dim, other, size)
-        target.copy_(source)

@@ -118,6 +118,11 @@ class Meter:
         for sink in self.sinks:
             sink.write(rows)
 
+    def flush(self) -> None:
+        """Flush the rows so far to the disk. May be called by another thread."""
+        for sink in self.sinks:
+            sink.flush()
+
     def finish(self) -> None:
         """Close the sinks: no more rows come."""
         for sink in self.sinks:

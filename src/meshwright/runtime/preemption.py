@@ -22,8 +22,10 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from meshwright.comm.attendance import Attendance
 from meshwright.comm.groups import from_rank_0
-from meshwright.errors import PreemptedError
+from meshwright.comm.member import attend
+from meshwright.errors import LostRankError, PreemptedError
 
 log = logging.getLogger("meshwright")
 
@@ -33,6 +35,8 @@ TOGETHER_S = 1.0
 """Signals within so many seconds are the same warning, sent to a rank itself and through its launcher."""
 _TOLD = "this process was told to end before"
 """A note to an error after a signal. A launcher, too, sends SIGTERM to the ranks beside one that has failed."""
+LOOK_S = 0.02
+"""Seconds between two looks for what another rank has begun."""
 _FOREVER = timedelta(days=10000)
 _END = "-"
 
@@ -52,6 +56,7 @@ class Preemption:
         self._asked_s = 0.0
         self._rank, self._size = 0, 1
         self._store: Any = None
+        self._attendance: Attendance | None = None
         self._timer: threading.Timer | None = None
         self._threads: list[threading.Thread] = []
         self._is_main = self._is_told = False
@@ -96,7 +101,7 @@ class Preemption:
             self._begun = step
             if world is None or world.size() == 1:
                 return
-            self._rank, self._size = world.rank(), world.size()
+            self._rank, self._size, self._attendance = world.rank(), world.size(), attend()
             # Connections of their own: a call that waits keeps others from using its connection.
             self._store, waiting = (world.get_group_store().clone() for _ in range(2))  # type: ignore[attr-defined]
             if self._reason:
@@ -123,12 +128,24 @@ class Preemption:
                 self._begun = step + 1
                 return ""
         if self._last < 0:
-            self._last = step
-            if self._store is not None:
-                self._store.set_timeout(timedelta(seconds=self._grace_s))
-                begun = [int(self._store.get(self._key(rank, "begun"))) for rank in range(self._size)]
-                self._last = max(begun)
+            ranks = range(self._size)
+            self._last = max(map(self._begun_by, ranks)) if self._store is not None else step
         return self._reason if step >= self._last else ""
+
+    def _begun_by(self, rank: int) -> int:
+        """Wait for the number of the step that a rank has begun.
+
+        Raises:
+            LostRankError: the rank is gone. A launcher sends SIGTERM to the ranks beside one that it has lost.
+        """
+        key = self._key(rank, "begun")
+        while not self._store.check([key]):
+            if self._attendance is not None and self._attendance.is_gone(rank) and not self._store.check([key]):
+                self._attendance.check(rank)
+            if time.monotonic() - self._asked_s > self._grace_s:
+                raise LostRankError("it has not told which step it has begun", where=f"rank {rank}")
+            time.sleep(LOOK_S)
+        return int(self._store.get(key))
 
     def _without_repetitions(self, handler: Any) -> Callable[[int, Any], None]:
         """A handler that ignores what belongs to the warning that the run has followed, which a launcher may pass on

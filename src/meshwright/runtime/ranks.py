@@ -4,6 +4,7 @@ Torch's elastic agent starts the ranks as processes. ``runtime/failures.py`` des
 """
 
 import atexit
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -190,7 +191,7 @@ def _together(
     # Imported here because it takes half a second that one rank does not need.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from meshwright.runtime import rendezvous
@@ -211,6 +212,7 @@ def _together(
             rdzv_configs={
                 "timeout": meeting.timeout_s,
                 "is_host": meeting.is_host,
+                "is_kept": meeting.is_kept,
             },
             local_addr=launch.HOST if meeting.num_hosts == 1 else meeting_point.address_towards(meeting.address),
             max_restarts=0,
@@ -235,6 +237,8 @@ def _together(
             rank, first = error.get_first_failure()
             num_all = num_ranks * meeting.num_hosts
             raise first_failure(directory, num_all, rank, first.exitcode, signals.warning) from None
+        except RendezvousClosedError:
+            raise LostRankError("ranks of another host have failed before those of this one began") from None
         except (RendezvousError, dist.DistError) as error:
             signals.raise_received()
             raise meeting_point.not_met(meeting, error) from error
@@ -253,6 +257,7 @@ def _rank(
 ) -> T | None:
     """Run ``function`` as one rank, and record its error if it fails. ``environment`` holds the environment variables
     of the launcher."""
+    gc.freeze()  # what the server has imported: a collection would visit it all, and copy its pages to this process
     threading.Thread(target=_end_with_launcher, name="ends with the launcher", daemon=True).start()
     # The launcher decides when a rank stops, also after Ctrl-C, which a terminal sends to every process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

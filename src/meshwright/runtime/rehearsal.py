@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,6 +45,7 @@ from meshwright.runtime.fake_operators import (
     workspace_bytes,
     written,
 )
+from meshwright.runtime.live_bytes import LiveBytes
 from meshwright.runtime.unguarded import Unguarded
 from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
 from meshwright.torch_private import (
@@ -85,30 +86,6 @@ class _Done(Work):
         return True
 
 
-@dataclass
-class _Memory:
-    """The bytes of the storages on the device that live now, and the most since ``restart``."""
-
-    held: int = 0
-    peak: int = 0
-    known: dict[int, Any] = field(default_factory=dict)
-
-    def hold(self, value: Tensor) -> None:
-        storage = value.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        num_bytes = storage.nbytes()
-
-        def free(_: object) -> None:
-            self.held -= num_bytes
-            del self.known[key]
-
-        self.known[key] = weakref.ref(storage, free)
-        self.held += num_bytes
-        self.peak = max(self.peak, self.held)
-
-
 class Rehearsal(TorchDispatchMode):
     """Watches the operators of one rank, on top of a ``FakeTensorMode``. ``moment`` names what the rank does now."""
 
@@ -117,7 +94,7 @@ class Rehearsal(TorchDispatchMode):
         self.rank, self._dtypes = rank, dtypes
         self.moment = SET_UP
         self.stream: dict[str, list[Started | Awaited]] = {}
-        self.memory = _Memory()
+        self.memory = LiveBytes()
         self._found: dict[tuple[str, ...], _Found] = {}
         self._number = 0
         self._batch: list[Message] | None = None

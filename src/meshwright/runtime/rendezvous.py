@@ -8,10 +8,12 @@ machine. Here the store holds numbers, and both stores listen at the meeting's a
 host.
 """
 
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
@@ -22,14 +24,17 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from meshwright.runtime.meeting_point import kept_store
+from meshwright.runtime.meeting_point import OFF, kept_store, store_of_meeting
 
 NAME = "meshwright"
 """The name under which torch's launcher knows this rendezvous."""
+LOOK_S = 0.05
+"""Seconds between two looks for launchers that come."""
 
 
 class Rendezvous(RendezvousHandler):
-    """The meeting of a fixed number of launchers. ``config`` of the parameters: ``timeout`` in seconds, ``is_host``."""
+    """The meeting of a fixed number of launchers. ``config`` of the parameters: ``timeout`` in seconds, ``is_host``,
+    ``is_kept``."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._name, self._num_nodes = parameters.run_id, parameters.max_nodes
@@ -37,17 +42,18 @@ class Rendezvous(RendezvousHandler):
         self._limit = timedelta(seconds=float(parameters.config["timeout"]))
         self._is_host, self._closed = bool(parameters.config["is_host"]), False
         self._for_ranks: dist.Store | None = None
-        if self._is_host:
+        if self._is_host and not parameters.config.get("is_kept"):
             server: dist.Store = kept_store(self._address, port, self._limit, "nodes.port")
         else:
             try:
                 server = dist.TCPStore(self._address, port, is_master=False, timeout=self._limit)
             except (dist.DistError, RuntimeError) as error:
                 raise RendezvousConnectionError(str(error)) from error
-        self._store = dist.PrefixStore(f"{NAME}/{self._name}", server)
+        self._store = store_of_meeting(server, self._name)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all launchers have come. Raise a RendezvousError if they do not."""
+        """Wait until all launchers have come. Raise a RendezvousError if they do not, and a RendezvousClosedError if
+        the meeting was called off."""
         try:
             number = 0 if self._is_host else self._store.add("guests", 1)
             if number >= self._num_nodes:
@@ -56,11 +62,20 @@ class Rendezvous(RendezvousHandler):
             if self._is_host:
                 store = self._for_ranks = kept_store(self._address, 0, self._limit, "nodes.port")
                 self._store.set("port", f"{store.port}")
-            self._store.wait([f"here/{node}" for node in range(self._num_nodes)], self._limit)
+            self._await_all()
             port = int(self._store.get("port"))
         except (dist.DistError, RuntimeError) as error:
             raise RendezvousTimeoutError(str(error)) from error
         return RendezvousInfo(self._store, number, self._num_nodes, RendezvousStoreInfo(self._address, port))
+
+    def _await_all(self) -> None:
+        here, deadline = [f"here/{node}" for node in range(self._num_nodes)], time.monotonic() + self._limit.total_seconds()
+        while not self._store.check(here):
+            if self._store.check([OFF]):
+                raise RendezvousClosedError("the meeting was called off")
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError("not all launchers have come")
+            time.sleep(LOOK_S)
 
     def num_nodes_waiting(self) -> int:
         """Always 0: the number of launchers is fixed. Raise a RendezvousConnectionError if the host is gone."""

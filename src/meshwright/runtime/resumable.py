@@ -108,6 +108,7 @@ class Resumable(Interchange):
             place, data, partial(self._described, self.step_number), share, lambda: state,
             position=repr(state["loader"]), join=self._joined if {"pp"} & {*self.groups} or self.replica else None,
             keep=keep, board=self.saver.board, earlier=earlier, failed=failed,
+            before=self.saver.before,
         )  # fmt: skip
         self.saver.start(save, blocking=blocking)
 

@@ -84,10 +84,10 @@ class RollCall:
         self.ask, self.kill = threading.Event(), threading.Event()
         limit = timedelta(seconds=meeting.timeout_s)
         try:
-            server = dist.TCPStore(
-                meeting.address, meeting.port, is_master=self._leads, wait_for_workers=False, multi_tenant=True,
-                timeout=limit,
-            )  # fmt: skip
+            if self._leads:
+                server = meeting_point.kept_store(meeting.address, meeting.port, limit, "nodes.port")
+            else:
+                server = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=limit)
         except (dist.DistError, ValueError) as error:
             raise meeting_point.not_met(meeting, error) from error
         self._server = server
@@ -138,7 +138,8 @@ class RollCall:
                 self.kill.clear()
                 self._begun_s = time.monotonic()
                 self._members = said.hosts
-                met = msgspec.structs.replace(self._meeting.again(self.attempt), num_hosts=len(said.hosts))
+                met = self._meeting.again(self.attempt)
+                met = msgspec.structs.replace(met, num_hosts=len(said.hosts), is_kept=True)
                 return met if self.attempt == 1 else msgspec.structs.replace(met, timeout_s=MEET_AGAIN_S)
 
     def end(
@@ -153,6 +154,9 @@ class RollCall:
         members, self._members = self._members, ()
         is_lost = self.attempt > 1 and isinstance(error, LaunchError)  # a host was lost before they met
         self._set(f"ended/{self.attempt}/{self._number}", _text(_ended(error, is_lost=is_lost)))
+        if error is not None:  # hosts that still meet for this attempt do so in vain
+            with self._lock, self._asked():
+                meeting_point.called_off(self._server, self._meeting.again(self.attempt).name)
         if self._leads:
             return self._decide(members, error, again, tidy)
         said = self._next(look=True)

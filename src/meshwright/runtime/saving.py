@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
-
 from meshwright.comm.board import Board
 from meshwright.comm.groups import from_rank_0
 from meshwright.comm.member import attend
@@ -38,7 +36,7 @@ from meshwright.runtime.device import CopyStream, DeviceKind
 from meshwright.runtime.manifest import TRAINER, Manifest, SavedFile
 from meshwright.runtime.object_path import AnyPath
 from meshwright.runtime.share import NotFiniteError, Share
-from meshwright.runtime.share_copy import ShareCopy
+from meshwright.runtime.share_copy import HostMemory, ShareCopy
 
 log = logging.getLogger("meshwright")
 
@@ -79,6 +77,7 @@ class Save:
         join: makes one state of those of all ranks; None: they are all equal.
         earlier: the ``data`` of the save before; empty if there was none.
         failed: the error that kept this rank from taking its share.
+        before: called on rank 0 before the checkpoint counts as complete.
         keep: number of checkpoints to keep in the parent directory; 0: remove none, as in ``Resumable.save``.
     """
 
@@ -93,6 +92,7 @@ class Save:
     board: Board
     earlier: str
     failed: MeshwrightError | None = None
+    before: Callable[[], object] = lambda: None
 
     def run(self) -> MeshwrightError | None:
         """Write this rank's share, and return the verdict on the shares of all ranks: None, or the error with which the
@@ -203,6 +203,7 @@ class Save:
             packed = to_bytes(self.join([from_bytes(report.state) for report in reports]))
         index = joined(report.tensors for report in reports)
         described = self.describe()
+        self.before()
         manifest.complete(self.path, described, self.data, saved, small_files(index) | {TRAINER: packed})
         log.info("step %d is saved in %s", described.step, self.path)
         if self.keep and (later := manifest.prune(self.path.parent, self.path.name, self.keep)):
@@ -224,8 +225,10 @@ class Saver:
         self._ended.set()
         self._error: MeshwrightError | None = None
         self._copying: ShareCopy | None = None
-        self._memory: dict[int, Tensor] = {}
+        self._memory: HostMemory = {}
         self._count = 0
+        self.before: Callable[[], object] = lambda: None
+        """What rank 0 does before a checkpoint counts as complete, in the thread that saves."""
 
     @cached_property
     def board(self) -> Board:
@@ -259,11 +262,17 @@ class Saver:
             return
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), name="saves checkpoints", daemon=True).start()
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="saves checkpoints", daemon=True)
+            thread.start()
             weakref.finalize(self, self._jobs.put, None).atexit = False
-            atexit.register(_wait_at_end, weakref.ref(self))
+            atexit.register(_wait_at_end, self._jobs, thread)
         self._ended.clear()
         self._jobs.put(partial(self._run, save))
+
+    @property
+    def num_staged_bytes(self) -> int:
+        """The bytes of memory in which saves keep their copies, also between saves."""
+        return sum(value.nbytes for value in [*self._memory.values()])
 
     def hold_update(self) -> None:
         """Called before parameters are updated: the update waits until a running save has copied them."""
@@ -304,7 +313,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job
 
 
-def _wait_at_end(saver: weakref.ref[Saver]) -> None:
-    """Wait for the running save when the program ends."""
-    if (running := saver()) is not None:
-        running._ended.wait(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)
+def _wait_at_end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """Wait for the running save, and for the end of its thread, when the program ends. A thread that still frees
+    tensors while Python ends would abort the process."""
+    jobs.put(None)
+    thread.join(None if getattr(sys, "last_value", None) is None else AFTER_ERROR_S)

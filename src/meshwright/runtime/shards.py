@@ -18,7 +18,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -123,8 +123,12 @@ def chunks_of(shape: tuple[int, ...], placements: Placements, groups: dict[str, 
 
 def part_of(parameters: LocalParameters, name: str, value: Tensor) -> StoredPart:
     """Return ``value`` as a ``StoredPart`` that is split like the parameter or buffer ``name``."""
-    placements, groups = parameters.placements(name), parameters.groups
-    return part_at(value, parameters.global_shape(name), placements, groups, written_here=parameters.counts(name))
+    known = parameters.parts.get(name)
+    if known is None:
+        placements, shape = parameters.placements(name), parameters.global_shape(name)
+        known = part_at(value, shape, placements, parameters.groups, written_here=parameters.counts(name))
+        parameters.parts[name] = replace(known, value=torch.empty(0))
+    return replace(known, value=value)
 
 
 def part_at(

@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.runtime.chunk_files import ChunkFile
-from meshwright.runtime.chunk_index import IndexedTensor, SavedChunk
+from meshwright.runtime.chunk_index import IndexedTensor
+from meshwright.runtime.chunk_writer import ChunkFile
 from meshwright.runtime.device import CopyStream, DeviceKind
 from meshwright.runtime.object_path import AnyPath
-from meshwright.runtime.shards import StoredPart
-from meshwright.runtime.share_copy import ShareCopy, Wanted
+from meshwright.runtime.shards import Chunk, StoredPart
+from meshwright.runtime.share_copy import HostMemory, ShareCopy
 
 CHUNK_OVERHEAD_BYTES = 1500
 """Approximate bytes that the file format and the indices add to a chunk."""
@@ -21,9 +22,6 @@ CHUNK_OVERHEAD_BYTES = 1500
 
 class Share:
     """The chunks that this rank writes. If several ranks hold the same numbers (replicas), one of them writes these.
-
-    Attributes:
-        num_bytes: the approximate size of all ranks' shares together.
 
     Args:
         finite: names of tensors that are not worth saving if they are not finite.
@@ -40,19 +38,23 @@ class Share:
         self._parts, self._finite, self._now = parts, finite, now
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._chunks = [(name, part, part.own_chunks(name)) for name, part in parts.items()]
         self._copying: ShareCopy | None = None
-        whole = sum(part.value.element_size() * torch.Size(part.shape).numel() for part in parts.values())
-        self.num_bytes = whole + CHUNK_OVERHEAD_BYTES * sum(len(part.chunks) for part in parts.values())
 
-    def copy(self, kind: DeviceKind, copies: CopyStream | None, memory: dict[int, Tensor]) -> ShareCopy:
+    @cached_property
+    def num_bytes(self) -> int:
+        """The approximate size of all ranks' shares together."""
+        parts = self._parts.values()
+        whole = sum(part.value.element_size() * torch.Size(part.shape).numel() for part in parts)
+        return whole + CHUNK_OVERHEAD_BYTES * sum(len(part.chunks) for part in parts)
+
+    @cached_property
+    def _chunks(self) -> list[tuple[str, StoredPart, tuple[Chunk, ...]]]:
+        return [(name, part, part.own_chunks(name)) for name, part in self._parts.items()]
+
+    def copy(self, kind: DeviceKind, copies: CopyStream | None, memory: HostMemory) -> ShareCopy:
         """Begin to copy the share, so that training can go on before it is written."""
-        wanted = [
-            Wanted(name, part, chunk, self._now is None or name in self._now)
-            for name, part, chunks in self._chunks
-            for chunk in chunks
-        ]
-        self._copying = ShareCopy(wanted, kind, copies, memory)
+        now = self._parts.keys() if self._now is None else self._parts.keys() & {*self._now}
+        self._copying = ShareCopy(self._parts, now, kind, copies, memory)
         self._copying.begin()
         return self._copying
 
@@ -73,22 +75,18 @@ class Share:
             CheckpointError: a tensor is not finite.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        written: dict[str, list[SavedChunk]] = {name: [] for name, _, chunks in self._chunks if chunks}
         file = ChunkFile(directory / f"__{self.rank}_0.distcp")
         try:
             for name, value, offsets in self._values():
-                if name in self._finite:
-                    check_finite(name, value)
-                written[name].append(file.add(value, offsets))
+                file.add(name, value, offsets, partial(check_finite, name) if name in self._finite else None)
         except BaseException:
             file.abandon()
             raise
-        file.close()
         return {
             name: IndexedTensor(
-                self._parts[name].shape, str(self._parts[name].value.dtype).removeprefix("torch."), tuple(chunks)
+                self._parts[name].shape, str(self._parts[name].value.dtype).removeprefix("torch."), chunks
             )
-            for name, chunks in written.items()
+            for name, chunks in file.close().items()
         }
 
     def _values(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:

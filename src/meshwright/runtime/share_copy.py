@@ -6,10 +6,11 @@
 Only an update of the parameters writes to most of what is saved. So the copies are made beside the next step's forward
 and backward, and only the update behind them waits for them: on a CPU, the step's thread waits for the saving thread;
 on a CUDA device, the stream of the kernels waits for the stream of the copies, into pinned memory, and no host waits.
+The memory of the copies is kept for the next save.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +21,17 @@ from meshwright.errors import CheckpointError
 from meshwright.runtime.device import CopyStream, DeviceKind, within
 from meshwright.runtime.shards import Chunk, StoredPart
 
+HostMemory = dict[tuple[str, tuple[int, ...]], Tensor]
+"""Memory of the host for the copies, by name and place of the chunk. The next save uses it again."""
+
 
 @dataclass(frozen=True)
 class Wanted:
-    """A chunk to be copied. ``now``: before the save returns, because more than updates write to it."""
+    """A chunk to be copied."""
 
     name: str
     part: StoredPart
     chunk: Chunk
-    now: bool
 
 
 @dataclass
@@ -36,29 +39,29 @@ class ShareCopy:
     """The copies of one save.
 
     Args:
-        wanted: the chunks.
+        parts: this rank's parts, by name.
+        now: names of parts that are copied before the save returns, because more than updates write to them.
         kind: the device on which they lie.
         copies: the stream of the device for copies; None if host and device have the same memory.
-        memory: pinned memory of earlier saves, by number of the chunk.
+        memory: the memory of earlier saves.
     """
 
-    wanted: list[Wanted]
+    parts: Mapping[str, StoredPart]
+    now: Collection[str]
     kind: DeviceKind
     copies: CopyStream | None
-    memory: dict[int, Tensor]
-    _copied: dict[int, Tensor] = field(default_factory=dict)
-    _versions: list[int] = field(default_factory=list)
+    memory: HostMemory
+    _copied: list[tuple[Wanted, Tensor]] = field(default_factory=list)
+    _versions: dict[str, int] = field(default_factory=dict)
     _done: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
-        """Start the copies. On a CPU, only those are made that cannot wait."""
+        """Start the copies. On a CPU, only those are made that cannot wait, and nothing else is planned."""
         if self.copies is not None:
             self.copies.wait_for_kernels()
         with within(self.copies):
-            for number, wanted in enumerate(self.wanted):
-                if self.copies is not None or wanted.now:
-                    self._copied[number] = self._copy(number, wanted)
-        self._versions = [wanted.part.value._version for wanted in self.wanted]
+            self._copy(self.now if self.copies is None else self.parts)
+        self._versions = {name: part.value._version for name, part in self.parts.items()}
 
     def finish(self) -> None:
         """Complete the copies, in the thread that saves.
@@ -69,14 +72,12 @@ class ShareCopy:
         if self.copies is not None:
             self.copies.synchronize()
             return
-        for number, wanted in enumerate(self.wanted):
-            if number not in self._copied:
-                self._copied[number] = self._copy(number, wanted)
-        for wanted, version in zip(self.wanted, self._versions, strict=True):
-            if not wanted.now and wanted.part.value._version != version:
+        self._copy([name for name in self.parts if name not in self.now])
+        for name, part in self.parts.items():
+            if name not in self.now and part.value._version != self._versions[name]:
                 raise CheckpointError(
                     "it was changed while it was copied for a save, and is not saved",
-                    where=f"tensor {wanted.name}",
+                    where=f"tensor {name}",
                     remedy="call trainer.wait_for_save() before changing it between steps, or save with blocking=True",
                 )
 
@@ -92,19 +93,21 @@ class ShareCopy:
             self._done.wait()
 
     def values(self) -> Iterator[tuple[Wanted, Tensor]]:
-        """The chunks and their copies, each of which is forgotten when the next is asked for."""
-        for number, wanted in enumerate(self.wanted):
-            yield wanted, self._copied.pop(number)
+        """The chunks and their copies."""
+        return iter(self._copied)
 
-    def _copy(self, number: int, wanted: Wanted) -> Tensor:
-        source = wanted.part.view(wanted.chunk)
-        if self.copies is None:
-            return torch.empty(wanted.chunk.sizes, dtype=source.dtype).copy_(source)
-        known = self.memory.get(number)
-        if known is None or known.shape != source.shape or known.dtype != source.dtype:
-            known = self.memory[number] = self.kind.pinned(torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        self.copies.keep(wanted.part.value)
-        return known.copy_(source, non_blocking=True)
+    def _copy(self, names: Iterable[str]) -> None:
+        for name in names:
+            part = self.parts[name]
+            for chunk in part.own_chunks(name):
+                source, place = part.view(chunk), (name, chunk.offsets)
+                known = self.memory.get(place)
+                if known is None or known.shape != source.shape or known.dtype != source.dtype:
+                    like = torch.empty(source.shape, dtype=source.dtype, device="meta")
+                    known = self.memory[place] = self.kind.pinned(like)
+                if self.copies is not None:
+                    self.copies.keep(part.value)
+                self._copied.append((Wanted(name, part, chunk), known.copy_(source, non_blocking=True)))
 
 
 def to_host(state: Mapping[str, Any], kind: DeviceKind, copies: CopyStream | None) -> Any:

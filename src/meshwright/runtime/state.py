@@ -31,6 +31,7 @@ class LocalParameters:
         own: maps names to this rank's parameters, or to its parts of parameters.
         given: maps names of parameters that are not whole on this rank to the meta tensors in the caller's module.
         named_buffers: maps names to the buffers that this rank holds.
+        parts: for ``runtime/shards.py``: where this rank's parts lie, by name, as far as it was asked.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LocalParameters:
         self.own: dict[str, nn.Parameter] = {}
         self.given: dict[str, nn.Parameter] = {}
         self.named_buffers: dict[str, Tensor] = {}
+        self.parts: dict[str, Any] = {}
         parts: dict[str, nn.Parameter] = {}
         unset = self._make_room(loaded, parts)
         materialize(model, device, seed, lambda name, value: self._take(name, value, parts), unset)
@@ -182,11 +184,11 @@ class LocalParameters:
         """The axes over which ranks hold different parts of the parameter."""
         return tuple(axis for axis, placement in self.placements(name).items() if is_split(placement))
 
-    def whole(self, name: str, value: Tensor | None) -> Tensor:
+    def whole(self, name: str, value: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Gather a whole tensor from ``value``, which is split like the parameter or buffer ``name``. Every rank must
-        call this method. Ranks that do not hold the parameter pass None."""
+        call this method. Ranks that do not hold the parameter pass None, and the dtype if it is not the parameter's."""
         if value is None:
-            result = self.empty(name)
+            result = self.empty(name) if dtype is None else self.empty(name).to(dtype)
         else:
             result = gather_whole(value, self.global_shape(name), self.placements(name), self.groups)
             result = result.clone() if result.data_ptr() == value.data_ptr() else result

@@ -11,6 +11,7 @@ from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.member import name_sources
 from meshwright.comm.record import WAIT, current
+from meshwright.comm.symmetric_memory import symmetric_groups
 from meshwright.errors import PlanError, Problem, ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
@@ -95,11 +96,13 @@ class Step:
         self._plan, self._graph = plan, graph
         clock = Clock()
         constants = {name: value.to(device) for name, value in captured.traced.constants.items()}
+        kernels = {**KERNELS, **(captured.opaque.kernels if captured.opaque is not None else {})}
         with disable_current_modes():  # lowering has fake tensors of its own
             self.stages = {
                 stage: lower_stage(
                     planned, stage, stage_groups, device=device, rules=captured.rules, constants=constants,
-                    compiler=compiler, kernels=KERNELS, note=clock.begin,
+                    compiler=compiler, kernels=kernels, note=clock.begin,
+                    symmetric=symmetric_groups(stage_groups.values(), device) if plan.stages[stage].in_pieces else (),
                 )
                 for stage in self._places.stages_of(index)
             }  # fmt: skip

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.capture.batch import Leaves, take_apart
-from meshwright.capture.builder import Capture, capture
+from meshwright.capture.builder import Capture
+from meshwright.capture.opaque_capture import capture
 from meshwright.capture.precision import LOW
 from meshwright.capture.tracer import LossFunction
 from meshwright.comm.clock import on_rank_0
-from meshwright.comm.groups import amend, look_at_links, told_of
+from meshwright.comm.groups import amend, told_of
 from meshwright.comm.record import COMPUTE, SpanRecorder, recording
 from meshwright.errors import OptimizerError
 from meshwright.ir.graph import Graph
@@ -41,10 +42,11 @@ from meshwright.runtime.offload import Offloader
 from meshwright.runtime.optimizer import OptimizerFactory, make_optimizer
 from meshwright.runtime.precision import LossScale
 from meshwright.runtime.replica import Replica
-from meshwright.runtime.resumable import Resumable
 from meshwright.runtime.saving import Saver
+from meshwright.runtime.shared_parameters import SharedParameters
 from meshwright.runtime.state import LocalParameters
 from meshwright.runtime.steps import Step, StepResult, groups_of
+from meshwright.runtime.stepwise import Stepwise
 
 log = logging.getLogger("meshwright")
 
@@ -53,7 +55,7 @@ SHAPES_KEPT = 8
 """Most captured steps that are kept. Changes of the model that cause so many captures again cause a warning."""
 
 
-class Trainer(Resumable):
+class Trainer(Stepwise):
     """Trains a model as a plan says. Every rank makes its trainer with :func:`meshwright.parallelize`.
 
     Attributes:
@@ -81,6 +83,7 @@ class Trainer(Resumable):
         compile: bool = False,
         kind: DeviceKind | None = None,
         weights: Path_ | None = None,
+        shared: LocalParameters | None = None,
     ) -> None:
         self.plan = self._ran = plan
         self.step_number = 0
@@ -100,7 +103,10 @@ class Trainer(Resumable):
         lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
         self.graph = captured.graph
         names = self.names_of_weights(model, weights, strict=True) if weights is not None else {}
-        self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed, names)
+        if shared is not None:
+            self.parameters: LocalParameters = SharedParameters(shared, model, captured.graph, plan, self.groups)
+        else:
+            self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed, names)
         fused = compile or kind.is_late  # on accelerators: no temporaries of all parameters, and updates can be skipped
         self._optimizer = make_optimizer(optimizer, self.parameters, fused=fused) if optimizer is not None else None
         self.losses.skip_updates_of(self._optimizer)
@@ -116,7 +122,7 @@ class Trainer(Resumable):
         key = self._key(self._leaves, local=False, training=True)
         self._lowered: list[tuple[Hashable, Guard, Step]] = [(key, Guard(model, True, captured.reads), lowered)]
         self._compared: set[Hashable] = set()
-        self._num_changes, self._last = 0, lowered
+        self._num_changes, self._last, self._opaque = 0, lowered, captured.opaque
         if weights is not None:
             self.load_weights(weights)
         for place, change in captured.moved.items() if self.rank == 0 else ():
@@ -159,18 +165,6 @@ class Trainer(Resumable):
         """The number of compiled kernels; 0 without ``compile``."""
         return self._compiler.num_kernels if self._compiler is not None else 0
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer over this rank's parameters.
-
-        Raises:
-            OptimizerError: the trainer was made without an optimizer.
-        """
-        if self._optimizer is None:
-            remedy = "pass optimizer= to parallelize, or only evaluate"
-            raise OptimizerError("this trainer has no optimizer", where="trainer", remedy=remedy)
-        return self._optimizer
-
     def step(self, batch: Any, *, local: bool = False) -> Tensor:
         """Make one training step on the global batch. With ``local``, ``batch`` is only this rank's part of it.
 
@@ -193,8 +187,7 @@ class Trainer(Resumable):
                 self.replica.begin()
             result = self._run(batch, local, training=True)
             loss = result.scalars["loss"]
-            finite = self._is_finite(result)
-            if not finite and self.replica is None:
+            if not (finite := self._is_finite(result)) and self.replica is None:
                 self.step_number += 1
                 return loss
             if finite:
@@ -213,19 +206,8 @@ class Trainer(Resumable):
                 for _ in self.replica.updates(finite):
                     self._update(optimizer, parameters)
                 self.replica.end()
-            for parameter in parameters.values():
-                parameter.grad = None
-        self.step_number += 1
-        if changes := look_at_links(self.step_number, self.groups):
-            self._amend((*self.plan.amendments, *changes))
+        self._updated()
         return loss
-
-    def _update(self, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-        """Make an optimizer step with the parameters' gradients."""
-        self.saver.hold_update()
-        begun, offloader = time.perf_counter(), self._offloader
-        offloader.step(optimizer, list(parameters.values())) if offloader is not None else optimizer.step()
-        self._note("optimizer", begun)
 
     def evaluate(self, batch: Any, *, local: bool = False) -> Tensor:
         """Return the loss of a batch in evaluation mode: no gradients, no dropout, unchanged buffers. Each replica
@@ -296,7 +278,9 @@ class Trainer(Resumable):
         if training and self.loss_scale is not None:
             inputs |= self.loss_scale.inputs
         self._note("data", begun)
-        own = () if self.replica is None else (self.replica.number,)  # each replica draws different dropout masks
+        # each replica, and each loss of a step, draws different dropout masks
+        several = (self._num_losses,) if self._num_losses else ()
+        own = several if self.replica is None else (self.replica.number,)
         return step.run(
             self.parameters.values(), self.parameters.named_buffers, inputs,
             lambda microbatch: key_of(microbatch, self.seed, self.step_number, *own),
@@ -353,7 +337,7 @@ class Trainer(Resumable):
             log.info("capturing the step again for batch shapes %s", shapes)
         captured = capture(
             self._model, self._loss_fn, leaves.with_tensors(shaped), training=training, rules=self._rules,
-            precision=self.graph.precision,
+            precision=self.graph.precision, known=self._opaque,
         )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
         step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler, self._codecs)

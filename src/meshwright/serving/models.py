@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright import build
 from meshwright.api.plans import plan
-from meshwright.capture import builder
+from meshwright.capture.opaque_capture import capture
 from meshwright.cost.host import launched_s
 from meshwright.cost.node_costs import NodeCosts
 from meshwright.errors import CaptureError, WorkflowError
@@ -53,7 +53,7 @@ class InferenceModel:
                 )
             return result.sum()  # capture wants a scalar; what is summed is the answer
 
-        captured = builder.capture(module, answer, {"inputs": list(example)}, training=False)
+        captured = capture(module, answer, {"inputs": list(example)}, training=False)
         chosen = plan(captured.graph, "cpu-local", devices=1, layout=Layout())
         lowered = lower_stage(
             PlannedGraph(captured.graph, chosen), 0, {}, rules=captured.rules, constants=captured.traced.constants

@@ -43,7 +43,7 @@ def play(
 
     Without ``overlap``, a rank cannot compute and communicate at the same time, as on CPUs whose computing cores also
     copy and add. A send then blocks the rank for the time of the message, and a collective takes its time when a rank
-    waits for it.
+    waits for it. Shifts that do not block run while the rank computes: between boxes, the system carries them.
 
     Every rank begins with the software's time that does not depend on micro-batches (``Software.step_s``).
 
@@ -198,14 +198,15 @@ class _Engine:
                 else:
                     meeting = self._meeting(class_id, rank, piece, label)
                     end = meeting.end_s
-                    if not self._overlap and end < math.inf:
+                    beside = self._runs_beside(meeting)
+                    if not beside and end < math.inf:
                         end = max(now, end) + meeting.seconds
                     if end > rank.death_s or end == math.inf:
                         known = None if meeting.end_s == math.inf else end
                         return self._stop(class_id, rank, now, place, op, meeting, known)
                     del rank.open[piece.key]
                     name = meeting.names[class_id]
-                    if not self._overlap:
+                    if not beside:
                         spans.append((COMMUNICATION, name, end - meeting.seconds, end, meeting.piece.bytes, 0.0))
                     if end > now:
                         spans.append((WAIT, name, now, end, 0, 0.0))
@@ -306,7 +307,7 @@ class _Engine:
         meeting = self._meetings[key]
         meeting.start_s = max(meeting.start_s, self._free_s.get(key[:2], 0.0))
         if self._links is None:
-            self._meet(key, meeting.start_s + (meeting.seconds if self._overlap else 0.0))
+            self._meet(key, meeting.start_s + (meeting.seconds if self._runs_beside(meeting) else 0.0))
         else:
             piece = meeting.piece
             flows = self._links.collective(
@@ -317,7 +318,7 @@ class _Engine:
     def _meet(self, key: _MeetingKey, end_s: float) -> None:
         meeting = self._meetings.pop(key)
         meeting.end_s = end_s
-        for class_id, name in meeting.names.items() if self._overlap else ():
+        for class_id, name in meeting.names.items() if self._runs_beside(meeting) else ():
             span = (COMMUNICATION, name, meeting.start_s, end_s, meeting.piece.bytes, 0.0)
             self._ranks[class_id].timeline.spans.append(span)
         self._ready.extend(self._waiting.pop(meeting, ()))
@@ -326,6 +327,10 @@ class _Engine:
         queue.popleft()
         if queue:
             self._begin(queue[0])
+
+    def _runs_beside(self, meeting: _Meeting) -> bool:
+        """Whether a collective runs while ranks compute. Between boxes of CPUs, only shifts do."""
+        return self._overlap or (meeting.piece.collective == "shift" and not meeting.piece.blocking)
 
     def _meeting(self, class_id: int, rank: _Rank, piece: Until, label: str | Action) -> _Meeting:
         if piece.key not in rank.open:

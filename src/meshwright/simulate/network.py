@@ -168,7 +168,7 @@ class Links:
         num_bytes *= slower
         if collective == "all_to_all":
             return self._pairwise(num_bytes, ranks, latency_s)
-        sent = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "halo": 1.0}.get(
+        sent = num_bytes * {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "halo": 1.0, "shift": 1.0}.get(
             collective, (size - 1) / size
         )
         uses: dict[Resource, float] = {}

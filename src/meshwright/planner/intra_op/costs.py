@@ -82,7 +82,8 @@ class AlphaBetaCosts:
 
     A rank sends 2 (n-1)/n of its bytes in an all-reduce and (n-1)/n in an all-gather or a reduce-scatter, as in
     Alpa's device mesh (Zheng et al., OSDI 2022). In an all-to-all, a rank sends (n-1)/n of its bytes, times ``spread``
-    x n. Use ``spread`` for networks on which the messages of an all-to-all disturb each other. A halo is one message.
+    x n. Use ``spread`` for networks on which the messages of an all-to-all disturb each other. A halo or a shift is one
+    message.
     Gradients do not share buckets.
 
     Args:
@@ -127,6 +128,7 @@ class AlphaBetaCosts:
             "all_reduce": 2 * part,
             "all_to_all": part * (1.0 if self._spread is None else self._spread * ranks),
             "halo": 1.0,
+            "shift": 1.0,
             "broadcast": 1.0,
         }.get(kind, part)
         return self._alpha[axis] + self._beta[axis] * sent * num_bytes + self._added.get(kind, 0.0)

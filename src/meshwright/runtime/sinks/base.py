@@ -38,6 +38,10 @@ class Sink(ABC):
         what it has written."""
         return []
 
+    def flush(self) -> None:  # noqa: B027 - most sinks send rows elsewhere
+        """Flush the rows that were taken to the disk. Called by the thread that saves: rows of steps that are saved must
+        outlive a power cut, because these steps are not made again."""
+
     def close(self) -> None:  # noqa: B027 - files that are whole after each write need no end
         """Finish: the run has ended."""
 

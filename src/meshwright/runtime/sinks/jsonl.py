@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.runtime.sinks.base import Row, Sink
@@ -39,6 +40,11 @@ class Jsonl(Sink):
                 log.warning("%s: %s; its rows wait until there is room", self.path, error.strerror)
         else:
             self._unwritten.clear()
+
+    def flush(self) -> None:
+        """Flush the file to the disk. A disk that refuses will refuse the checkpoint, too."""
+        with suppress(OSError), self.path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def rewind(self, step: int) -> list[Row]:
         """Remove the rows after ``step``, because these steps will be made again. Return the rows up to ``step``."""

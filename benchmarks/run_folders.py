@@ -1,0 +1,58 @@
+"""What benchmarks read of a run's folder, and which processes are its ranks."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+
+class RowsError(Exception):
+    """metrics.jsonl that does not have each step once, in order."""
+
+
+def losses_in(directory: Path, *, gaps: bool = False) -> dict[int, float]:
+    """The loss of each step, by metrics.jsonl. ``gaps``: steps may be missing.
+
+    Raises:
+        RowsError: a step is there twice, or missing, or steps are not in order, or a row is broken.
+    """
+    try:
+        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise RowsError(f"metrics.jsonl cannot be read: {error}") from None
+    found = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    steps = [step for step, _ in found]
+    for before, step in pairwise([0, *steps]):
+        if step <= before or (step != before + 1 and not gaps):
+            raise RowsError(f"metrics.jsonl has not each step once, in order: step {step} follows step {before}")
+    return dict(found)
+
+
+def difference(mine: dict[int, float], others: dict[int, float]) -> float:
+    """The largest difference of a loss; infinite if there are not the same steps, or if one is not a number."""
+    if mine.keys() != others.keys():
+        return float("inf")
+    worst = 0.0
+    for step, loss in mine.items():
+        off = abs(loss - others[step])
+        worst = max(worst, off if off == off else float("inf"))
+    return worst
+
+
+def parents() -> dict[int, int]:
+    """The parent of each process of this machine that lives."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                found[int(path.name)] = int(parent)
+    return found
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started as ranks, in their order: children of its server of forks."""
+    known = parents()
+    return sorted(process for process, parent in known.items() if known.get(parent) == launcher)

@@ -1,0 +1,366 @@
+"""Marks modules as opaque regions, and runs the calls of a region: forward, and backward by PyTorch's autograd."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.precision import eagerly_in
+from meshwright.errors import CaptureError
+from meshwright.ir.opaque import OpaqueCall, OpaqueResult, read_call
+from meshwright.ir.precision import Precision
+from meshwright.ops import opaque as operators
+from meshwright.ops.library import mix
+from meshwright.torch_private import FakeTensor, pytree
+
+if TYPE_CHECKING:
+    from meshwright.capture.opaque_samples import SampledCall
+
+M = TypeVar("M", bound=nn.Module)
+BatchDim = int | None | Literal["auto"]
+_MARK = "_meshwright_opaque"
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """How a module is opaque: the arguments of :func:`opaque`. ``chosen`` is the error of capture, if capture itself
+    made the module opaque."""
+
+    batch_dim: BatchDim = "auto"
+    outputs: Callable[..., Any] | None = None
+    chosen: str = ""
+
+
+def opaque(module: M, *, batch_dim: BatchDim = "auto", outputs: Callable[..., Any] | None = None) -> M:
+    """Mark a submodule of a model as an opaque region, and return it: it is not captured, but runs as it is.
+
+    The region is one operator of the graph. Each rank runs it whole, or on its part of the batch. It sees only its
+    arguments (tensors, and plain values that are equal in all steps), its parameters and its buffers.
+
+    Args:
+        batch_dim: ``0`` (or another dim) says that the region computes each sample by itself, and that this dim of its
+            tensors is the batch. The claim is checked on the example batch. ``"auto"``: the check decides. ``None``:
+            the region is never split.
+        outputs: ``outputs(*args, **kwargs)`` returns tensors with the shapes and dtypes of the region's results. It is
+            called with tensors on the meta device, and needed only for models or batches on the meta device.
+
+    Raises:
+        CaptureError: it is no module, or ``batch_dim`` is no dim.
+    """
+    if not isinstance(module, nn.Module):
+        raise CaptureError(
+            f"it is a {type(module).__name__}", where="mw.opaque", remedy="pass a submodule: mw.opaque(model.encoder)"
+        )
+    if not (batch_dim is None or batch_dim == "auto" or (type(batch_dim) is int and batch_dim >= 0)):
+        raise CaptureError(
+            f"batch_dim={batch_dim!r}", where="mw.opaque", remedy="write a dim from 0 on, 'auto', or None"
+        )
+    object.__setattr__(module, _MARK, Opaque(batch_dim, outputs))
+    return module
+
+
+def marked(model: nn.Module) -> dict[str, Opaque]:
+    """The marked modules of a model, by path. Modules inside a marked module do not count.
+
+    Raises:
+        CaptureError: the model itself is marked.
+    """
+    found: dict[str, Opaque] = {}
+    for path, module in model.named_modules():
+        setting = vars(module).get(_MARK)
+        if setting is not None and not is_within(path, found):
+            found[path] = setting
+    if "" in found:
+        raise CaptureError(
+            "the whole model is marked as opaque, so that nothing is left to plan", where="mw.opaque",
+            remedy="mark only the submodule that cannot be captured: mw.opaque(model.part)",
+        )  # fmt: skip
+    return found
+
+
+def refusal(path: str, problem: str, *, remedy: str) -> CaptureError:
+    """The error of a region that cannot be one operator."""
+    error = CaptureError(problem, where=f"opaque region {path}", remedy=remedy)
+    error.module = path
+    return error
+
+
+def is_within(path: str, regions: Mapping[str, object]) -> bool:
+    """Whether a module is one of the regions, or inside one."""
+    return any(path == region or path.startswith(f"{region}.") for region in regions)
+
+
+@dataclass
+class RegionCall:
+    """One call of a region: the module, and the parts of the call that are no tensors.
+
+    ``names`` are the module's parameters and buffers, in the order of the operator's inputs. ``changes`` are the
+    buffers that the call changes. ``modes`` maps each submodule to whether it is in training mode.
+    """
+
+    path: str
+    module: nn.Module
+    spec: pytree.TreeSpec
+    constants: list[Any]
+    out_spec: pytree.TreeSpec
+    out_constants: list[Any]
+    names: list[str]
+    changes: tuple[str, ...]
+    modes: dict[str, bool]
+    precision: Precision | None = None
+
+    def run(self, tensors: Sequence[Tensor], *, trains: bool = True) -> list[Tensor]:
+        """Run the module with gradients on. Return its results, then the new values of the buffers it changes."""
+        count = len(tensors) - len(self.names)
+        given, state = tensors[:count], dict(zip(self.names, tensors[count:], strict=True))
+        state |= {name: state[name].clone() for name in self.changes}
+        kept = {name: state[name] for name in self.names if name not in self.changes}
+        versions = {name: value._version for name, value in kept.items()}
+        args, kwargs = pytree.tree_unflatten(_filled(self.constants, given), self.spec)
+        step, device = _Region(self.module), tensors[0].device.type if tensors else "cpu"
+        modes = self.modes if trains else dict.fromkeys(self.modes, False)
+        with torch.enable_grad(), _in_modes(self.module, modes), eagerly_in(self.precision, device):
+            output, buffers = torch.func.functional_call(
+                step, {f"module.{name}": value for name, value in state.items()}, (args, kwargs)
+            )
+        leaves, spec = pytree.tree_flatten(output)
+        constants = without_tensors(leaves)
+        if spec != self.out_spec or not same(constants, self.out_constants):
+            raise refusal(
+                self.path,
+                f"its results are {_told(leaves)}; when the step was captured, they had other parts or "
+                f"values ({', '.join(map(repr, self.out_constants)) or 'tensors only'})",
+                remedy="return tensors, and no numbers or texts that change from call to call",
+            )
+        written = next((name for name, value in kept.items() if value._version != versions[name]), "")
+        written = written or next((name for name in buffers if name in kept and buffers[name] is not kept[name]), "")
+        if written:
+            raise refusal(
+                self.path,
+                f"it changed {written}, and did not when the step was captured",
+                remedy="capture the step with an example batch on which it changes the buffer",
+            )
+        return [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *(buffers[name] for name in self.changes)]
+
+
+class _Region(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        """Return the module's results, and its buffers after the call."""
+        return self.module(*args, **kwargs), dict(self.module.named_buffers())
+
+
+@dataclass
+class OpaqueRegions:
+    """The regions of a captured step; runs the operators ``meshwright.opaque`` and ``meshwright.opaque_backward``.
+
+    ``samples`` are the calls that were run on the example batch, ``calls`` those of the captured step."""
+
+    settings: Mapping[str, Opaque]
+    precision: Precision | None = None
+    samples: "dict[tuple[str, int], SampledCall]" = field(default_factory=dict)
+    calls: dict[tuple[str, int], RegionCall] = field(default_factory=dict)
+
+    def forget_inputs(self) -> None:
+        """Free the tensors of the example batch, once the calls are measured."""
+        for sampled in self.samples.values():
+            sampled.inputs.clear()
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the regions that the step calls."""
+        return list(dict.fromkeys(path for path, _ in self.calls))
+
+    @property
+    def kernels(self) -> dict[Any, Callable[..., Any]]:
+        """Maps both operators to the functions that run them."""
+        return {operators.FORWARD: self.forward, operators.BACKWARD: self.backward} if self.calls else {}
+
+    def forward(self, tensors: list[Tensor], text: str, key: int, salt: int) -> list[Tensor]:
+        """Run a call. Fake tensors give fake results; the module then does not run."""
+        call = read_call(text)
+        if any(isinstance(value, FakeTensor) for value in tensors):
+            return operators.shapes(tensors, text)
+        region = self.calls[call.region, call.number]
+        with _numbers(call, tensors, key, salt):
+            results = region.run(_leaves(tensors, call.needs))
+        _check_results(call, results)
+        return _own_memory(results, tensors)
+
+    def backward(self, tensors: list[Tensor], grads: list[Tensor], text: str, key: int, salt: int) -> list[Tensor]:
+        """Run a call again, and return the gradients of the inputs ``call.needs``, given those of its results."""
+        call = read_call(text)
+        if any(isinstance(value, FakeTensor) for value in tensors):
+            return operators.gradient_shapes(tensors, grads, text)
+        region = self.calls[call.region, call.number]
+        leaves = _leaves(tensors, call.needs)
+        with _numbers(call, tensors, key, salt):
+            results = region.run(leaves)
+        return gradients(results, leaves, call, grads)
+
+
+def gradients(results: list[Tensor], leaves: list[Tensor], call: OpaqueCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the inputs ``call.needs`` from those of the results ``call.given``."""
+    pairs = [(results[at], grad) for at, grad in zip(call.given, grads, strict=True) if results[at].requires_grad]
+    wanted = [leaves[index] for index in call.needs]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if pairs:
+        ends, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ends, wanted, given, allow_unused=True)
+    several = zip(wanted, found, strict=True)
+    return [torch.zeros_like(leaf) if grad is None else grad.contiguous() for leaf, grad in several]
+
+
+def _leaves(tensors: Sequence[Tensor], needs: Sequence[int]) -> list[Tensor]:
+    wanted = set(needs)
+    return [value.detach().requires_grad_(index in wanted) for index, value in enumerate(tensors)]
+
+
+def _own_memory(results: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results, detached and contiguous. Each has memory of its own, as the graph expects of an operator."""
+    taken = {value.untyped_storage().data_ptr() for value in inputs}
+    owned = []
+    for value in results:
+        value = value.detach().contiguous()
+        if value.untyped_storage().data_ptr() in taken:
+            value = value.clone()
+        taken.add(value.untyped_storage().data_ptr())
+        owned.append(value)
+    return owned
+
+
+def _check_results(call: OpaqueCall, results: list[Tensor]) -> None:
+    """Raise a CaptureError unless the results have the shapes and dtypes of the captured call."""
+    found = [described(value) for value in results]
+    expected = [msg_of(result) for result in call.results]
+    if found != expected:
+        raise refusal(
+            call.region,
+            f"it returned {', '.join(found)}; the captured step has {', '.join(expected)}",
+            remedy="return tensors whose shapes follow from those of the arguments, such as padded ones with a mask",
+        )
+
+
+def described(value: Tensor) -> str:
+    """The shape and dtype of a tensor in words."""
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def msg_of(result: OpaqueResult) -> str:
+    """The shape and dtype of a result in words."""
+    return f"{list(result.shape)} {result.dtype}"
+
+
+# --- random numbers and modes -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _numbers(call: OpaqueCall, tensors: Sequence[Tensor], key: int, salt: int) -> Iterator[None]:
+    """Seed all generators for a call, and restore them afterwards. Raise a CaptureError if a region draws random
+    numbers, and drew none when the step was captured."""
+    devices = {value.device for value in tensors if value.device.type == "cuda"}
+    before = generator_states(devices)
+    if call.random:
+        seed = mix(key, salt)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            restore_generators(before)
+        return
+    yield
+    if not same_states(before, generator_states(devices)):
+        restore_generators(before)
+        raise refusal(
+            call.region,
+            "it draws random numbers, and drew none when the step was captured: backward would draw others",
+            remedy="capture the step with an example batch on which it draws random numbers",
+        )
+
+
+def generator_states(devices: "set[torch.device] | frozenset[torch.device]" = frozenset()) -> dict[str, Any]:
+    """The states of the generators of PyTorch (on the CPU and on ``devices``), Python and numpy."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    return states | {str(device): torch.cuda.get_rng_state(device) for device in devices}
+
+
+def same_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether no generator has moved."""
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, tuple):
+            return len(a) == len(b) and all(map(equal, a, b))
+        return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
+
+    return all(equal(state, right[name]) for name, state in left.items())
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Set all generators to the states that ``generator_states`` returned."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif name == "python":
+            random.setstate(state)
+        elif name == "numpy":
+            np.random.set_state(state)
+        else:
+            torch.cuda.set_rng_state(state, torch.device(name))
+
+
+@contextmanager
+def _in_modes(module: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """Set the modes (training or not) of a module's submodules, and restore them afterwards."""
+    changed = [(part, part.training) for path, part in module.named_modules() if part.training != modes[path]]
+    for part, training in changed:
+        part.training = not training
+    try:
+        yield
+    finally:
+        for part, training in changed:
+            part.training = training
+
+
+# --- trees of arguments -----------------------------------------------------------------------------------------------
+
+
+class _AnyTensor:
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+TENSOR = _AnyTensor()
+"""Stands for a tensor among the leaves of arguments or results."""
+
+
+def without_tensors(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with ``TENSOR`` in place of tensors."""
+    return [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether leaves that are no tensors are equal."""
+    pairs = zip(left, right, strict=False)
+    return len(left) == len(right) and all(a is b or (type(a) is type(b) and repr(a) == repr(b)) for a, b in pairs)
+
+
+def _filled(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    given = iter(tensors)
+    return [next(given) if leaf is TENSOR else leaf for leaf in leaves]
+
+
+def _told(leaves: Sequence[Any]) -> str:
+    words = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return ", ".join(words) or "nothing"

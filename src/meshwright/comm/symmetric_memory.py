@@ -1,0 +1,49 @@
+"""Products in pieces in memory that the GPUs of a group share: PyTorch's symmetric memory, where there is some.
+
+No GPU has run this module yet: it is checked on fake tensors, and by the CPU's form of the same operators.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.groups import alone, boxes_of, process_group
+from meshwright.ir.mesh import AxisGroup
+from meshwright.torch_private import enable_symmetric_memory
+
+ops = torch.ops.symm_mem
+
+
+def symmetric_groups(groups: Iterable[AxisGroup], device: torch.device) -> frozenset[str]:
+    """The names of the groups whose GPUs share memory: GPUs of one box that reach each other's memory. All ranks of the
+    groups must call this. In a dry run there is none, because nobody answers."""
+    if device.type != "cuda" or alone():
+        return frozenset()
+    return frozenset(group.name for group in groups if _enabled(process_group(group.name), device))
+
+
+def _enabled(group: dist.ProcessGroup, device: torch.device) -> bool:
+    if len(boxes_of(group)) > 1:
+        return False
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
+    reached = all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    seen = torch.tensor([int(reached)], device=device)
+    dist.all_reduce(seen, dist.ReduceOp.MIN, group)
+    if not seen.item():
+        return False
+    enable_symmetric_memory(group.group_name)
+    return True
+
+
+def gather_multiply(value: Tensor, weights: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Gather the rows of all ranks and multiply them; the result is the gathered rows, then the products."""
+    whole, products = ops.fused_all_gather_matmul(value, weights, 0, group.group_name)
+    return [whole, *products]
+
+
+def multiply_scatter(left: Tensor, right: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Multiply, sum over the ranks, and keep this rank's rows of the sum."""
+    result: Tensor = ops.fused_matmul_reduce_scatter(left, right, "sum", 0, group.group_name)
+    return result
