@@ -229,7 +229,7 @@ class Ranks:
         for _ in range(STACK_TRIES):  # a rank of a busy machine answers late
             before = stacks
             time.sleep(STACK_S)
-            stacks = {rank: self._stack_file(rank).read_text() for rank in silent}
+            stacks = {rank: file.read_text() for rank in silent if (file := self._stack_file(rank)).exists()}
             if all(stacks.values()) and stacks == before:
                 break
         return stacks
