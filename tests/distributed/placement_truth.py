@@ -15,19 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor._ops import strategy_validation as validation
 from torch.distributed.tensor.placement_types import Placement as TheirPlacement
-from torch.testing._internal import common_methods_invocations as samples
-from torch.testing._internal.opinfo import core
 from torch.utils._pytree import tree_map
 
 from meshwright.ops.base import Call
 from meshwright.ops.table import is_random
 from meshwright.torch_private import FakeStore, TorchDispatchMode
 from tests.distributed.lockstep import present
+
+_PROFILE = settings.get_current_profile_name()
+from torch.distributed.tensor._ops import strategy_validation as validation  # noqa: E402
+from torch.testing._internal import common_methods_invocations as samples  # noqa: E402
+from torch.testing._internal.opinfo import core  # noqa: E402
+
+settings.load_profile(_PROFILE)  # PyTorch's tests load a profile of their own, for all tests of this process,
+vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True  # and forbid to set flags of backends
 
 aten = torch.ops.aten
 

@@ -229,7 +229,8 @@ class Ranks:
         for _ in range(STACK_TRIES):  # a rank of a busy machine answers late
             before = stacks
             time.sleep(STACK_S)
-            stacks = {rank: self._stack_file(rank).read_text() for rank in silent}
+            files = {rank: self._stack_file(rank) for rank in silent}
+            stacks = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
             if all(stacks.values()) and stacks == before:
                 break
         return stacks
