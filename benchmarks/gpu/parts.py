@@ -22,6 +22,7 @@ PARTS = (
     Part("parity", "layouts and models beside one process, in float64 and in bfloat16", 20, 90),
     Part("gpt", "a GPT of 1.3 B parameters beside eager PyTorch and torch.compile", 40, 170),
     Part("ranks", "layouts of several GPUs beside one process, DDP, FSDP2, tensor parallel, pipelining", 60, 200, True),
+    Part("launches", "a small GPT with and without graphs, compiled and not, beside PyTorch", 20, 80),
     Part("attention", "attention at 8,192 tokens", 15, 60),
     Part("calibrate", "kernels, launches, copies and links of this machine", 20, 90),
     Part("llama", "a Llama-like model of 1.2 B parameters beside eager PyTorch and torch.compile", 40, 150),

@@ -7,6 +7,7 @@ that hangs or dies ends alone. A rehearsal has two ranks on the CPU.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from benchmarks.gpu.models import WORKLOADS, Workload
 from benchmarks.gpu.speed import adamw, plain_step
 from benchmarks.report import judged
 from meshwright.ir.result import Check, Settings
+from meshwright.ir.summary import exposed_share, summarize
 from meshwright.models import language_model_loss
 from meshwright.runtime import launch
 from meshwright.runtime.device import num_cuda_devices
@@ -75,6 +78,10 @@ def run(context: Context) -> None:
             measured=f"{len(right)} of {len(known)} layouts", notes={name: str(text) for name, text in told.items()},
         )
     )  # fmt: skip
+    if context.left_s > 30:
+        why = start(context, most, "timed:gathers", min(COMPARE_S, context.left_s - 5))
+        if why:
+            context.notes.failed(f"{most} GPUs, gathers ahead", RuntimeError(why))
     for name in TIMED:
         if context.left_s > 30:
             why = start(context, most, f"timed:{name}", min(COMPARE_S, context.left_s - 5))
@@ -138,7 +145,10 @@ def main() -> int:
     notes = "ranks" if kind == "timed" else f"ranks-parity-{_plain(name)}"
     name_of_notes = notes if rank == 0 else f"ranks-{rank}"
     context = Context(name_of_notes, scratch, seconds, rehearse=rehearse, device=device)
-    {"parity": _parity, "timed": _timed}[kind](context, name)
+    if name == "gathers":
+        _gathers(context)
+    else:
+        {"parity": _parity, "timed": _timed}[kind](context, name)
     launch.finish()
     return 0
 
@@ -191,6 +201,49 @@ def _timed(context: Context, name: str) -> None:
         context.notes.found(found, {f"{work.name}, {ranks} ranks": settings})
 
 
+def _gathers(context: Context) -> None:
+    """Time ZeRO 3 with parameters gathered 0, 1, 2 and 4 buckets ahead, and note what communication is exposed."""
+    ranks, work = dist.get_world_size(), WORKLOADS["gpt"](context.rehearse)
+    work = replace(work, sequences=ranks)
+    batch = work.batch()
+    torch.manual_seed(0)
+    with context.device:
+        model = work.make()
+    there = {key: value.to(context.device) for key, value in batch.items()}
+    sides: dict[str, Callable[[], Any]] = {}
+    told: dict[str, str] = {}
+    plan: mw.Plan | None = None
+    for ahead in AHEAD:
+        own = copy.deepcopy(model).cpu()
+        trainer = mw.parallelize(
+            own, language_model_loss, batch, plan=mw.Layout(dp=ranks, zero=3) if plan is None else
+            msgspec.structs.replace(plan, prefetch=ahead), optimizer=adamw, device=context.device,
+            precision="bfloat16" if plan is None else None,
+        )  # fmt: skip
+        if plan is None:
+            plan = trainer.plan
+            sides["the plan's"] = functools.partial(trainer.step, there)
+        else:
+            sides[f"{ahead} ahead"] = functools.partial(trainer.step, there)
+        for _ in range(3):
+            trainer.step(there)
+        share = exposed_share(summarize(trainer.trace()))
+        told[f"the plan's: {trainer.plan.prefetch} ahead" if ahead < 0 else f"{ahead} ahead"] = f"{share:.1%}"
+    found = judged(
+        f"GPT 1.3 B on {ranks} GPUs, ZeRO 3: the plan's step at most 1.02 x that of other numbers of buckets ahead",
+        context.seconds(sides), "the plan's", 1.02, settings=f"{work.name}, {ranks} ranks", num_ranks=ranks, steps=3,
+        losses=dict.fromkeys(sides, ()),
+    )  # fmt: skip
+    settings = Settings(dtype="bfloat16", ranks=ranks, threads=torch.get_num_threads(), sizes=work.sizes)
+    if dist.get_rank() == 0:
+        context.notes.found(found, {f"{work.name}, {ranks} ranks": settings})
+        measured = "part of the step that computing waits for communication, by trace"
+        target = f"GPT 1.3 B on {ranks} GPUs, ZeRO 3: exposed communication"
+        context.notes.found(Check(target=target, verdict="reported", passed=1, total=1, measured=measured, notes=told))
+
+
+AHEAD = (-1, 0, 2, 4)
+"""Numbers of buckets ahead that are compared, after the plan's own (-1)."""
 COMPILED = ("ddp", "fsdp2")
 """Comparisons in which both sides are compiled."""
 

@@ -59,6 +59,10 @@ class CompileError(MeshwrightError):
     """A step that cannot be compiled, because there is no compiler or the device is not supported."""
 
 
+class GraphError(MeshwrightError):
+    """A phase whose kernels the device cannot capture as a graph."""
+
+
 class RuleError(MeshwrightError):
     """An operator's split rule that cannot be parsed or does not fit its operator."""
 

@@ -20,6 +20,7 @@ from meshwright.ir.stages import BACKWARD, FINISH, FORWARD, INPUT, LATE, PROLOGU
 
 _COPIES = "copies for "
 """How the names of the copies that a collective keeps begin, before the name of the node that starts it."""
+_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 Live = dict[str, int]
 """Maps each storage that lives to its bytes."""
 
@@ -47,6 +48,13 @@ def lifetimes(program: Program, *, on_cpu: bool, joined_bytes: int = 0) -> Stage
     the gradients, after the schedule."""
     found = _Lifetimes(program, on_cpu, joined_bytes)
     return found.together() if program.together else found.apart()
+
+
+def slot_bytes(program: Program, *, splits: bool) -> int:
+    """The bytes of a micro-batch whose phases are graphs: the most from its forward to the end of its backward. What is
+    received, and what is sent, lives in the slot until its next micro-batch. ``splits``: backward runs in two parts."""
+    found = _Lifetimes(program, False, 0)
+    return found.slot((INPUT, WEIGHT) if splits else (BACKWARD,))
 
 
 class _Lifetimes:
@@ -100,6 +108,23 @@ class _Lifetimes:
         workspace = max(0, rising - saved_bytes, falling - saved_bytes)
         return StageLifetimes(saved_bytes, workspace, actions)
 
+    def slot(self, late: tuple[str, ...]) -> int:
+        """The most bytes of forward and the ``late`` phases, one after the other."""
+        storages = {value.name: value.storage for phase in self.program.phases for node in phase.nodes
+                    for value in node.outputs}  # fmt: skip
+        sent = {storages.get(each.value.name, "") for kind in _SENDS for each in self.program.crossing(kind)}
+        live = self._received(ActionKind.RECV_F) | self._received(ActionKind.RECV_B)
+        stays = {*live, *sent}
+        own = live.keys() | {value.storage for name in (FORWARD, *late) for node in self._nodes(name)
+                             for value in node.outputs if value.owns}  # fmt: skip
+        peak = 0
+        for index, name in enumerate((FORWARD, *late)):
+            peak = max(peak, self._highest(self._nodes(name), live, stays))
+            read = {value.storage for other in late[index:] for value in self.program.phase(other).inputs}
+            for storage in [storage for storage in live if storage not in stays | (read & own)]:
+                del live[storage]
+        return peak
+
     def _once_a_step(self, ends: Live) -> dict[str, ActionBytes]:
         """The memory of the phases that run once a step. ``ends`` are the results of the only micro-batch."""
         begun: Live = {}
@@ -144,9 +169,9 @@ class _Lifetimes:
     def _kept(live: Mapping[str, int], names: Collection[str]) -> int:
         return sum(size for name, size in live.items() if name in names)
 
-    def _highest(self, nodes: tuple[Node, ...], live: Live) -> int:
+    def _highest(self, nodes: tuple[Node, ...], live: Live, stays: Collection[str] = ()) -> int:
         """The peak of live bytes over the nodes. ``live`` has the storages that live before, and is updated in place.
-        On a CPU, collectives copy into memory of their own."""
+        Those of ``stays`` are not freed. On a CPU, collectives copy into memory of their own."""
         total = peak = sum(live.values())
         for node in nodes:
             for value in node.outputs:
@@ -158,7 +183,7 @@ class _Lifetimes:
                 total += node.copied_bytes
             peak = max(peak, total + self._scratch_bytes(node))
             for storage in (*node.frees, _COPIES + node.waits):
-                total -= live.pop(storage, 0)
+                total -= live.pop(storage, 0) if storage not in stays else 0
         return peak
 
     def _scratch_bytes(self, node: Node) -> int:

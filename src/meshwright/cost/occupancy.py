@@ -60,7 +60,7 @@ class _Rank:
     def __init__(self, work: StepWork, rank: int, actions: tuple[Action, ...]) -> None:
         self.work, self.rank, self.actions = work, rank, actions
         self.stages = sorted({action.stage for action in actions})
-        self.held, self.live = sum(work.stages[stage].held_bytes for stage in self.stages), 0
+        self.held, self.live = sum(work.held_bytes(stage, actions) for stage in self.stages), 0
         self.came: set[tuple[int, int | None, str]] = set()
         self.known: dict[tuple[int, str], ActionBytes] = {}
         self.highest = RankMemory(rank=rank, held_bytes=self.held, saved_bytes=0, workspace_bytes=0, action="")

@@ -9,6 +9,7 @@ import msgspec
 from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
+from meshwright.cost.graphs import CAPTURED, GraphBytes, graph_bytes
 from meshwright.cost.kernels import Cost
 from meshwright.cost.lifetimes import lifetimes, sizes_of
 from meshwright.cost.node_costs import NodeCosts, communicated, of_parameters
@@ -25,6 +26,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.program import Accumulator, Collective, Held, Node, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
 from meshwright.ir.stages import FINISH, PHASE_OF, PROLOGUE
+from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 
 HOST_S_PER_BYTE = 1 / 25e9
@@ -34,6 +36,8 @@ CHUNK_BYTES = 2**26
 """Bytes of parameters that are updated together if optimizer state is kept on the host (``runtime/offload.py``)."""
 ZEROING = "zeroing gradients"
 """The name of the piece that sets the memory of gradients to zero before a step."""
+GRAPH_LAUNCHES = 4
+"""Launches of a phase that is a graph: the graph, and copies of values into its memory and out of it."""
 CHECK_KERNELS = 3
 """Number of kernels that check whether the loss is finite."""
 
@@ -106,6 +110,7 @@ class _Stage:
         self.costs, self.network = NodeCosts(plan.mesh, cluster, threads, num_ranks), Network(cluster)
         self.codecs = CodecCosts(cluster)
         self.blocking = cluster.device.kind == "cpu"
+        self.graphs = plan.graphs and not self.blocking
         self.optimizer, self.clips = optimizer, clips
         self.trained = {name for other in programs for name in other.gradients}
         self.begun: dict[str, tuple[str, Collective]] = {}
@@ -118,6 +123,11 @@ class _Stage:
         pieces = {kind.value: self._pieces(self._nodes(phase), phase) for kind, phase in PHASE_OF.items()}
         self._add_coding(pieces)
         memory = lifetimes(program, on_cpu=self.blocking, joined_bytes=self._joined_bytes())
+        passing = held.gathered_bytes + held.prologue_bytes
+        graphs = GraphBytes(0, 0, memory.actions)
+        if self.graphs:
+            kinds = {action.kind.value for rank in schedule_of(self.plan).ranks for action in rank.actions}
+            graphs = graph_bytes(program, memory, passing, kinds)
         return StageWork(
             pieces={kind: launched(action) for kind, action in pieces.items()},
             before=before,
@@ -127,9 +137,11 @@ class _Stage:
             saved_bytes=memory.saved_bytes,
             held_bytes=held.total_bytes,
             workspace_bytes=memory.workspace_bytes,
-            passing_bytes=held.gathered_bytes + held.prologue_bytes,
+            passing_bytes=0 if self.graphs else passing,
             inputs_bytes=held.inputs_bytes,
-            actions=memory.actions,
+            actions=graphs.actions,
+            slot_bytes=graphs.slot_bytes,
+            more_bytes=graphs.more_bytes,
         )
 
     def _sent_bytes(self, sends: ActionKind, receives: ActionKind, near: int) -> int:
@@ -187,14 +199,20 @@ class _Stage:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _pieces(self, nodes: Sequence[Node], what: str) -> list[Piece]:
-        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece."""
+        """The pieces of a list of nodes. Kernels between two collectives are joined into one piece. The host launches
+        the kernels of a phase that is a graph at once."""
         pieces: list[Piece] = []
         pending: list[Node] = []
+        launches = float(GRAPH_LAUNCHES)
 
         def flush() -> None:
+            nonlocal launches
             cost = self.costs.of(pending)
+            if self.graphs and what in CAPTURED:
+                cost = msgspec.structs.replace(cost, launches=launches)
             if cost.seconds:
                 pieces.append(self.costs.piece(what, cost))
+                launches = 0.0
             pending.clear()
 
         for node in nodes:

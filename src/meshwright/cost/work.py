@@ -1,11 +1,12 @@
 """The work of a step on every stage, with its costs, for the simulator and for emulated devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from meshwright.cost.host import waits_s
 from meshwright.ir.program import CollectiveKind
+from meshwright.ir.schedule import Action, ActionKind
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="compute"):
@@ -106,6 +107,9 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     ``actions`` has the memory of each kind of action, of ``before`` and of ``after``. If it is empty, because the stage
     is put together from layers, ``saved_bytes`` and ``workspace_bytes`` stand for all actions.
+
+    If the phases are launched as graphs, the graphs have ``slot_bytes`` for each micro-batch in flight, and
+    ``more_bytes`` for the prologue (``cost/graphs.py``).
     """
 
     pieces: dict[str, tuple[Piece, ...]]
@@ -119,10 +123,12 @@ class StageWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     passing_bytes: int = 0
     inputs_bytes: int = 0
     actions: dict[str, ActionBytes] = {}
+    slot_bytes: int = 0
+    more_bytes: int = 0
 
     def memory_of(self, action: str) -> ActionBytes:
         """The memory of a kind of action."""
-        if self.actions or action not in ("F", "B", "I", "W"):
+        if self.actions or self.slot_bytes or action not in ("F", "B", "I", "W"):
             return self.actions.get(action, ActionBytes())
         saved, most = self.saved_bytes, self.saved_bytes + self.workspace_bytes
         return ActionBytes(0 if action == "F" else saved, most, saved if action in ("F", "I") else 0)
@@ -135,9 +141,27 @@ class StepWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: tuple[StageWork, ...]
     heap_factor: float = 1.0
 
+    def held_bytes(self, stage: int, actions: Iterable[Action]) -> int:
+        """The bytes of a stage that live for the whole step, with its graphs. ``actions`` are those of its rank."""
+        each = self.stages[stage]
+        slots = num_slots(actions, stage) if each.slot_bytes else 0
+        return each.held_bytes + slots * each.slot_bytes + each.more_bytes
+
     def memory_of(self, stage: int, action: str) -> ActionBytes:
         """The memory of a kind of action of a stage, as the allocator takes it."""
         each, factor = self.stages[stage].memory_of(action), self.heap_factor
         if factor == 1.0:
             return each
         return ActionBytes(*(round(factor * size) for size in (each.taken_bytes, each.most_bytes, each.left_bytes)))
+
+
+def num_slots(actions: Iterable[Action], stage: int) -> int:
+    """The most micro-batches of a stage between their forward and the end of their backward."""
+    now = most = 0
+    for action in actions:
+        if action.stage == stage and action.kind is ActionKind.F:
+            now += 1
+            most = max(most, now)
+        elif action.stage == stage and action.kind in (ActionKind.B, ActionKind.W):
+            now -= 1
+    return max(1, most)

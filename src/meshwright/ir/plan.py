@@ -141,7 +141,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     that compute the interior of their output while the halo rows of neighbouring ranks travel. These operators compute
     the borders of the output afterwards. In repeated blocks, the names have ``*`` for the block's index. ``amendments``
     are changes to the plan during a run. ``border_codec`` is the codec of
-    floating-point tensors, except scalars, that cross between stages. The plan describes one replica. The rule
+    floating-point tensors, except scalars, that cross between stages. ``prefetch``: parameters are gathered this number
+    of buckets before their use. ``graphs``: a device launches each phase of a stage as one graph of kernels, captured
+    once (CUDA graphs). The plan describes one replica. The rule
     ``consistency`` joins ``layout.replicas`` such replicas (``ir/consistency.py``)."""
 
     VERSION: ClassVar[int] = 3
@@ -164,6 +166,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     links: dict[str, Link] = {}
     interiors: tuple[str, ...] = ()
     border_codec: str = ""
+    prefetch: int = 1
+    graphs: bool = False
     consistency: str = "sync"
     amendments: tuple[Amendment, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -299,8 +303,12 @@ def _communicated(plan: Plan) -> list[str]:
         size = sum(bucket.num_bytes for bucket in buckets) / 2**20
         where = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
         lines.append(f"  {kind} over {over}: {count} {what}, {size:.2f} MiB in {where}{how}")
+    if len(plan.gathers) > 1 and plan.prefetch != 1:
+        lines.append(f"  parameters are gathered {plan.prefetch or 'no'} bucket{'s' * (plan.prefetch > 1)} ahead")
     if plan.border_codec:
         lines.append(f"  between stages: coded with {plan.border_codec}")
+    if plan.graphs:
+        lines.append("  a device launches each phase of a stage as one graph of kernels")
     return lines
 
 

@@ -105,12 +105,14 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One phase of a program: its nodes in running order, its input values, and the names of its output values."""
+    """One phase of a program: its nodes in running order, its input values, and the names of its output values.
+    ``moving``: why its calls cannot be captured as a graph of kernels; empty if they can (``lower/static.py``)."""
 
     name: str
     inputs: tuple[Value, ...] = ()
     nodes: tuple[Node, ...] = ()
     outputs: tuple[str, ...] = ()
+    moving: tuple[str, ...] = ()
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,6 +249,11 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The phase with this name; an empty phase if the program has none."""
         return next((phase for phase in self.phases if phase.name == name), Phase(name))
 
+    def moving(self, phases: Sequence[str]) -> str:
+        """The first reason why one of these phases cannot be captured as a graph, with its stage; empty if all can."""
+        found = ((phase.name, reason) for phase in map(self.phase, phases) for reason in phase.moving)
+        return next((f"stage {self.stage}, {name}: {reason}" for name, reason in found), "")
+
 
 class RankPrograms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The programs of all stages that one rank holds."""
@@ -284,7 +291,7 @@ class Lower(Protocol):
         """The programs of all stages of a plan, each for the busiest rank of its stage."""
 
     def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
-        """The programs of plans that differ in recomputation only."""
+        """The programs of plans that differ only in recomputation, prefetching and graphs."""
 
     def operator(
         self, operator: Operator, strategy: Strategy, sizes: Mapping[str, int], interior_first: bool = False

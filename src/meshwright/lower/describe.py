@@ -14,6 +14,7 @@ from meshwright.ir.placement import flat_shape
 from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, LATE, PROLOGUE, WEIGHT
 from meshwright.lower.counts import Counter, inside, started
 from meshwright.lower.partition import LoweredStage
+from meshwright.lower.static import moving_parts
 from meshwright.ops import collectives
 from meshwright.ops.base import Call
 from meshwright.torch_private import OpOverload
@@ -190,8 +191,12 @@ def nodes_of(calls: fx.Graph, counter: Counter, axes: Mapping[str, int]) -> tupl
 def describe(lowered: LoweredStage, axes: Mapping[str, int], counter: Counter) -> ir.Program:
     """The program of a lowered stage, with its phases. ``axes`` maps a group to its size; stages can share
     ``counter``."""
+    phases: Iterable[ir.Phase]
     if lowered.program.together:
-        phases = _of_one_function(_Function(lowered.functions[PROLOGUE].graph, counter, axes, {}))
+        whole = lowered.functions[PROLOGUE].graph
+        moving = moving_parts(whole, lowered.program.random_key)
+        named = _of_one_function(_Function(whole, counter, axes, {}))
+        phases = (msgspec.structs.replace(phase, moving=moving) for phase in named)
     else:
         phases = _of_functions(lowered, counter, axes)
     return msgspec.structs.replace(lowered.program, phases=tuple(phases))
@@ -223,7 +228,8 @@ def _of_functions(lowered: LoweredStage, counter: Counter, axes: Mapping[str, in
         elif name == INPUT:
             kept |= {stored.get(input_name, input_name) for input_name in functions[WEIGHT].inputs}
         (phase,) = function.phases([(name, len(function.calls))], kept)
-        yield ir.Phase(name, tuple(function.given), phase.nodes, function.returned)
+        moving = moving_parts(taken.graph, lowered.program.random_key)
+        yield ir.Phase(name, tuple(function.given), phase.nodes, function.returned, moving)
         stored |= function.passed
         if name == PROLOGUE:
             step |= {function.values[value].storage for value in function.returned}

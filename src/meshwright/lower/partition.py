@@ -12,7 +12,7 @@ from meshwright.capture.fx_graph import FxGraph
 from meshwright.ir.program import Program
 from meshwright.ir.recomputation import Recomputation
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, WEIGHT
+from meshwright.ir.stages import ALTERNATIVES, BACKWARD, FORWARD, INPUT, LATE, PHASES, PROLOGUE, REDUCE, WEIGHT
 from meshwright.lower.function import DISPATCHED, BoxedFunction, Kernels, boxed_function
 from meshwright.lower.fuse import accumulate_products, reuse_memory, write_into_buckets
 from meshwright.lower.prefetch import prefetch, sink_waits, start_early
@@ -88,21 +88,25 @@ def partition(
     compiler: Compiler | None = None,
     kernels: Kernels = DISPATCHED,
     note: Callable[[str], None] | None = None,
+    ahead: int = 1,
+    graphs: bool = False,
 ) -> LoweredStage:
     """Make the function of every phase. Every node needs ``meta["phase"]``. Call ``propagate`` first.
 
     ``backward`` is also split into two functions: ``input`` computes the gradients that are sent to the previous stage,
     and ``weight`` computes the rest. If the program runs its phases ``together``, the function of the prologue runs all
     of them, and calls ``note`` where forward and backward begin. ``compiler`` compiles runs of operators. ``kernels``
-    maps an operator to the function that replaces it.
+    maps an operator to the function that replaces it. Parameters are gathered ``ahead`` buckets before their use. With
+    ``graphs``, phases are captured as graphs of kernels: a collective ends in the phase in which it begins.
     """
     graph, program = emitted.graph, emitted.program
     program = msgspec.structs.replace(program, together=program.together and not again.names)
-    split = _Partition(graph, again, compiler, note)
+    split = _Partition(graph, again, compiler, note, ahead)
     members: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in graph.nodes:
         if node.op == "call_function":
-            phase = node.meta["phase"]
+            begun = node.all_input_nodes[0] if graphs and node.target is collectives.WAIT else node
+            phase = node.meta["phase"] if begun.meta.get("phase") == REDUCE else begun.meta["phase"]
             members[PROLOGUE if program.together else phase].append(node)
     members[INPUT], members[WEIGHT] = _input_and_weight(members[BACKWARD], program)
     orders = {phase: split.order(phase, nodes) for phase, nodes in members.items()}
@@ -145,9 +149,10 @@ def _accumulations(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node | None]:
 
 class _Partition:
     def __init__(
-        self, graph: fx.Graph, again: Recomputation, compiler: Compiler | None, note: Callable[[str], None] | None
-    ) -> None:
-        self.graph, self.again, self.compiler, self.note = graph, again, compiler, note
+        self, graph: fx.Graph, again: Recomputation, compiler: Compiler | None, note: Callable[[str], None] | None,
+        ahead: int,
+    ) -> None:  # fmt: skip
+        self.graph, self.again, self.compiler, self.note, self.ahead = graph, again, compiler, note, ahead
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.cheap: dict[fx.Node, bool] = {}
 
@@ -217,7 +222,7 @@ class _Partition:
         if self.compiler is not None:
             self.compiler.compile(new)
         write_into_buckets(new)
-        prefetch(new)
+        prefetch(new, self.ahead)
         sink_waits(new)
         start_early(new)
         accumulate_products(new)

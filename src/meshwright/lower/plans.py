@@ -48,7 +48,8 @@ class PlanLowering:
         return self._last[2]
 
     def variants(self, plans: Sequence[Plan]) -> list[tuple[Program, ...]]:
-        """The programs of plans that differ only in recomputation. They share most of the work."""
+        """The programs of plans that differ only in recomputation, prefetching and graphs. They share most of the
+        work."""
         programs = self._programs(plans, 0)
         collect_young()
         return programs
@@ -69,7 +70,10 @@ class PlanLowering:
                     again = planned.mixtures_again(stage)
                     if again not in emitted:
                         emitted[again] = emit_stage(planned, stage, groups, rules=self._rules)
-                    lowered = partition(emitted[again], planned.recomputation(stage), {})
+                    lowered = partition(
+                        emitted[again], planned.recomputation(stage), {}, ahead=planned.plan.prefetch,
+                        graphs=planned.plan.graphs,
+                    )  # fmt: skip
                     done.append(describe(lowered, sizes, self._counter))
         return [tuple(done) for done in programs]
 

@@ -1,6 +1,6 @@
 """Passes over a rank's graph that move collectives or join them.
 
-They gather parameters one bucket ahead, start sums over grids early, delay the wait for sums of halo rows until their
+They gather parameters some buckets ahead, start sums over grids early, delay the wait for sums of halo rows until their
 first reader, and join the all-reduces of returned values into one.
 """
 
@@ -22,23 +22,29 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def prefetch(graph: fx.Graph) -> None:
-    """Start to gather the next bucket of parameters as soon as the previous bucket has arrived.
+def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
+    """Start to gather a bucket of parameters as soon as the bucket ``ahead`` places before it has arrived. The first
+    buckets are started together.
 
     a = wait(gather_parts_start(a0))                  a1 = gather_parts_start(a0)
     x = mm(x, a)                                      a = wait(a1)
     b = wait(gather_parts_start(b0))      becomes     b1 = gather_parts_start(b0)
-    y = mm(x, b)                                      x = mm(x, a)
+    y = mm(x, b)                          (ahead=1)   x = mm(x, a)
                                                       b = wait(b1)
                                                       y = mm(x, b)
     """
-    before: fx.Node | None = None
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not collectives.GATHER_PARTS:
-            continue
-        if before is not None:
-            before.append(node)
-        before = next(user for user in node.users if user.target is collectives.WAIT)
+    gathers = [node for node in graph.nodes if node.op == "call_function" and node.target is collectives.GATHER_PARTS]
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for index, node in enumerate(gathers[1:] if ahead else (), 1):
+        if index < ahead:
+            after = gathers[index - 1]
+        else:
+            after = next(user for user in gathers[index - ahead].users if user.target is collectives.WAIT)
+        # what is gathered may be computed: the cast of a stored part
+        after = max((after, *node.all_input_nodes), key=lambda each: place[each])
+        if after.op == "call_function":
+            after.append(node)
+            place[node] = place[after]
 
 
 def sink_waits(graph: fx.Graph) -> None:

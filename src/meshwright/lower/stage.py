@@ -81,7 +81,10 @@ def lower_stage(
             with other micro-batches.
     """
     emitted = emit_stage(planned, stage, groups, device=device, rules=rules)
-    return partition(emitted, planned.recomputation(stage), dict(constants or {}), compiler, kernels, note)
+    again, plan = planned.recomputation(stage), planned.plan
+    return partition(
+        emitted, again, dict(constants or {}), compiler, kernels, note, ahead=plan.prefetch, graphs=plan.graphs
+    )
 
 
 def emit_stage(

@@ -51,16 +51,20 @@ def key_of(microbatch: int, *numbers: int) -> int:
     return mix(*numbers) // _MICROBATCHES * _MICROBATCHES + microbatch % _MICROBATCHES
 
 
-def philox(counter: Sequence[Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
-    """Return the words of blocks. The words of ``counter`` are numbers or tensors."""
+def philox(counter: Sequence[Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
+    """Return the words of blocks. The words of ``counter`` and ``key`` are numbers or tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         high0, low0 = _product(c0, _MULTIPLIERS[0])
         high1, low1 = _product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = _xor(high1, c1, k0), low1, _xor(high0, c3, k1), low0
-        k0, k1 = (k0 + _INCREMENTS[0]) & _WORD, (k1 + _INCREMENTS[1]) & _WORD
+        k0, k1 = _sum(k0, _INCREMENTS[0]), _sum(k1, _INCREMENTS[1])
     return c0, c1, c2, c3
+
+
+def _sum(word: Word, number: int) -> Word:
+    return (word + number) & _WORD if isinstance(word, int) else word + _signed(number)
 
 
 def _product(word: Word, multiplier: int) -> tuple[Word, Word]:
@@ -84,8 +88,9 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-Letters = Sequence[tuple[int, int, int]]
-"""The factors of some dims, outermost first: the size of each, this rank's first index, and its number of indices."""
+Letters = Sequence[tuple[int, Any, int]]
+"""The factors of some dims, outermost first: the size of each, this rank's first index, and its number of indices. A
+first index that follows from a key on a device is a tensor."""
 Run = tuple[int, int]
 """A range of indices: begin and end."""
 
@@ -120,13 +125,13 @@ def _indices(letters: Letters, device: torch.device) -> Tensor:
     """Return the indices of all runs as a tensor on a device, without a copy from the host."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for size, first, length in letters:
-        total = (total.unsqueeze(1) * size + torch.arange(first, first + length, device=device)).flatten()
+        total = (total.unsqueeze(1) * size + (torch.arange(length, device=device) + first)).flatten()
     return total
 
 
-def _fill(result: Tensor, part: Part, key: int, salt: int, per_block: int, convert: Convert) -> None:
+def _fill(result: Tensor, part: Part, key: Any, salt: int, per_block: int, convert: Convert) -> None:
     """Fill a contiguous tensor with random numbers, ``per_block`` of each block."""
-    words_of = _by_numpy if result.device.type == "cpu" else _by_pytorch
+    words_of = _by_numpy if result.device.type == "cpu" and isinstance(key, int) else _by_pytorch
     flat = result.view(math.prod(length for _, _, length in part.outer), -1)
     across, column = -(-part.width // per_block), 0
     for begin, end in _runs(part.inner):
@@ -178,7 +183,7 @@ def _by_numpy(part: Part, blocks: Run, across: int, key: int, salt: int, result:
         line += end - begin
 
 
-def _by_pytorch(part: Part, blocks: Run, across: int, key: int, salt: int, result: Tensor) -> Iterator[Tile]:
+def _by_pytorch(part: Part, blocks: Run, across: int, key: Word, salt: int, result: Tensor) -> Iterator[Tile]:
     rows = _indices(part.outer, result.device).unsqueeze(1) * across
     for low, high, first, last in _tiles(len(rows), blocks, _DEVICE_TILE):
         position = rows[low:high] + torch.arange(first, last, device=result.device)
@@ -222,7 +227,8 @@ _WHOLE: tuple[Any, ...] = ((), (), (), 1, -1)
 
 
 def _drawn(make: Callable[..., Convert], num_parameters: int, per_block: Callable[[torch.dtype], int]) -> Any:
-    """Return a kernel that draws a tensor like the given one."""
+    """Return a kernel that draws a tensor like the given one. Its random key is a number, or a tensor of a number on
+    the device, which graphs read whenever they run."""
 
     def kernel(like: Tensor, *values: Any) -> Tensor:
         parameters, (random_key, salt, *place) = values[:num_parameters], values[num_parameters:]

@@ -26,6 +26,7 @@ from meshwright.ir.program import Lower
 from meshwright.ir.resharding import Mover
 from meshwright.ir.stages import Cut, cut
 from meshwright.planner import convolutions, derive
+from meshwright.planner.ahead import follow_ahead, look_ahead
 from meshwright.planner.algorithms import algorithms_of, experts_algorithms, links_of
 from meshwright.planner.bucket_size import fit_buckets
 from meshwright.planner.buckets import BUCKET_BYTES, filled, gathered_members, reduced_members
@@ -231,11 +232,12 @@ class _Planner:
             notes=notes,
         )
         if base is not None:
-            return follow_codings(plan, base)
+            return follow_ahead(follow_codings(plan, base), base, trains=bool(graph.gradients))
         if self.cluster is None or self.lower is None or not self.ask.fits_buckets:
             return undecided(BucketCodecs(self.mesh, self.cluster).of(plan), self.cluster)
         room = self.room_bytes(self.cluster)
-        return fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+        plan = fit_buckets(self.lower, plan, self.cluster, reduced, gathered, self.ask.optimizer, room)
+        return look_ahead(self.lower, plan, self.cluster, self.ask.optimizer, room) if graph.gradients else plan
 
     def room_bytes(self, cluster: Cluster) -> float:
         """The memory, in bytes, for live tensors on a rank."""

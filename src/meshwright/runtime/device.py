@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.record import Timeline
+from meshwright.runtime.cuda_graphs import CudaGraphs, Graphs
 from meshwright.runtime.memory import ResidentMemory, has_resident_memory
 
 CPU = torch.device("cpu")
@@ -86,6 +87,9 @@ class DeviceKind(Protocol):
     def timeline(self) -> Timeline | None:
         """The clock of the device; None if the device does not run behind the host."""
 
+    def graphs(self) -> Graphs | None:
+        """The graphs of a trainer's steps; None if the device does not run behind the host."""
+
 
 class CpuKind:
     """A CPU: all work is done when its call returns."""
@@ -116,6 +120,10 @@ class CpuKind:
         """None: work is done when its call returns."""
         return None
 
+    def graphs(self) -> Graphs | None:
+        """None: nothing is launched."""
+        return None
+
 
 class CudaKind:
     """A CUDA device, which runs its streams while the host goes on."""
@@ -123,7 +131,7 @@ class CudaKind:
     is_late = True
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._graphs = device, CudaGraphs(device)
 
     @property
     def memory_now(self) -> Callable[[], int] | None:
@@ -147,6 +155,10 @@ class CudaKind:
     def timeline(self) -> Timeline | None:
         """Events on the stream of the kernels."""
         return _CudaTimeline(self.device)
+
+    def graphs(self) -> Graphs | None:
+        """CUDA graphs."""
+        return self._graphs
 
 
 class _CudaTimeline:

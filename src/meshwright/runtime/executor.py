@@ -23,9 +23,10 @@ from meshwright.ir.codec import codec_of
 from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import Action, ActionKind, Schedule
 from meshwright.ir.stages import FINISH, FORWARD, PHASE_OF, PROLOGUE, REDUCE, WEIGHT
-from meshwright.lower.partition import LoweredStage, PhaseFunction
+from meshwright.lower.partition import LoweredStage
 from meshwright.runtime.by_rule import by_rule
 from meshwright.runtime.codec_memory import CodecMemory
+from meshwright.runtime.cuda_graphs import Graphs
 from meshwright.runtime.phase_clock import Clock
 from meshwright.runtime.route import At, Place, Route
 from meshwright.runtime.running_stage import RunningStage, Values, empty
@@ -52,7 +53,8 @@ class StepResult:
 class Executor:
     """Runs the same schedule in every step. ``routes`` maps a stage and a kind of action to one route for each of its
     transfers. ``channels`` maps a peer rank to the channel for its messages. Functions of ``stages`` that the schedule
-    does not run are freed. A function that runs several phases reports the start of each phase to ``clock``.
+    does not run are freed. A function that runs several phases reports the start of each phase to ``clock``. With
+    ``graphs``, phases are launched as graphs from the second step on (``runtime/graphs.py``).
 
     ``live_activations`` is the largest number of (stage, micro-batch) pairs whose values were kept at one time in the
     last run.
@@ -68,13 +70,15 @@ class Executor:
         device: torch.device,
         clock: Clock | None = None,
         codecs: CodecMemory | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.schedule, self.device, self._clock = schedule, device, clock or Clock()
         self._actions = schedule.ranks[pipeline_rank].actions
         kinds = {action.kind for action in self._actions}
         phases = [PROLOGUE, *(phase for kind, phase in PHASE_OF.items() if kind in kinds), FINISH]
         self._codecs = codecs or CodecMemory(device)
-        self.stages = {stage: RunningStage(lowered, phases, device, self._codecs) for stage, lowered in stages.items()}
+        self._graphs, others = graphs, (device, self._codecs, graphs, self._clock)
+        self.stages = {stage: RunningStage(lowered, phases, *others) for stage, lowered in stages.items()}
         self._routes, self._channels = routes, channels
         self._live: dict[tuple[int, int], Values] = {}
         # Of stages and micro-batches between I and W: whether the gradients of their inputs have left the stage.
@@ -111,6 +115,8 @@ class Executor:
         self._keys = keys
         self._begun = time.perf_counter()
         self._codecs.begin()
+        if self._graphs is not None:
+            self._capture(self._graphs, parameters, buffers)
         for number, stage in self.stages.items():
             self._be_at(number)
             self._begin(stage, parameters, buffers, inputs)
@@ -165,6 +171,25 @@ class Executor:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
+    def _capture(self, graphs: Graphs, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Capture the phases as graphs, if this step also ran last and they are not captured yet."""
+        repeats, some = graphs.repeats(self), []
+        for stage in self.stages.values():
+            stage.hold(parameters, buffers)
+            assert stage.graphs is not None
+            some += [stage.graphs] if stage.graphs.begin(repeats) else []
+        if some:
+            graphs.own(self)
+            graphs.prepare()
+            for each in some:
+                each.capture()
+
+    def release_graphs(self) -> None:
+        """Run the next step operator by operator."""
+        for stage in self.stages.values():
+            if stage.graphs is not None:
+                stage.graphs.release()
+
     def _begin(
         self,
         stage: RunningStage,
@@ -173,10 +198,8 @@ class Executor:
         inputs: Mapping[str, Tensor],
     ) -> None:
         program, step = stage.program, stage.step
-        step.update({held.value: parameters[held.name] for held in program.parameters})
-        step.update({held.value: buffers[held.name] for held in program.buffers})
+        stage.hold(parameters, buffers)
         step.update({held.value: inputs[held.name] for held in program.inputs if held.value})
-        step.update(stage.totals)
         step.update(self._codecs.values(program.codec_states))
         self._call(stage, PROLOGUE)
         for memory in (*stage.buckets.values(), *(t for t in stage.totals.values() if t._base is None)):
@@ -197,45 +220,17 @@ class Executor:
 
     def _call(self, stage: RunningStage, name: str) -> None:
         """Run the function of phase ``name``, which runs once a step, and keep its results."""
-        phase = stage.phases[name]
-        returned = stage.functions[name](self._arguments(stage, 0, phase, {}))
-        stage.step.update(zip(phase.outputs, returned, strict=True))
+        stage.step.update(stage.call(name, 0, self._arguments(stage, name, 0, {})))
 
-    def _part(self, stage: RunningStage, microbatch: int, name: str) -> Tensor:
-        """Return the slice ``name``: a micro-batch's part of a value of the whole step."""
-        piece = stage.program.slices[name]
-        whole: Tensor = stage.step[piece.source]
-        count = self.schedule.num_microbatches
-        size = whole.shape[piece.dim] // piece.blocks // count
-        if piece.blocks == 1:
-            return whole.narrow(piece.dim, microbatch * size, size)
-        split = whole.unflatten(piece.dim, (piece.blocks, -1)).narrow(piece.dim + 1, microbatch * size, size)
-        return split.flatten(piece.dim, piece.dim + 1)
-
-    def _arguments(self, stage: RunningStage, microbatch: int, phase: PhaseFunction, given: Values) -> list[Any]:
-        values: list[Any] = []
-        for name in phase.inputs:
-            if name in given:
-                values.append(given[name])
-            elif name in stage.step:
-                values.append(stage.step[name])
-            elif name in stage.program.slices:
-                values.append(self._part(stage, microbatch, name))
-            else:
-                assert name == stage.program.random_key, name
-                values.append(self._keys(microbatch))
-        for name in stage.goes_on.keys() & phase.inputs:
-            stage.step[name] = stage.step[stage.goes_on[name]]
-        return values
+    def _arguments(self, stage: RunningStage, name: str, microbatch: int, given: Values) -> list[Any]:
+        return stage.arguments(name, microbatch, self.schedule.num_microbatches, self._keys, given)
 
     # --- computing -------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: RunningStage, action: Action) -> None:
         program, microbatch = stage.program, _microbatch(action)
         live = self._arrived(stage, action, ActionKind.RECV_F)
-        phase = stage.phases[FORWARD]
-        returned = stage.functions[FORWARD](self._arguments(stage, microbatch, phase, live))
-        live.update(zip(phase.outputs, returned, strict=True))
+        live.update(stage.call(FORWARD, microbatch, self._arguments(stage, FORWARD, microbatch, live)))
         self._collect(stage, live)
         for join in program.joins:
             new, old = live[join.value], stage.joined.get(join.joined)
@@ -252,17 +247,17 @@ class Executor:
         microbatch, name = _microbatch(action), PHASE_OF[action.kind]
         if action.kind is not ActionKind.W:
             self._arrived(stage, action, ActionKind.RECV_B)
-        key, phase = (action.stage, microbatch), stage.phases[name]
+        key = (action.stage, microbatch)
         left = self._split.pop(key, False)
         live = self._live.pop(key, {})
-        arguments = self._arguments(stage, microbatch, phase, live)
+        arguments = self._arguments(stage, name, microbatch, live)
         wanted = set() if left else {transfer.value.name for transfer in stage.program.crossing(ActionKind.SEND_B)}
         if action.kind is ActionKind.I:
             self._split[key] = False
             wanted.update(stage.phases[WEIGHT].inputs)
         kept = {value_name: value for value_name, value in live.items() if value_name in wanted}
         del live  # values that only the arguments hold are freed at their last use
-        results = dict(zip(phase.outputs, stage.functions[name](arguments), strict=True))
+        results = stage.call(name, microbatch, arguments)
         self._collect(stage, results)
         kept.update((value_name, value) for value_name, value in results.items() if value_name in wanted)
         if kept:
@@ -318,7 +313,7 @@ class Executor:
             later, self._split[key] = set(stage.phases[WEIGHT].inputs), True
         else:
             later = set()
-        if kept := {name: value for name, value in live.items() if name in later}:
+        if kept := {name: stage.after_sending(value) for name, value in live.items() if name in later}:
             self._live[key] = kept
 
     def _receive(self, stage: RunningStage, action: Action) -> None:

@@ -145,6 +145,12 @@ def marks(function: Any) -> tuple[str, bool, bool]:
     return name, any(mark in function.name() for mark in _OF_CPUS), name.startswith(_NO_KERNEL)
 
 
+@cache
+def is_view(function: Any) -> bool:
+    """Whether an operator returns views of its arguments, for which no kernel is launched."""
+    return written(function) is None and any(each.alias_info is not None for each in function._schema.returns)
+
+
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors in arguments or results, and in lists of them."""
     for value in values:

@@ -20,6 +20,10 @@ class Clock:
             if len(self._begun) > 1:
                 recorder.sample()  # the values kept for backward are at their peak
 
+    def forget(self) -> None:
+        """Forget phases that were captured and did not run."""
+        self._begun.clear()
+
     def note(self, recorder: SpanRecorder, begun_s: float) -> bool:
         """Record one compute span per phase since ``begun_s``. Return True if one function ran all phases; if False,
         only the prologue has run."""

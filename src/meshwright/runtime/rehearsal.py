@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +37,7 @@ from meshwright.runtime.fake_operators import (
     DEVICE,
     UnfollowableError,
     fake_mode,
+    is_view,
     kernel_of,
     marks,
     results,
@@ -45,6 +46,7 @@ from meshwright.runtime.fake_operators import (
     workspace_bytes,
     written,
 )
+from meshwright.runtime.rehearsed_memory import DeviceMemory, Pool
 from meshwright.runtime.unguarded import Unguarded
 from meshwright.schedules.rendezvous import Awaited, Message, Started, communicator
 from meshwright.torch_private import (
@@ -73,40 +75,17 @@ class _Found:
 class _Done(Work):
     """An operation of torch.distributed that has ended, and that notes when somebody waits for it."""
 
-    def __init__(self, waited: Callable[[], None]) -> None:
+    def __init__(self, waited: Callable[["_Done"], None]) -> None:
         super().__init__()
         self._waited = waited
+        self.writes: dict[int, str] = {}
 
     def wait(self, timeout: object = None) -> bool:
-        self._waited()
+        self._waited(self)
         return True
 
     def is_completed(self) -> bool:
         return True
-
-
-@dataclass
-class _Memory:
-    """The bytes of the storages on the device that live now, and the most since ``restart``."""
-
-    held: int = 0
-    peak: int = 0
-    known: dict[int, Any] = field(default_factory=dict)
-
-    def hold(self, value: Tensor) -> None:
-        storage = value.untyped_storage()
-        key = storage._cdata
-        if key in self.known:
-            return
-        num_bytes = storage.nbytes()
-
-        def free(_: object) -> None:
-            self.held -= num_bytes
-            del self.known[key]
-
-        self.known[key] = weakref.ref(storage, free)
-        self.held += num_bytes
-        self.peak = max(self.peak, self.held)
 
 
 class Rehearsal(TorchDispatchMode):
@@ -117,14 +96,17 @@ class Rehearsal(TorchDispatchMode):
         self.rank, self._dtypes = rank, dtypes
         self.moment = SET_UP
         self.stream: dict[str, list[Started | Awaited]] = {}
-        self.memory = _Memory()
+        self.memory = DeviceMemory()
         self._found: dict[tuple[str, ...], _Found] = {}
         self._number = 0
         self._batch: list[Message] | None = None
         self._works: list[Work] = []
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._copies = False
+        self._captured: list[Started | Awaited] | None = None
+        self._kernels = 0
         self.on_their_way: set[int] = set()  # storages that copies write, and for which kernels do not wait yet
+        self.unfinished: dict[int, str] = {}  # storages that collectives write, and that nobody has waited for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -156,6 +138,7 @@ class Rehearsal(TorchDispatchMode):
         self.moment = moment
         self.memory.peak = self.memory.held
         self._works.clear()
+        self.unfinished.clear()
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +163,11 @@ class Rehearsal(TorchDispatchMode):
                 raise UnfollowableError(f"{function}: the shape of its result depends on values on the device")
             return largest(*args, **kwargs)
         if DEVICE.type in devices:
+            self._kernels += not is_view(function)
             self._check_kernel(function, values)
+        if self.unfinished and not is_view(function):
+            for name in {self.unfinished[key] for key in map(_storage, values) if key in self.unfinished}:
+                self.note("error", f"{function} has a tensor that {name} still writes")
         if self.on_their_way and not self._copies and any(_storage(value) in self.on_their_way for value in values):
             self.note("error", f"{function} reads a tensor that a copy still writes")
         if function in _COPIES:
@@ -197,17 +184,29 @@ class Rehearsal(TorchDispatchMode):
                 self.memory.hold(value)
                 if self._copies:
                     self.on_their_way.add(_storage(value))
-        self.memory.peak = max(self.memory.peak, self.memory.held + workspace_bytes(function, args))
+        self.memory.need(workspace_bytes(function, args))
         return result
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Work that is started in this block runs on a stream for copies."""
+        if self._captured is not None:
+            self.note("error", "a copy on another stream within a graph")
         self._copies = True
         try:
             yield
         finally:
             self._copies = False
+
+    @contextmanager
+    def capturing(self, pool: Pool) -> Iterator[list[Started | Awaited]]:
+        """Work that is started in this block is captured as a graph, with memory from a pool. Yields the operations of
+        torch.distributed that the graph starts and awaits."""
+        self._captured, self.memory.taken = [], pool
+        try:
+            yield self._captured
+        finally:
+            self._captured = self.memory.taken = None
 
     def _read(self, value: Tensor) -> Any:
         """A number that the host reads: a known constant, or a stand-in for what only the device knows."""
@@ -271,6 +270,8 @@ class Rehearsal(TorchDispatchMode):
         if value.device.type != DEVICE.type and name != "barrier":
             self.note("mixed devices", f"{name} of {_told(value)}")
         if name in ("send", "recv"):
+            if self._captured is not None:
+                self.note("error", f"{name} within a graph")
             message = Message(name == "send", ranks[args[position + 1]], dtype, value.numel())
             if self._batch is not None:
                 self._batch.append(message)
@@ -278,15 +279,27 @@ class Rehearsal(TorchDispatchMode):
             pair = communicator(sorted((self.rank, message.peer)), f"of:{group.group_name}")
             return Work.boxed(self._start(pair, label, messages=(message,)))
         most = max(item.numel() for item in pytree.tree_leaves(args[:position]))
-        work = Work.boxed(self._start(self._name(group), label, ranks=ranks, kind=name, dtype=dtype, elements=most))
+        started = self._start(self._name(group), label, ranks=ranks, kind=name, dtype=dtype, elements=most)
+        if name != "barrier":
+            started.writes = {_storage(item): name for item in pytree.tree_leaves(args[0])}
+            self.unfinished |= started.writes
+        work = Work.boxed(started)
         return work if len(function._schema.returns) == 1 else (args[0], work)
 
     def _start(self, communicator: str, label: str, **what: Any) -> Any:
-        number, stream = self._number, self.stream.setdefault(self.moment, [])
-        self._number += 1
-        stream.append(Started(number, communicator, label, **what))
+        number, before = self.number(), self._kernels
+        self.started(Started(number, communicator, label, **what))
+        return self._work(lambda: self.started(Awaited(number, self._kernels - before)))
 
-        return self._work(lambda: stream.append(Awaited(number)))
+    def number(self) -> int:
+        """The number of the next operation of torch.distributed."""
+        self._number += 1
+        return self._number - 1
+
+    def started(self, entry: Started | Awaited) -> None:
+        """Note an operation of torch.distributed, or a wait for it, in the stream of this moment or in a graph."""
+        stream = self.stream.setdefault(self.moment, []) if self._captured is None else self._captured
+        stream.append(entry)
 
     @staticmethod
     def _name(group: dist.ProcessGroup) -> str:
@@ -296,7 +309,12 @@ class Rehearsal(TorchDispatchMode):
         return communicator(ranks, f"of:{group.group_name}" if len(ranks) == dist.get_world_size() else "")
 
     def _work(self, waited: Callable[[], None]) -> Work:
-        work = _Done(waited)
+        def ended(work: _Done) -> None:
+            for key in work.writes:
+                self.unfinished.pop(key, None)
+            waited()
+
+        work = _Done(ended)
         self._works.append(work)  # torch.distributed does not keep it
         return work
 

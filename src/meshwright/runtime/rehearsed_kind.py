@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.record import Timeline
+from meshwright.runtime.cuda_graphs import Graphs
 from meshwright.runtime.device import CopyStream, Event
 from meshwright.runtime.fake_operators import DEVICE
 from meshwright.runtime.rehearsal import Rehearsal
+from meshwright.runtime.rehearsed_graphs import RehearsedGraphs
 
 
 class RehearsedKind:
@@ -20,7 +22,7 @@ class RehearsedKind:
     device = DEVICE
 
     def __init__(self, rehearsal: Rehearsal) -> None:
-        self._rehearsal = rehearsal
+        self._rehearsal, self._graphs = rehearsal, RehearsedGraphs(rehearsal)
 
     @property
     def memory_now(self) -> Callable[[], int] | None:
@@ -44,6 +46,10 @@ class RehearsedKind:
     def timeline(self) -> Timeline | None:
         """None: nothing takes time."""
         return None
+
+    def graphs(self) -> Graphs | None:
+        """Graphs that launch nothing."""
+        return self._graphs
 
 
 @dataclass

@@ -11,20 +11,23 @@ from meshwright.comm.device_channel import connect
 from meshwright.comm.groups import axis_groups, broadcast_along, channels, pipeline_group
 from meshwright.comm.member import name_sources
 from meshwright.comm.record import WAIT, current
-from meshwright.errors import PlanError, Problem, ScheduleError, refuse
+from meshwright.errors import GraphError, PlanError, Problem, ScheduleError, refuse
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Transfer
-from meshwright.ir.schedule import ActionKind
+from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.stages import BACKWARD, FORWARD, batch_border
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
+from meshwright.lower.static import moving_parts
 from meshwright.ops import collectives
 from meshwright.runtime.codec_memory import CodecMemory
+from meshwright.runtime.device import DeviceKind
 from meshwright.runtime.executor import Executor, StepResult
-from meshwright.runtime.kernels import KERNELS
+from meshwright.runtime.graphs import CAPTURED
+from meshwright.runtime.kernels import CAPTURED_KERNELS, KERNELS
 from meshwright.runtime.phase_clock import Clock
 from meshwright.runtime.route import Place, Route
 from meshwright.schedules.collectives.choice import NATIVE, names
@@ -80,8 +83,10 @@ class Step:
         device: torch.device,
         compiler: Compiler | None = None,
         codecs: CodecMemory | None = None,
+        kind: DeviceKind | None = None,
     ) -> None:
         graph = captured.graph
+        graphs = kind.graphs() if kind is not None and plan.graphs else None
         name_sources(graph.operators)
         scalars = {"loss": graph.loss, **graph.metrics}
         self._dtypes = {name: getattr(torch, graph.tensors[tensor].dtype) for name, tensor in scalars.items()}
@@ -99,7 +104,7 @@ class Step:
             self.stages = {
                 stage: lower_stage(
                     planned, stage, stage_groups, device=device, rules=captured.rules, constants=constants,
-                    compiler=compiler, kernels=KERNELS, note=clock.begin,
+                    compiler=compiler, kernels=KERNELS if graphs is None else CAPTURED_KERNELS, note=clock.begin,
                 )
                 for stage in self._places.stages_of(index)
             }  # fmt: skip
@@ -125,10 +130,12 @@ class Step:
             self._channels = channels(peers.union(*(route.peers for some in routes.values() for route in some)), device)
         schedule = schedule_of(plan, backward=bool(graph.gradients))
         if schedule.in_flight:
-            graphs = (stage.functions[phase].graph for stage in self.stages.values() for phase in (FORWARD, BACKWARD))
-            meetings = (node.name for graph in graphs for node in graph.nodes if node.target in collectives.STARTS)
+            calls = (stage.functions[phase].graph for stage in self.stages.values() for phase in (FORWARD, BACKWARD))
+            meetings = (node.name for graph in calls for node in graph.nodes if node.target in collectives.STARTS)
             refuse(ScheduleError, runtime_problems(plan, meetings, device.type))
-        self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock, codecs)
+        self.executor = Executor(self.stages, schedule, index, routes, self._channels, device, clock, codecs, graphs)
+        if graphs is not None:
+            refuse(GraphError, self._moving_parts(schedule))
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], keys: Keys
@@ -150,6 +157,17 @@ class Step:
                 name: scalar.to(dtype) for scalar, (name, dtype) in zip(scalars, self._dtypes.items(), strict=True)
             }
         return result
+
+    def _moving_parts(self, schedule: Schedule) -> Iterator[Problem]:
+        """Why phases cannot be captured as graphs, although the plan says so."""
+        remedy = "write `graphs: false` in the plan"
+        if schedule.in_flight:
+            yield f"schedule {schedule.name}", "the order of its micro-batches is decided while it runs", remedy
+        for number, stage in self.executor.stages.items():
+            for name in CAPTURED:
+                if name in stage.functions:
+                    for reason in moving_parts(stage.phases[name].graph, stage.program.random_key):
+                        yield f"stage {number}, {name}", f"{reason}, which no graph can hold", remedy
 
     def _route(self, stage: int, kind: ActionKind, payload: Transfer) -> Route:
         """Return this rank's route to or from the neighbouring stage. If stages have equal submeshes, each rank

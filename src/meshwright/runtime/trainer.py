@@ -97,7 +97,7 @@ class Trainer(Resumable):
         self.recorder: SpanRecorder | None = SpanRecorder(axes, kind.memory_now, kind.timeline())
         # lowering may fail, so it precedes all changes of the caller's model
         self._compiler, self._codecs = Compiler(device) if compile else None, CodecMemory(device)
-        lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs)
+        lowered = Step(captured, plan, self.groups, self.rank, device, self._compiler, self._codecs, kind)
         self.graph = captured.graph
         names = self.names_of_weights(model, weights, strict=True) if weights is not None else {}
         self.parameters = LocalParameters(model, captured.graph, plan, self.groups, device, seed, names)
@@ -356,7 +356,7 @@ class Trainer(Resumable):
             precision=self.graph.precision,
         )  # fmt: skip
         plan = self._replan(self.plan, captured.graph)
-        step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler, self._codecs)
+        step = Step(captured, plan, self.groups, self.rank, self.device, self._compiler, self._codecs, self._kind)
         self._lowered.insert(0, (key, Guard(self._model, training, captured.reads), step))
         del self._lowered[SHAPES_KEPT:]
         self._compared &= {key for key, _, _ in self._lowered}

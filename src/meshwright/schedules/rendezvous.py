@@ -52,9 +52,11 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Awaited(msgspec.Struct, frozen=True):
-    """A wait for the rank's operation of this number."""
+    """A wait for the rank's operation of this number. ``kernels``: how many kernels the rank has launched since it
+    started the operation, which may run meanwhile."""
 
     number: int
+    kernels: int = 0
 
 
 Stream = Sequence[Started | Awaited]

@@ -129,7 +129,8 @@ class _Builder:
                 pieces = self.work.stages[action.stage].pieces.get(kind.value, ())
                 entries.append(Entry(action, None, self._ops(pieces, action.stage, str(action))))
         entries += [Entry("after", None, self._ops(self.work.stages[stage].after, stage)) for stage in self.stages]
-        held_bytes = sum(self.work.stages[stage].held_bytes for stage in self.stages)
+        actions = self.schedule.ranks[self.rank].actions
+        held_bytes = sum(self.work.held_bytes(stage, actions) for stage in self.stages)
         if not decided:
             return RankProgram(tuple(entries), held_bytes)
         begin = Progress(
