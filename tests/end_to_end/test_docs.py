@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import shlex
 from collections import Counter
@@ -113,7 +114,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_ALONE])
 def test_python_on_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
-    run_python(page, tmp_path)
+    before = dict(os.environ)
+    try:
+        run_python(page, tmp_path)
+    finally:  # Lightning leaves the variables of a launcher behind
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run_on_a_rank(page: str, directory: Path) -> None:

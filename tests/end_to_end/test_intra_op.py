@@ -230,9 +230,8 @@ def test_a_pin_that_cannot_hold_says_why(pins: dict[str, str], message: str) -> 
 
 def test_the_plan_tells_what_other_ways_would_cost() -> None:
     plan = mw.plan(gpt(), BOX, layout=mw.Layout(tp=8))
-    reasons = {note.module: (note.split, note.reason) for note in plan.notes}
-    split, reason = reasons["blocks.*.mlp.up"]
-    assert split == "f@tp"
+    reasons = {(note.module, note.split): note.reason for note in plan.notes}
+    reason = reasons["blocks.*.mlp.up", "f@tp"]
     assert "k@tp +" in reason
     assert "ms" in reason
 

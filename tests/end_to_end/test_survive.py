@@ -27,7 +27,7 @@ from meshwright.ir.amendment import Amendment
 from meshwright.ir.plan import Plan
 from meshwright.ir.run import Run
 from meshwright.ir.trace import Trace
-from meshwright.runtime import manifest, share, trainer
+from meshwright.runtime import manifest, share, stepwise
 from meshwright.runtime.loop import Silent
 from meshwright.runtime.metrics import Meter
 from meshwright.runtime.restarts import Restarts
@@ -271,7 +271,7 @@ def test_another_layout_takes_over(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_run_files_its_amended_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the traces of the last steps, the ledger has those of the plan as it is at the end."""
     change = Amendment(step=6, axis="dp", ranks=(0, 1), operation="all_reduce", num_bytes=8, algorithm="ring")
-    monkeypatch.setattr(trainer, "look_at_links", lambda step, groups: (change,) if step == 5 else ())
+    monkeypatch.setattr(stepwise, "look_at_links", lambda step, groups: (change,) if step == 5 else ())
     directory = tmp_path / "run"
     ledger = api.train(small_run(directory)).ledger
     plan = files.load(directory / "plan.json", Plan)

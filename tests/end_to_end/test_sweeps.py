@@ -232,8 +232,9 @@ def test_the_memory_of_one_sample_limits_it(size: int) -> None:
 def test_time_limits_it(cluster: mw.Cluster, kind: str) -> None:
     """Beside a plan that is much faster, what takes the time of dp2 is named; beside one as fast, nothing is."""
     graph = gpt()
-    alone = foretell(PlanLowering(graph), mw.plan(graph, cluster, devices=2, layout=mw.Layout(dp=2)), cluster)
-    plan = mw.plan(graph, cluster, devices=2, layout=mw.Layout(pp=2))
+    layouts = mw.Layout(dp=2), mw.Layout(pp=2)
+    plans = [msgspec.structs.replace(mw.plan(graph, cluster, devices=2, layout=each), graphs=False) for each in layouts]
+    alone, plan = foretell(PlanLowering(graph), plans[0], cluster), plans[1]
     (found,) = limits(plan, graph, cluster, step_s=alone.played.step_s / 2)
     assert found.kind == kind
     told = re.match(r"dp2.* takes ([\d.]+) ms a step, ([\d.]+) of them to communicate", found.text)

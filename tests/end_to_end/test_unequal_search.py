@@ -277,7 +277,7 @@ def test_a_search_on_equal_boxes_that_are_given_as_members_finds_what_it_finds_w
     said, found = (mw.plan(graph, cluster, devices=4) for cluster in (boxes(FAST, FAST, box=PAIR), plain))
     assert said.prediction is not None
     assert found.prediction is not None
-    assert said.prediction.step_s <= found.prediction.step_s * 1.02
+    assert said.prediction.step_s <= found.prediction.step_s * 1.03  # cuts are searched before phases become graphs
 
 
 def test_equal_stages_are_cut_for_the_devices_where_they_lie() -> None:

@@ -35,7 +35,7 @@ def _reasons(node: fx.Node, random_key: str) -> Iterator[str]:
     target: Any = node.target
     name = str(target).removesuffix(".default")
     operator = f"{node.meta.get('operator', '')}: " * bool(node.meta.get("operator"))
-    if target in _BETWEEN:
+    if target in _BETWEEN or target is collectives.SHIFT:
         yield f"{operator}{name} sends between ranks"
     elif target in collectives.STARTS:
         if not any(user.target is collectives.WAIT for user in node.users):

@@ -18,6 +18,7 @@ from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import divisors
 from meshwright.planner.finalists import REFUSALS
+from meshwright.planner.foretell import foretell
 from meshwright.planner.inter_op.chain import chain_of
 from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.planner.inter_op.option import Option
@@ -72,9 +73,13 @@ def data_limits(
     fastest = alone.fastest() if most == ranks else None
     if fastest is None or plan.prediction is None:
         return tuple(limits)
-    longer, shared = fastest.step_s - plan.prediction.step_s, fastest.predicted.communication_s
+    step_s = plan.prediction.step_s
+    if plan.graphs:  # the search's prices know no graphs of kernels
+        without = msgspec.structs.replace(plan, graphs=False)
+        step_s = foretell(lowering(graph), without, cluster, optimizer=optimizer).played.step_s
+    longer, shared = fastest.step_s - step_s, fastest.predicted.communication_s
     kind: LimitKind = "communication" if shared >= longer else "computing"
-    if longer <= ALIKE * plan.prediction.step_s:
+    if longer <= ALIKE * step_s:
         kind = "none"
     text = f"{fastest.name} takes {fastest.step_s * 1e3:.4g} ms a step, {shared * 1e3:.3g} of them to communicate"
     return (*limits, DataLimit(kind, text))
