@@ -3,6 +3,7 @@ GPUs."""
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.layout_text import layout_text
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, WideResNet, classification_loss, language_model_loss
+from meshwright.planner.foretell import foretell
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from meshwright.worked import SEARCHED, Worked, alpa
@@ -66,7 +68,11 @@ def planned_pair(pair: Pair, began: Say = lambda what: None) -> Compared:
         finally:
             search.prices.close()
         assert plan.prediction is not None
-        results[kind] = Found(layout=layout_text(plan.layout), step_s=plan.prediction.step_s)
+        step_s = plan.prediction.step_s
+        if plan.graphs:  # the published systems launch each kernel by itself
+            without = msgspec.structs.replace(plan, graphs=False)
+            step_s = foretell(PlanLowering(graph), without, cluster, optimizer=optimizer).played.step_s
+        results[kind] = Found(layout=layout_text(plan.layout), step_s=step_s)
     return Compared(pair, results)
 
 
