@@ -16,7 +16,17 @@ from meshwright.bench.lint import RULES, STALE, lint
 from meshwright.bench.provenance import commit_of, imported
 from meshwright.cli import run as cli
 from meshwright.ir import files
-from meshwright.ir.result import Comparison, Machine, Result, Scaling, ScalingPoint, Series, Settings
+from meshwright.ir.result import (
+    Comparison,
+    Duration,
+    Machine,
+    Result,
+    Scaling,
+    ScalingPoint,
+    Series,
+    Settings,
+    Verdict,
+)
 from meshwright.ir.statistics import median, ratio
 
 PLANTED = Path(__file__).parent / "results"
@@ -78,6 +88,17 @@ def test_what_is_honest_passes_and_has_every_kind_of_finding() -> None:
     honest = planted("honest")
     assert lint(honest) == ()
     assert len({type(finding) for finding in honest.findings}) == 7
+
+
+@pytest.mark.parametrize(("verdict", "rules"), [("pass", []), ("fail", ["cores"]), ("undecided", ["cores"])])
+def test_a_duration_may_pass_although_ranks_share_cores(verdict: Verdict, rules: list[str]) -> None:
+    example = planted("more-ranks-than-cores")
+    first = example.findings[0]
+    assert isinstance(first, Comparison)
+    ours = first.series["ours"]
+    duration = Duration(target="a step", verdict=verdict, measured="0.201 s", notes={}, series=ours, limit_s=5.0)
+    result = msgspec.structs.replace(example, findings=(duration,))
+    assert [refusal.rule for refusal in lint(result) if refusal.rule == "cores"] == rules
 
 
 def test_every_rule_and_every_file_is_tried() -> None:
