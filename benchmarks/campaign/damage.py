@@ -16,6 +16,7 @@ from meshwright.runtime import manifest
 
 BEFORE = r"the one before it is tried"
 MISTAKE = {2}
+TENSORS = "data-*/*.distcp"
 
 
 def _latest(site: Site) -> Path:
@@ -38,8 +39,13 @@ def flip(path: Path, place: int, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
+def _filled(checkpoint: Path, pattern: str = TENSORS) -> list[Path]:
+    """The files that hold something: a stage without parameters writes an empty file, which is not read."""
+    return sorted(path for path in checkpoint.glob(pattern) if path.stat().st_size)
+
+
 def _flipped(site: Site, pattern: str) -> None:
-    path = site.draw.choice(sorted(_latest(site).glob(pattern)))
+    path = site.draw.choice(_filled(_latest(site), pattern))
     place, bit = site.draw.randrange(path.stat().st_size), site.draw.randrange(8)
     flip(path, place, bit)
     site.notes["bit"] = f"{path.name}:{place}.{bit}"
@@ -48,7 +54,7 @@ def _flipped(site: Site, pattern: str) -> None:
 
 def bit_flip_in_tensors(site: Site) -> None:
     """A bit of a file with tensors is another."""
-    _flipped(site, "data-*/*.distcp")
+    _flipped(site, TENSORS)
 
 
 def bit_flip_in_small_files(site: Site) -> None:
@@ -63,7 +69,7 @@ def bit_flip_in_manifest(site: Site) -> None:
 
 def torn_write(site: Site) -> None:
     """A file of the latest checkpoint is cut off."""
-    path = site.draw.choice(sorted(path for path in _latest(site).rglob("*") if path.is_file()))
+    path = site.draw.choice([path for path in _filled(_latest(site), "**/*") if path.is_file()])
     os.truncate(path, site.draw.randrange(path.stat().st_size))
     site.notes["file"] = path.name
     site.finish(codes={0}, words=BEFORE)
@@ -71,7 +77,7 @@ def torn_write(site: Site) -> None:
 
 def missing_shard(site: Site) -> None:
     """A file with tensors is not there."""
-    site.draw.choice(sorted(_latest(site).glob("data-*/*.distcp"))).unlink()
+    site.draw.choice(_filled(_latest(site))).unlink()
     site.finish(codes={0}, words=BEFORE)
 
 
@@ -161,11 +167,11 @@ def newer_version(site: Site) -> None:
 
 
 def wrong_permissions(site: Site) -> None:
-    """The command may not write into the run's folder, or not read a file of the latest checkpoint."""
+    """The command may not write into the folder of checkpoints, or not read a file of the latest checkpoint."""
     stopped(site)
     site.promise()
     latest = site.checkpoints / manifest.steps_in(site.checkpoints)[0]
-    path = site.draw.choice([site.run, site.checkpoints, latest / "manifest.json", *latest.glob("data-*/*.distcp")])
+    path = site.draw.choice([site.checkpoints, latest / "manifest.json", *_filled(latest)])
     mode = path.stat().st_mode
     site.notes["path"] = path.name
     path.chmod(0o555 if path.is_dir() else 0o000)
