@@ -41,13 +41,14 @@ def difference(mine: dict[int, float], others: dict[int, float]) -> float:
     return worst
 
 
-def parents() -> dict[int, int]:
-    """The parent of each process of this machine that lives."""
+def parents(dead: bool = False) -> dict[int, int]:
+    """The parent of each process of this machine that lives; with ``dead``, also of those that nobody has waited for:
+    threads and children of a process may live on for a moment after it."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
+            if dead or state != "Z":
                 found[int(path.name)] = int(parent)
     return found
 

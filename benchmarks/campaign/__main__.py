@@ -22,6 +22,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -153,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out  {name}: {why}")
     entries = read(journal)
     boxes = not why_not()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and leave nothing behind
     with locked(options.folder, ".lock", option="--folder"), ExitStack() as stack:
         work = _memory_disk(options.folder.resolve(), stack)
         starter = stack.enter_context(Starter({"OMP_NUM_THREADS": "1"}))

@@ -167,11 +167,13 @@ def disk_read_only(site: Site) -> None:
         site.finish()
 
 
-def power_cut(site: Site) -> None:
+def power_cut(site: Site, saving: bool = False) -> None:
     """Power fails: all processes are gone, and what was not flushed to the disk."""
     with _disk(site) as disk:
         site.start()
         site.await_step()
+        if saving:
+            site.until(lambda: any(site.checkpoints.glob("step-*/data-*/*.distcp")) or None, what="a save")
         site.promise(flushed=True)
         disk.cut_power()
         site.kill_session(flushed=True)
@@ -185,19 +187,7 @@ def power_cut(site: Site) -> None:
 
 def power_cut_while_saving(site: Site) -> None:
     """Power fails while a checkpoint is written."""
-    with _disk(site) as disk:
-        site.start()
-        site.await_step()
-        site.until(lambda: any(site.checkpoints.glob("step-*/data-*/*.distcp")) or None, what="a save")
-        site.promise(flushed=True)
-        disk.cut_power()
-        site.kill_session(flushed=True)
-        site.judge({-signal.SIGKILL})
-        site.until_nothing_lives()
-        disk.unmount()
-        disk.mount()
-        site.settle()
-        site.finish()
+    power_cut(site, saving=True)
 
 
 def disk_stalls(site: Site) -> None:

@@ -155,7 +155,7 @@ class Site:
     def raw(self, **changes: Mapping[str, Any]) -> dict[str, Any]:
         """The run file. ``changes``: by table, keys that are another."""
         tables: dict[str, dict[str, Any]] = {
-            "model": {"name": "mlp", "sizes": [8, 16, 16, 4]},
+            "model": {"name": "mlp", "sizes": [8, *[16] * 7, 4]},  # so deep that both stages of pp2 have parameters
             "data": {"kind": "random", "shape": [8], "classes": 4, "samples": 64, "batch_size": 12, "held_out": 0.0},
             "layout": dict(self.configuration.layout),
             "schedule": {"warmup_steps": 5},

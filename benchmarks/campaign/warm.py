@@ -102,12 +102,12 @@ class Starter:
     def living(self) -> list[int]:
         """The processes that live: commands, and all that descends from them."""
         self._ask({"living": True})  # it takes leave of those that have ended
-        known = parents()
+        known = parents(dead=True)
         own, before = {self._process.pid}, 0
         while len(own) > before:
             before = len(own)
             own |= {process for process, parent in known.items() if parent in own}
-        return sorted(own - {self._process.pid})
+        return sorted((own - {self._process.pid}) & parents().keys())
 
     def _ask(self, question: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -126,7 +126,8 @@ def serve() -> None:
     """Answer requests until there are no more, then kill what is left."""
     for name in IMPORTED:
         import_module(name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and the end of its process group, are for the campaign
+        signal.signal(number, signal.SIG_IGN)
     _call("prctl", _ADOPT, 1, 0, 0, 0)
     codes: dict[int, int] = {}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -140,17 +141,21 @@ def serve() -> None:
         elif "code" in asked:
             answer = codes.get(asked["code"])
         answers.write(json.dumps(answer) + "\n")
-    while children := [process for process, parent in parents().items() if parent == os.getpid()]:
-        for process in children:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        _reap(codes)
+    while _reap(codes):
+        for process, parent in parents().items():
+            if parent == os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
 
-def _reap(codes: dict[int, int]) -> None:
-    with suppress(ChildProcessError):
+def _reap(codes: dict[int, int]) -> bool:
+    """Note the codes of children that have ended. False if there are no children."""
+    try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _start(request: Request) -> int:
@@ -184,6 +189,7 @@ def _become(request: Request) -> NoReturn:
         os.dup2(output, number)
     _close_all_but({0, 1, 2})
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if request.shm:
         _call("unshare", _NEW_MOUNTS)
         _mount("none", "/", _PRIVATE | _RECURSIVE)

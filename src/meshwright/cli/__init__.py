@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import sys
 import tempfile
@@ -115,17 +116,23 @@ def run(arguments: Sequence[str]) -> int:
     except (MemoryError, RuntimeError, ImportError, OSError) as error:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
             return _defect(error)
-        asked = re.search(r"[0-9]+ bytes", str(error))
-        _complain(
-            f"there is not enough memory{f' for {asked[0]}' if asked else ''}\n"
-            "  -> take a smaller model, batch or number of ranks, or a machine with more"
-        )
+        _complain(_no_memory(" ".join(arguments[:2]), str(error)))
         return 2
     except Exception as error:  # noqa: BLE001 - the last resort: a defect of ours, told in a line too
         return _defect(error)
     if result == INTERRUPTED:  # typer itself caught the KeyboardInterrupt
         _complain("stopped")
     return result if isinstance(result, int) else 0
+
+
+def _no_memory(command: str, error: str) -> str:
+    asked = re.search(r"[0-9]+ bytes", error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limited = "" if limit == resource.RLIM_INFINITY else f"; `ulimit -v` is {limit / 2**20:.0f} MiB"
+    return (
+        f"meshwright {command}: there is not enough memory{f' for {asked[0]}' if asked else ''}{limited}\n"
+        "  -> take a smaller model, batch or number of ranks, or a machine with more"
+    )
 
 
 def _defect(error: Exception) -> int:
