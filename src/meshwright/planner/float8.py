@@ -1,5 +1,6 @@
-"""Choose the matrix products that run in float8, if the layout allows it (``Layout.float8``): those that are faster,
-with the time for rounding their operands and for reducing the scales.
+"""Choose the matrix products that run in float8, if the layout allows it (``Layout.float8``).
+
+A product is chosen if it is faster in float8, including the time for rounding its operands and for reducing the scales.
 
 As in torchao's and Transformer Engine's recipes, the last product of a model, which makes its output, stays in the
 wider dtype. Values of the forward pass have the format e4m3; gradients have e5m2 under tensorwise scaling (Transformer
@@ -15,7 +16,7 @@ from meshwright.ir.device import Device
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kernel import Kernel, in_float8
 from meshwright.ir.layout import TIME, Layout
-from meshwright.ir.operator_algorithm import Float8
+from meshwright.ir.operator_algorithm import FLOAT8_MULTIPLE, Float8
 from meshwright.ir.placement import is_linear
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import OperatorProgram
@@ -23,8 +24,6 @@ from meshwright.planner.intra_op.costs import CostModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of products that may run in float8."""
-MULTIPLE = 16
-"""GPUs multiply matrices in float8 whose inner and last dims are multiples of this."""
 LEAST_GAIN = 0.05
 """Products in float8 must be faster by this fraction of their time."""
 _PRODUCT = "aten.mm."
@@ -73,7 +72,7 @@ def check_float8(layout: Layout, device: Device) -> None:
 def _fits(kernel: Kernel, strategy: Strategy) -> bool:
     if kernel.product is None or kernel.dtype not in DTYPES or any(map(is_linear, strategy.values())):
         return False
-    return not (kernel.product.n % MULTIPLE or kernel.product.k % MULTIPLE)
+    return not (kernel.product.n % FLOAT8_MULTIPLE or kernel.product.k % FLOAT8_MULTIPLE)
 
 
 def _float8_s(
