@@ -22,6 +22,8 @@ SHUT_DOWN, WITHOUT_FLUSH = 0x8004587D, 2
 failed."""
 FROZEN_S, THAWED_S = 0.25, 0.02
 """Seconds for which a slow disk takes no writes, and for which it takes them, in turn."""
+REFILLED_S = 0.001
+"""Seconds between two fillings of a disk that stays full."""
 PATIENCE_S = 20.0
 """Seconds to wait until processes that have ended release a disk."""
 NO_ROOM = r"[Nn]o space left"
@@ -73,6 +75,24 @@ class Disk:
                 pass
         if left_bytes:
             os.truncate(self.place / "filling", (self.place / "filling").stat().st_size - left_bytes)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """A context in which the disk stays full: the room of a removed checkpoint is filled again at once."""
+        self.fill()
+        ended = threading.Event()
+
+        def fill() -> None:
+            while not ended.wait(REFILLED_S):
+                self.fill()
+
+        thread = threading.Thread(target=fill, name="fills a disk")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def make_room(self) -> None:
         """Remove the file that ``fill`` wrote."""
@@ -139,8 +159,8 @@ def disk_full(site: Site) -> None:
         site.start()
         site.await_step()
         site.promise()
-        disk.fill()
-        site.notes["code"] = site.judge(MISTAKE, NO_ROOM)
+        with disk.full():
+            site.judge(MISTAKE, NO_ROOM)
         site.settle()
         disk.make_room()
         site.finish()
