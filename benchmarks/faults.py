@@ -2,15 +2,15 @@
 
 Without ``--only``, the result file is written. The exit code is 1 if a target is missed.
 
-takeover   The demo's GPT on 4 data-parallel ranks of this machine. A rank that is drawn is killed after a step that is
-           drawn, again and again, and there is no checkpoint on the disk: the others are stopped, and ranks that take
-           over go on from the copies in memory. The time that is lost lies between the kill and the moment at which the
-           next step can begin; the steps after the last copy are made again.
-random     A small MLP in float64 under several layouts, whose ranks are killed at random steps and at random moments of
-           them, also while a copy is being made: the losses must be those of a run that nobody disturbed, bit for bit.
-hosts      Two launchers with a rank each, and a third as a spare, on a loopback address. The second is killed, with
-           what it keeps in memory, and the spare takes over. The spare is killed too, the first launcher goes on alone,
-           and another one comes. The losses must be those of one process.
+takeover   The demo's GPT on 4 data-parallel ranks of this machine, without checkpoints on the disk. Several times, a
+           random rank is killed after a random step. The other ranks are then stopped, and new ranks go on from the
+           copies in memory. The lost time lies between the kill and the moment at which the next step can begin. The
+           steps after the last copy are made again.
+random     A small MLP in float64 under several layouts. Its ranks are killed at random moments of random steps, also
+           while a copy is being made. The losses must be those of an undisturbed run, bit for bit.
+hosts      Two launchers with a rank each, and a third as a spare, on a loopback address. The second launcher is killed,
+           together with its copies in memory, and the spare replaces it. The spare is killed too, the first launcher
+           goes on alone, and another launcher joins. The losses must be those of one process.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ RANDOM_KILLS, TOLERANCE, PATIENCE_S, HOST_STEPS = 6, 1e-9, 300.0, 600
 
 
 class Kills(Silent):
-    """Progress of a rank that is killed in each attempt, ``kills[attempt]`` = (rank, steps of the attempt, seconds
-    after that step); it notes when training begins and when the kill comes."""
+    """Progress of a run in which a rank is killed in each attempt. ``kills[attempt]``: the rank, the number of steps of
+    the attempt, and the seconds after that step. Files record the times at which training begins and the rank dies."""
 
     def __init__(self, directory: Path, kills: Sequence[tuple[int, int, float]]) -> None:
         self.directory, self.steps, self.counts = directory, 0, False
@@ -91,7 +91,7 @@ def train(run: Run, kills: Sequence[tuple[int, int, float]], share: float) -> in
 
 
 def killed(run: Run, kills: Sequence[tuple[int, int, float]], share: float = memory_copies.SHARE) -> None:
-    """Run on ``RANKS`` ranks, which are started again as often as it takes."""
+    """Train on ``RANKS`` ranks, which are started again after each kill."""
 
     def always(error: RankError, kept: Path) -> bool:
         return True
@@ -207,7 +207,8 @@ faults.launch(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "first")
 
 
 class Slow(Silent):
-    """Progress that makes steps last, so that hosts can come and go; it notes the steps."""
+    """Progress that slows steps down, so that hosts can come and go. A file records the ranks and steps of each
+    attempt."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.counts = directory, False
@@ -241,7 +242,7 @@ def launch(directory: Path, port: int, first: bool) -> None:
 
 
 def host_findings(rounds: int) -> list[Finding]:
-    """Hosts that are lost and come again."""
+    """Losses and ranks of a run whose hosts are lost and replaced."""
     with tempfile.TemporaryDirectory() as scratch:
         directory, port = Path(scratch) / "run", free_port()
         directory.mkdir()
@@ -314,10 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only")
     parser.add_argument("--kills", type=int, default=KILLS, help="kills of the part takeover, at least 5")
     options = parser.parse_args(arguments)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for part in options.only or PARTS:
         rows = PARTS[part](options.kills)
-        found += rows
+        findings += rows
         for row in rows:
             report.show(row)
     if not options.only:
@@ -330,8 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {"demo": Settings(dtype="float32", ranks=RANKS, threads=1, sizes=sizes)}
         text = (__doc__ or "").partition("is missed.")[2].strip()
         timed = "From the kill of a rank to the moment at which the ranks that take over begin their first step."
-        report.write("faults", "Lost ranks and hosts", COMMAND, timed, settings, found, text)
-    return int(any(one.verdict == "fail" for one in found))
+        report.write("faults", "Lost ranks and hosts", COMMAND, timed, settings, findings, text)
+    return int(any(row.verdict == "fail" for row in findings))
 
 
 if __name__ == "__main__":

@@ -43,14 +43,17 @@ MODEL = MODELS["GPT-S"]
 PLAIN, CHOSEN = "plain", "chosen"
 COUNTS = (2, 4, 8)
 PAYS, NEVER_SLOWER, SPREAD = 0.97, 1.03, 1e-3
-"""In pieces, a step takes at most this share of the plain form's; the planner's form takes at most so many times the
-time of the fastest; losses of the same steps, in float32."""
+"""Limits on ratios. ``PAYS``: the time of a step in pieces over the time of the plain form. ``NEVER_SLOWER``: the time
+of the planner's form over the time of the fastest form. ``SPREAD``: the relative difference of losses in float32."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 TABLE = msgspec.structs.replace(LINK_SIZES, repeats=3, most_s=1.0, operations=OPERATIONS)
 
 
-class Found(msgspec.Struct, frozen=True):
-    """Seconds a step and losses of the first steps, by form; the products that the planner runs in pieces."""
+class Measured(msgspec.Struct, frozen=True):
+    """The measurements of all forms.
+
+    ``seconds`` maps a form to its times of a step, and ``losses`` to the losses of its first steps. ``pieces`` maps the
+    products that the planner runs in pieces to their algorithms."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]
@@ -60,7 +63,7 @@ class Found(msgspec.Struct, frozen=True):
 # --- on every rank ---------------------------------------------------------------------------------------------------
 
 
-def in_boxes(device: Cluster, table: Sizes, rounds: int) -> Found:
+def in_boxes(device: Cluster, table: Sizes, rounds: int) -> Measured:
     """Measure the links, plan, and run every form."""
     torch.set_num_threads(1)
     launch.start("cpu")
@@ -70,7 +73,7 @@ def in_boxes(device: Cluster, table: Sizes, rounds: int) -> Found:
     return forms(known(rows, places.num_boxes, places.each, device), rounds)
 
 
-def forms(cluster: Cluster, rounds: int) -> Found:
+def forms(cluster: Cluster, rounds: int) -> Measured:
     """Run the plan for a cluster, the plain form, and all products in pieces."""
     batch = MODEL.batch()
     graph = mw.capture(MODEL.make(), MODEL.loss, batch)
@@ -85,11 +88,11 @@ def forms(cluster: Cluster, rounds: int) -> Found:
     sides = {name: lambda trainer=trainer: trainer.step(batch) for name, trainer in trainers.items()}
     seconds = alternate(sides, rounds=rounds, steps=STEPS, warmup_steps=WARMUP_STEPS)
     texts = {name: text for name, text in plan.stage.operator_algorithms.items() if text.startswith(PIECES)}
-    return Found(seconds, losses, texts)
+    return Measured(seconds, losses, texts)
 
 
 def _divided(plan: mw.Plan, graph: Graph, count: int) -> mw.Plan:
-    """The plan with so many pieces of every product whose rows travel; 0: with none."""
+    """The plan with ``count`` pieces of every product whose rows travel; 0: all products run whole."""
     names = {starred(operator.name) for operator in graph.operators if operator.target.startswith("aten.mm.")}
     texts = {name: in_pieces(count) for name in names} if count else {}
     return msgspec.structs.replace(
@@ -121,14 +124,15 @@ def memory_findings(rounds: int) -> list[Finding]:
     return _judged("2 ranks that share memory", found, None)
 
 
-def _judged(where: str, found: Found, pays: float | None) -> list[Finding]:
+def _judged(where: str, measured: Measured, pays: float | None) -> list[Finding]:
     """``pays``: the planner's form must take at most this share of the plain form's time (None: it must be plain)."""
-    seconds = found.seconds
+    seconds = measured.seconds
     shares = {name: ratio(values, seconds[PLAIN]) for name, values in seconds.items()}
     print(where, *(f"{name}: {report.ms(sorted(seconds[name])[len(seconds[name]) // 2])}, {share} of plain"
-                   for name, share in shares.items()), f"chosen: {found.pieces}", sep="\n  ", flush=True)  # fmt: skip
+                   for name, share in shares.items()), f"chosen: {measured.pieces}", sep="\n  ",
+          flush=True)  # fmt: skip
     others = {name: seconds[name] for name in (PLAIN, *map(in_pieces, COUNTS))}
-    told = ", ".join(f"{name} {share.value:.3f}" for name, share in shares.items() if name != PLAIN)
+    text = ", ".join(f"{name} {share.value:.3f}" for name, share in shares.items() if name != PLAIN)
     limits = [(f"the planner's form is no slower than {NEVER_SLOWER:g} x the fastest of plain, 2, 4 and 8 pieces",
                others, NEVER_SLOWER)]  # fmt: skip
     if pays is not None:
@@ -137,14 +141,16 @@ def _judged(where: str, found: Found, pays: float | None) -> list[Finding]:
         report.judged(
             f"GPT-S, tp2, sequence parallel, {where}: {what}", {CHOSEN: seconds[CHOSEN], **beside}, CHOSEN, limit,
             settings="GPT-S", num_ranks=2, steps=STEPS,
-            losses={name: found.losses[name] for name in (CHOSEN, *beside)}, loss_spread=SPREAD,
+            losses={name: measured.losses[name] for name in (CHOSEN, *beside)}, loss_spread=SPREAD,
         )
         for what, beside, limit in limits
     ]  # fmt: skip
     if pays is None:
         target = f"GPT-S, tp2, sequence parallel, {where}: the planner takes the plain form of every product"
         findings.append(
-            report.share(target, int(not found.pieces), 1, f"{found.pieces or 'plain'}; of plain, a step takes: {told}")
+            report.share(
+                target, int(not measured.pieces), 1, f"{measured.pieces or 'plain'}; of plain, a step takes: {text}"
+            )
         )
     return findings
 

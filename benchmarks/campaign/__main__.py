@@ -1,19 +1,20 @@
 """Does a run survive everything? ``python -m benchmarks.campaign [--faults 1000] [--seed 0]``, as root for all kinds.
 
-Faults are inflicted on tiny runs of ``meshwright train`` and ``meshwright launch``, one after the other: each round
-inflicts every kind once, and the seed draws their order, the run that is hit, the moment and the victim. So fault n of
-a seed is the same fault each time, up to the scheduling of the machine. A journal has a line for each. A campaign that
-was stopped goes on after its last line with the same command. After each fault, when the same command has brought the
-run to its end,
+Faults are inflicted on tiny runs of ``meshwright train`` and ``meshwright launch``, one after the other. Each round
+inflicts every kind once. The seed draws their order, the run, the moment and the victim, so that fault n of a seed is
+always the same fault, except for the scheduling of the machine. A journal has a line for each fault. After a stop, the
+same command continues the campaign after the last line.
 
-lost         a checkpoint that was complete before the fault, and that the fault itself did not touch, has the bytes
-             that were written, and the run went on from it or from a later one;
-wrong        losses are those of the uninterrupted run: bit for bit where layout and ranks are the same, within 1e-9
-             where hosts came or went, and finite under rules that mix replicas;
-hung         no command has taken longer than its timeout and some slack;
-unexplained  each command has ended with a code that the fault allows, without a traceback; if it was not complete, with
-             a message of one screen that names value, place and remedy;
-left         no process, no shared memory, no temporary file, no port, no mount is left, nor files of saves that failed.
+After each fault, the same command is given until the run is complete. Then the following must hold:
+
+lost         A checkpoint that was complete before the fault, and that the fault itself did not touch, has the bytes
+             that were written. The run went on from it or from a later checkpoint.
+wrong        Losses are those of the uninterrupted run: bit for bit where layout and ranks are the same, within 1e-9
+             where hosts came or went. Under rules that mix replicas, they are finite.
+hung         No command has taken longer than its timeout and some slack.
+unexplained  Each command has ended with a code that the fault allows, and without a traceback. If the run was not
+             complete, a message of at most one screen names value, place and remedy.
+left         No process, shared memory, temporary file, port, mount or file of a failed save is left.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ def inflict(
     starter: Starter, folder: Path, number: int, seed: int, names: tuple[str, ...],
     expected: Mapping[str, Mapping[int, float]], *, boxes: bool = True, keep: bool = False,
 ) -> Entry:  # fmt: skip
-    """Inflict a fault, and judge. If the run ends before its moment comes, it is tried again at another moment.
+    """Inflict fault ``number`` and judge the run. If the run ends before the moment of the fault, the fault is tried
+    again at another moment, at most ``TRIES`` times in all.
 
-    ``boxes``: whether commands run in network namespaces. ``keep``: leave the folders of faults with problems."""
+    ``expected`` maps a configuration to its losses by step. ``boxes``: whether commands run in network namespaces.
+    ``keep``: leave the folders of faults with problems."""
     begun, tries = time.monotonic(), 0
     name, run, draw = drawn(seed, number, names)
     while True:
@@ -86,36 +89,36 @@ def _short(text: str, place: Path) -> str:
 
 
 def findings(entries: list[Entry], left_out: Mapping[str, str]) -> list[Finding]:
-    """What a journal says."""
-    made = [entry for entry in entries if not entry.missed]
+    """The results of a campaign. ``left_out`` maps the kinds that were not inflicted to the reasons."""
+    inflicted = [entry for entry in entries if not entry.missed]
     kinds = [(name, count, failed) for name, count, failed in counts(entries) if count]
-    text = f"{len(made)} faults of {len(kinds)} kinds; {sum(entry.tries for entry in entries)} tries"
+    text = f"{len(inflicted)} faults of {len(kinds)} kinds; {sum(entry.tries for entry in entries)} tries"
     rows: list[Finding] = [
         Check(
             target=f"the campaign: at least {FAULTS} faults of at least {LEAST_KINDS} kinds",
-            verdict="pass" if len(made) >= FAULTS and len(kinds) >= LEAST_KINDS else "fail",
+            verdict="pass" if len(inflicted) >= FAULTS and len(kinds) >= LEAST_KINDS else "fail",
             measured=text + (f"; left out here: {', '.join(left_out)}" if left_out else ""),
-            passed=min(len(made), FAULTS), total=FAULTS,
+            passed=min(len(inflicted), FAULTS), total=FAULTS,
             notes={"faults by kind": {name: count for name, count, _ in kinds}},
         ),
         report.share(
-            "the campaign: the moment of each fault came", len(made), len(entries),
-            f"{len(entries) - len(made)} of {len(entries)} faults came too late {TRIES} times",
+            "the campaign: the moment of each fault came", len(inflicted), len(entries),
+            f"the runs of {len(entries) - len(inflicted)} of {len(entries)} faults ended too early {TRIES} times",
         ),
     ]  # fmt: skip
     for category, words in CATEGORIES.items():
-        bad = [entry for entry in made if any(problem.category == category for problem in entry.problems)]
+        bad = [entry for entry in inflicted if any(problem.category == category for problem in entry.problems)]
         where = Counter(entry.kind for entry in bad)
-        told = ", ".join(f"{kind} {count}" for kind, count in where.most_common(8))
+        kinds_of_bad = ", ".join(f"{kind} {count}" for kind, count in where.most_common(8))
         rows.append(report.share(
-            f"after each fault: no {words}", len(made) - len(bad), len(made),
-            f"{len(bad)} {words} after {len(made)} faults" + (f": {told}" if told else ""),
+            f"after each fault: no {words}", len(inflicted) - len(bad), len(inflicted),
+            f"{len(bad)} {words} after {len(inflicted)} faults" + (f": {kinds_of_bad}" if kinds_of_bad else ""),
         ))  # fmt: skip
     for name, count, failed in kinds:
         doc = " ".join((KINDS[name].inflict.__doc__ or "").split())
         good = count - failed
         rows.append(report.share(f"{name}: {doc}", good, count, f"{good} of {count} faults survived"))
-    seconds = [entry.seconds for entry in made]
+    seconds = [entry.seconds for entry in inflicted]
     rows.append(Duration(
         target="a fault: its commands, and the checks after them", verdict="reported",
         measured=f"{median(seconds)} s; all of them {sum(seconds) / 3600:.2f} h",
@@ -125,7 +128,7 @@ def findings(entries: list[Entry], left_out: Mapping[str, str]) -> list[Finding]
 
 
 def _memory_disk(folder: Path, stack: ExitStack) -> Path:
-    """A file system in memory for the folders of faults: tiny runs would mostly wait for a real disk's flushes."""
+    """Mount a file system in memory for the folders of faults: on a disk, tiny runs would mostly wait for flushes."""
     place = folder / "work"
     place.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
@@ -139,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=FAULTS, help=f"in all, with those before ({FAULTS})")
+    parser.add_argument("--faults", type=int, default=FAULTS, help=f"of the whole journal ({FAULTS})")
     parser.add_argument("--seed", type=int, default=0, help="draws order, runs, moments and victims (0)")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind; writes no result file")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"of the journal and of runs ({FOLDER})")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind, without a result file")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"of the journal and the runs ({FOLDER})")
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs with problems")
     options = parser.parse_args(arguments)
     left_out = missing()
@@ -168,14 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.keep and (entry.problems or entry.missed):
                 kept = options.folder / f"kept-{number}"
                 subprocess.run(["cp", "-r", work / f"{number}-{entry.tries}", kept], capture_output=True, check=False)
-    found = findings(entries, left_out)
+    results = findings(entries, left_out)
     if options.kind:
-        return report.alone(found)
+        return report.alone(results)
     settings = {"runs": Settings(dtype="float64", ranks=2, threads=1, sizes={"faults": len(entries)})}
-    timed = "From the first command of a fault until all checks are made."
+    timed = "From the first command of a fault until all checks are done."
     text = (__doc__ or "").partition("as root for all kinds.")[2].strip()
-    report.write("campaign", "The campaign", COMMAND, timed, settings, found, text)
-    return report.alone(found)
+    report.write("campaign", "The campaign", COMMAND, timed, settings, results, text)
+    return report.alone(results)
 
 
 def _show(entry: Entry) -> None:

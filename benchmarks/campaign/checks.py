@@ -1,4 +1,4 @@
-"""What must hold after a fault, as functions of files and texts. Each returns problems: none if all is right."""
+"""The conditions that must hold after a fault. Each function checks files or texts, and yields the problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CATEGORIES: dict[Category, str] = {
     "left": "leftovers",
 }  # fmt: skip
 ROWS, COLUMNS = 24, 100
-"""One screen."""
+"""The size of a screen, which a message must not exceed."""
 STOPPED = 130
 """The exit code after Ctrl-C; 128 + N after another signal."""
 _PLACE = re.compile(r"meshwright(, rank \d+)?: (.+?: |.*\b(rank|step) \d)")
@@ -30,7 +30,7 @@ _FROM_THE_BEGINNING = "all ranks start again from the beginning"
 
 
 class Problem(NamedTuple):
-    """Something that must not be."""
+    """A violated condition."""
 
     category: Category
     text: str
@@ -40,9 +40,11 @@ class Problem(NamedTuple):
 
 
 def lost_checkpoints(checkpoints: Path, promised: int, damaged: Collection[int] = ()) -> Iterator[Problem]:
-    """``promised``: the step whose checkpoint was complete before the fault, and which the fault did not touch (-1:
-    none). It, or a later one, must be complete, and all that are complete must have the bytes that were written.
-    ``damaged``: the steps whose checkpoints the fault itself has damaged."""
+    """Check that the checkpoint of step ``promised`` or a later one is complete, and that all complete checkpoints have
+    the bytes that were written.
+
+    ``promised``: the step of the latest checkpoint that was complete before the fault and that the fault did not touch;
+    -1: there is none. ``damaged``: the steps whose checkpoints the fault itself has damaged."""
     latest = -1
     for name in manifest.steps_in(checkpoints):
         step = int(name.removeprefix("step-"))
@@ -58,10 +60,10 @@ def lost_checkpoints(checkpoints: Path, promised: int, damaged: Collection[int] 
 
 
 def lost_steps(output: str, promised: int) -> Iterator[Problem]:
-    """The run must go on from the promised checkpoint, or from later, whenever it was started again."""
-    for found in _GOES_ON.finditer(output):
-        if int(found[1]) < promised:
-            yield Problem("lost", f"step {promised} was saved, and the run went on from step {found[1]}")
+    """Check that the run went on from step ``promised`` or a later one, whenever it was started again."""
+    for match in _GOES_ON.finditer(output):
+        if int(match[1]) < promised:
+            yield Problem("lost", f"step {promised} was saved, and the run went on from step {match[1]}")
     if promised > 0 and _FROM_THE_BEGINNING in output:
         yield Problem("lost", f"step {promised} was saved, and the run began again")
 
@@ -70,19 +72,21 @@ def lost_steps(output: str, promised: int) -> Iterator[Problem]:
 
 
 def wrong_losses(directory: Path, expected: Mapping[int, float], tolerance: float) -> Iterator[Problem]:
-    """``tolerance``: 0 means bit for bit. Infinite: losses need only be finite, and the steps that a replica did not
-    make, because it was lost meanwhile, may be missing."""
+    """Compare the losses of a run with those of the uninterrupted run.
+
+    ``tolerance``: the largest difference; 0: losses must be equal bit for bit. If it is infinite, losses need only be
+    finite, and steps may be missing that a lost replica did not make."""
     free = math.isinf(tolerance)
     try:
-        found = losses_in(directory, gaps=free)
+        losses = losses_in(directory, gaps=free)
     except RowsError as error:
         yield Problem("wrong", f"{error}")
         return
-    if max(found, default=0) != max(expected) or (not free and found.keys() != expected.keys()):
-        yield Problem("wrong", f"metrics.jsonl has {len(found)} steps, and {len(expected)} were to be made")
-    for step in sorted(found.keys() & expected.keys()):
-        if not math.isfinite(found[step]) or abs(found[step] - expected[step]) > tolerance:
-            yield Problem("wrong", f"step {step}: the loss is {found[step]!r} instead of {expected[step]!r}")
+    if max(losses, default=0) != max(expected) or (not free and losses.keys() != expected.keys()):
+        yield Problem("wrong", f"metrics.jsonl has {len(losses)} steps instead of {len(expected)}")
+    for step in sorted(losses.keys() & expected.keys()):
+        if not math.isfinite(losses[step]) or abs(losses[step] - expected[step]) > tolerance:
+            yield Problem("wrong", f"step {step}: the loss is {losses[step]!r} instead of {expected[step]!r}")
             return
 
 
@@ -90,8 +94,9 @@ def wrong_losses(directory: Path, expected: Mapping[int, float], tolerance: floa
 
 
 def unexplained(output: str, code: int, allowed: Collection[int], words: str = "") -> Iterator[Problem]:
-    """The end of a command: with an allowed code; without a traceback; and, if it is not complete, with a message of at
-    most one screen that names value, place and remedy. ``words``: a pattern that the message must have."""
+    """Check the end of a command: its code must be allowed, and its output must have no traceback. If the run is not
+    complete, a message of at most one screen must name value, place and remedy. ``words``: a pattern that must occur in
+    the output."""
     if code not in allowed:
         yield Problem("unexplained", f"exit code {code} instead of {', '.join(map(str, sorted(allowed)))}")
     if "Traceback (most recent call last)" in output:
@@ -122,16 +127,16 @@ def unexplained(output: str, code: int, allowed: Collection[int], words: str = "
 
 
 def message_of(output: str) -> str:
-    """The message with which a command has ended; empty if there is none."""
-    found = list(re.finditer(r"^meshwright(?:, rank \d+)?: ", output, re.MULTILINE))
-    return output[found[-1].start() :].strip() if found else ""
+    """The last error message in the output of a command; empty if there is none."""
+    starts = list(re.finditer(r"^meshwright(?:, rank \d+)?: ", output, re.MULTILINE))
+    return output[starts[-1].start() :].strip() if starts else ""
 
 
 # --- leftovers -------------------------------------------------------------------------------------------------------
 
 
 def left_processes(living: Sequence[int]) -> Iterator[Problem]:
-    """``living``: what descends from commands that have ended."""
+    """``living``: the processes that descend from commands that have ended. There must be none."""
     for process in living:
         try:
             state = Path(f"/proc/{process}/status").read_text().splitlines()[2].split(maxsplit=1)[1]
@@ -142,15 +147,14 @@ def left_processes(living: Sequence[int]) -> Iterator[Problem]:
 
 
 def left_files(folders: Mapping[str, Path]) -> Iterator[Problem]:
-    """``folders``: by what they are for, folders that must be empty: of temporary files, of shared memory."""
-    for what, folder in folders.items():
+    """``folders`` maps a kind of files to its folder, which must be empty."""
+    for kind, folder in folders.items():
         for path in sorted(folder.iterdir()):
-            yield Problem("left", f"{what}: {path.name}")
+            yield Problem("left", f"{kind}: {path.name}")
 
 
 def left_in_run(directory: Path) -> Iterator[Problem]:
-    """A run's folder after its good end: no temporary files, no data of saves that were given up, and no locks that are
-    held."""
+    """Check that the folder of a complete run has no temporary files and no data of failed saves."""
     known = {".lock", ".train.lock"}
     for path in sorted(directory.rglob("*")):
         if path.name.startswith(".") and path.name not in known and path.parent.name[:5] != "data-":
@@ -167,8 +171,7 @@ def left_in_run(directory: Path) -> Iterator[Problem]:
 
 
 def left_ports(table: str) -> Iterator[Problem]:
-    """``table``: /proc/.../net/tcp of the box in which the commands ran. Port by port, what still listens or is
-    connected there."""
+    """Check that no port listens or is connected. ``table``: the text of /proc/.../net/tcp in a box of commands."""
     for line in table.splitlines()[1:]:
         fields = line.split()
         state = {"01": "is connected", "0A": "listens"}.get(fields[3])
@@ -177,7 +180,7 @@ def left_ports(table: str) -> Iterator[Problem]:
 
 
 def left_mounts(folder: Path, mounts: str) -> Iterator[Problem]:
-    """``mounts``: /proc/self/mountinfo."""
+    """Check that nothing is mounted below ``folder``. ``mounts``: the text of /proc/self/mountinfo."""
     for line in mounts.splitlines():
         place = line.split()[4]
         if place.startswith(f"{folder}{os.sep}"):

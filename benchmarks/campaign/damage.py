@@ -6,21 +6,20 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.campaign.processes import AGAIN, stopped
-from benchmarks.campaign.site import KEEP, Site
+from benchmarks.campaign.processes import AGAIN, killed, stopped
+from benchmarks.campaign.site import KEEP, MISTAKE, Site
 from meshwright.runtime import manifest
 
 BEFORE = r"the one before it is tried"
-MISTAKE = {2}
+"""The words of a command that skips a damaged checkpoint."""
 TENSORS = "data-*/*.distcp"
 
 
 def _latest(site: Site) -> Path:
-    """The latest checkpoint, when there are at least two."""
+    """Run the first part of a run, and return its latest checkpoint, which the fault will damage. The checkpoint before
+    it must not be lost."""
     stopped(site, least=3)
     names = manifest.steps_in(site.checkpoints)
     steps = [int(name.removeprefix("step-")) for name in names]
@@ -40,7 +39,7 @@ def flip(path: Path, place: int, bit: int) -> None:
 
 
 def _filled(checkpoint: Path, pattern: str = TENSORS) -> list[Path]:
-    """The files that hold something: a stage without parameters writes an empty file, which is not read."""
+    """The files that are not empty: a stage without parameters writes an empty file, which is never read."""
     return sorted(path for path in checkpoint.glob(pattern) if path.stat().st_size)
 
 
@@ -53,17 +52,17 @@ def _flipped(site: Site, pattern: str) -> None:
 
 
 def bit_flip_in_tensors(site: Site) -> None:
-    """A bit of a file with tensors is another."""
+    """A bit of a file with tensors is flipped."""
     _flipped(site, TENSORS)
 
 
 def bit_flip_in_small_files(site: Site) -> None:
-    """A bit of trainer.pt, of an index, or of the metadata is another."""
+    """A bit of trainer.pt, of an index, or of the metadata is flipped."""
     _flipped(site, site.draw.choice(["data-*/trainer.pt", "data-*/index.json", "data-*/.metadata"]))
 
 
 def bit_flip_in_manifest(site: Site) -> None:
-    """A bit of a manifest is another."""
+    """A bit of a manifest is flipped."""
     _flipped(site, "manifest.json")
 
 
@@ -76,13 +75,13 @@ def torn_write(site: Site) -> None:
 
 
 def missing_shard(site: Site) -> None:
-    """A file with tensors is not there."""
+    """A file with tensors is missing."""
     site.draw.choice(_filled(_latest(site))).unlink()
     site.finish(codes={0}, words=BEFORE)
 
 
 def all_damaged(site: Site) -> None:
-    """No checkpoint is whole: the command says so, and begins nothing. Without them, the run begins again."""
+    """All checkpoints are damaged: the command is refused. When they are removed, the run begins again."""
     _latest(site)
     for path in site.checkpoints.glob("step-*/data-*/trainer.pt"):
         flip(path, site.draw.randrange(path.stat().st_size), site.draw.randrange(8))
@@ -94,7 +93,7 @@ def all_damaged(site: Site) -> None:
 
 
 def damaged_plan(site: Site) -> None:
-    """plan.json is damaged while ranks train, and one is killed: those that take over read it."""
+    """plan.json is damaged while ranks train, and a rank is killed: the ranks that are started again read it."""
     site.start()
     ranks = site.fresh_ranks()
     site.await_step()
@@ -110,13 +109,8 @@ def damaged_plan(site: Site) -> None:
 
 
 def torn_metrics(site: Site) -> None:
-    """All is killed, and the last row of metrics.jsonl, of a step that was not saved yet, is cut off."""
-    site.start()
-    site.await_step()
-    site.promise()
-    site.kill_session()
-    site.judge({-signal.SIGKILL})
-    site.settle()
+    """All processes are killed, and the last row of metrics.jsonl is cut off, if its step was not saved yet."""
+    killed(site)
     path = site.run / "metrics.jsonl"
     last = path.read_bytes().splitlines(keepends=True)[-1]
     if json.loads(last)["step"] > site.promised:
@@ -132,27 +126,16 @@ def damaged_run_file(site: Site) -> None:
     site.finish(codes={0})
 
 
-def _refused(site: Site, words: str, *options: str, heal: Callable[[], object] = lambda: None) -> None:
-    """The command is refused, with these words; without the fault, the same run goes on."""
-    site.start(*options)
-    site.judge(MISTAKE, words)
-    site.settle()
-    heal()
-    site.finish()
-
-
 def another_model(site: Site) -> None:
     """The checkpoints in the run's folder are of another model."""
     stopped(site)
-    site.promise()
-    _refused(site, "the checkpoint is of another model", "--model.sizes=[8, 16, 8, 4]")
+    site.attempt("the checkpoint is of another model", "--model.sizes=[8, 16, 8, 4]")
 
 
 def another_precision(site: Site) -> None:
     """The checkpoints in the run's folder are in another precision."""
     stopped(site)
-    site.promise()
-    _refused(site, "the checkpoint is in another precision", "--train.dtype", "float32")
+    site.attempt("the checkpoint is in another precision", "--train.dtype", "float32")
 
 
 def newer_version(site: Site) -> None:
@@ -163,13 +146,12 @@ def newer_version(site: Site) -> None:
     raw.pop("checksum")
     raw["checksum"] = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
     latest.write_text(json.dumps(raw))
-    _refused(site, "version is 99, this Meshwright reads up to version 2", heal=lambda: latest.write_bytes(before))
+    site.attempt("version is 99, this Meshwright reads up to version 2", heal=lambda: latest.write_bytes(before))
 
 
 def wrong_permissions(site: Site) -> None:
-    """The command may not write into the folder of checkpoints, or not read a file of the latest checkpoint."""
+    """The command may not write to the folder of checkpoints, or may not read a file of the latest checkpoint."""
     stopped(site)
-    site.promise()
     latest = site.checkpoints / manifest.steps_in(site.checkpoints)[0]
     path = site.draw.choice([site.checkpoints, latest / "manifest.json", *_filled(latest)])
     mode = path.stat().st_mode
@@ -184,7 +166,7 @@ def wrong_permissions(site: Site) -> None:
 
 
 def permissions_lost(site: Site) -> None:
-    """While the run trains, it loses the permission to write into the folder of checkpoints."""
+    """While the run trains, it loses the permission to write to the folder of checkpoints."""
     site.start(plain=True)
     site.await_step()
     site.promise()
@@ -196,23 +178,18 @@ def permissions_lost(site: Site) -> None:
 
 
 def foreign_files(site: Site) -> None:
-    """Files of others lie in the checkpoints, which are pruned: they stay."""
+    """A checkpoint holds a file that no save wrote. The file stays when the checkpoint is pruned."""
     stopped(site, least=KEEP)
     oldest = site.checkpoints / manifest.steps_in(site.checkpoints)[-1]
-    mine = oldest / "notes.txt"
-    mine.write_text("mine")
+    notes = oldest / "notes.txt"
+    notes.write_text("of the user")
     site.finish(codes={0})
-    if not mine.exists():
-        site.problem("lost", f"a file that no save wrote is removed: {mine.name}")
+    if not notes.exists():
+        site.problem("lost", f"a file that no save wrote is removed: {notes.name}")
 
 
 def killed_launcher_with_lock(site: Site) -> None:
-    """A killed launcher leaves its locks. Their holder is gone, so that they hold nobody off."""
-    site.start()
-    site.await_step()
-    site.promise()
-    site.kill_session()
-    site.judge({-signal.SIGKILL})
-    site.settle()
+    """A killed launcher leaves its locks, which are ignored because their holder is gone."""
+    killed(site)
     (site.run / ".lock").write_bytes(b'{"host": ')
     site.finish(codes={0})

@@ -1,4 +1,5 @@
-"""Faults of the disk under a run's folder: full, read-only, slow, without power. A disk is a file with an ext4."""
+"""Faults of the disk under a run's folder: full, read-only, slow, without power. The disk is a file with an ext4 file
+system."""
 
 from __future__ import annotations
 
@@ -13,19 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from benchmarks.campaign.site import LATER, Site
+from benchmarks.campaign.site import LATER, MISTAKE, Site
 
 SIZE_BYTES = 24 * 2**20
 SHUT_DOWN, WITHOUT_FLUSH = 0x8004587D, 2
-"""EXT4_IOC_SHUTDOWN, and EXT4_GOING_FLAGS_NOLOGFLUSH: what is not on the disk yet is lost, as if power had failed."""
+"""EXT4_IOC_SHUTDOWN, and EXT4_GOING_FLAGS_NOLOGFLUSH: data that is not on the disk yet is lost, as if power had
+failed."""
 FROZEN_S, THAWED_S = 0.25, 0.02
+"""Seconds for which a slow disk takes no writes, and for which it takes them, in turn."""
 REFILLED_S = 0.001
+"""Seconds between two fillings of a disk that stays full."""
 PATIENCE_S = 20.0
+"""Seconds to wait until processes that have ended release a disk."""
 NO_ROOM = r"[Nn]o space left"
 
 
 class Disk:
-    """A small disk of its own, on which the run of a site lies."""
+    """A small disk that holds the run of a site and nothing else."""
 
     def __init__(self, site: Site) -> None:
         self.image, self.place = site.folder / "disk.img", site.folder / "disk"
@@ -37,13 +42,13 @@ class Disk:
         site.run = self.place / "run"
 
     def mount(self) -> None:
-        """Mount it. Its journal is played back where it was cut off."""
+        """Mount it. The file system replays its journal."""
         options = "loop,errors=remount-ro,nodelalloc"
         subprocess.run(["mount", "-o", options, str(self.image), str(self.place)], check=True)
 
     def unmount(self) -> None:
-        """Unmount it, as soon as nobody uses it. Namespaces of processes that have ended may keep it for a while: what
-        is mounted meanwhile would be the same file system, in the state in which it is."""
+        """Unmount it, and wait until the kernel has released it. Namespaces of processes that have ended may hold it
+        for a while. Mounting it again meanwhile would give the same file system in its present state."""
         if not self.place.is_mount():
             return
         state = self._state()
@@ -51,7 +56,7 @@ class Disk:
         _await(lambda: not state.exists())
 
     def _state(self) -> Path:
-        """What the kernel tells of the file system, as long as there is one."""
+        """The kernel's directory for the file system, which exists while the file system is in use."""
         device = subprocess.run(
             ["findmnt", "-n", "-o", "SOURCE", str(self.place)], check=True, capture_output=True, text=True
         )
@@ -64,7 +69,7 @@ class Disk:
         self.mount()
 
     def fill(self, left_bytes: int = 0) -> None:
-        """Write a file until nothing fits, but for so many bytes."""
+        """Write a file until the disk is full, except for ``left_bytes``."""
         with (self.place / "filling").open("ab", buffering=0) as file, suppress(OSError):
             while file.write(b"x" * 65536):
                 pass
@@ -73,7 +78,7 @@ class Disk:
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """A context in which the disk stays full: room that a removed checkpoint leaves is taken at once."""
+        """A context in which the disk stays full: the room of a removed checkpoint is filled again at once."""
         self.fill()
         ended = threading.Event()
 
@@ -90,15 +95,15 @@ class Disk:
             thread.join()
 
     def make_room(self) -> None:
-        """Remove that file."""
+        """Remove the file that ``fill`` wrote."""
         (self.place / "filling").unlink()
 
     def fail(self) -> None:
-        """Let the file system find itself damaged: it becomes read-only at once, with all files that are open."""
+        """Report an error to the file system: it becomes read-only at once, for open files too."""
         (self._state() / "trigger_fs_error").write_text("1")
 
     def cut_power(self) -> None:
-        """Lose what was not flushed to the disk. From now on, every access is an error."""
+        """Lose all data that was not flushed to the disk. From now on, every access fails."""
         place = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(place, SHUT_DOWN, struct.pack("I", WITHOUT_FLUSH))
@@ -106,7 +111,7 @@ class Disk:
             os.close(place)
 
     def freeze(self, seconds: float) -> None:
-        """Let all writes wait."""
+        """Block all writes for some seconds."""
         subprocess.run(["fsfreeze", "-f", str(self.place)], check=True)
         try:
             time.sleep(seconds)
@@ -115,7 +120,7 @@ class Disk:
 
 
 def _await(holds: Callable[[], bool]) -> None:
-    """Wait until it holds, for at most ``PATIENCE_S`` seconds."""
+    """Wait until ``holds()``. Raise a TimeoutError after ``PATIENCE_S`` seconds."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
@@ -137,7 +142,7 @@ def _disk(site: Site) -> Iterator[Disk]:
 
 
 def disk_full_for_a_while(site: Site) -> None:
-    """Others fill the disk, and make room again: training goes on meanwhile."""
+    """Other programs fill the disk, and make room again. Training goes on meanwhile."""
     with _disk(site) as disk:
         site.start()
         site.await_step(high=site.steps // 3)
@@ -149,27 +154,23 @@ def disk_full_for_a_while(site: Site) -> None:
 
 
 def disk_full(site: Site) -> None:
-    """The disk stays full until the end, which says how much is missing. With room, the same command goes on."""
+    """The disk stays full: the command ends, and says that no space is left. With room, the same command goes on."""
     with _disk(site) as disk:
         site.start()
         site.await_step()
         site.promise()
         with disk.full():
-            site.judge({2}, NO_ROOM)
+            site.judge(MISTAKE, NO_ROOM)
         site.settle()
         disk.make_room()
         site.finish()
 
 
 def disk_full_at_the_start(site: Site) -> None:
-    """There is no room when the command begins."""
+    """The disk is full when the command begins."""
     with _disk(site) as disk:
         disk.fill()
-        site.start()
-        site.judge({2}, NO_ROOM)
-        site.settle()
-        disk.make_room()
-        site.finish()
+        site.attempt(NO_ROOM, heal=disk.make_room)
 
 
 def disk_read_only(site: Site) -> None:
@@ -179,14 +180,14 @@ def disk_read_only(site: Site) -> None:
         site.await_step()
         site.promise()
         disk.fail()
-        site.judge({2}, r"[Rr]ead-only file system")
+        site.judge(MISTAKE, r"[Rr]ead-only file system")
         site.settle()
         disk.repair()
         site.finish()
 
 
 def power_cut(site: Site, saving: bool = False) -> None:
-    """Power fails: all processes are gone, and what was not flushed to the disk."""
+    """Power fails: all processes are gone, and all data that was not flushed to the disk is lost."""
     with _disk(site) as disk:
         site.start()
         site.await_step()
@@ -209,7 +210,7 @@ def power_cut_while_saving(site: Site) -> None:
 
 
 def disk_stalls(site: Site) -> None:
-    """All writes wait for a while."""
+    """The disk takes no writes for a while."""
     with _disk(site) as disk:
         site.start()
         site.await_step()
@@ -219,7 +220,7 @@ def disk_stalls(site: Site) -> None:
 
 
 def disk_slow(site: Site) -> None:
-    """Writes wait nearly all of the time."""
+    """The disk takes writes only during a small part of the time."""
     with _disk(site) as disk:
         site.start()
         site.await_step()

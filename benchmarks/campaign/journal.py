@@ -17,11 +17,13 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """A fault that was inflicted.
 
     Attributes:
-        number, seed: which fault it is: kind, run and moment follow from them.
-        tries: how often it was tried until the moment came; it never came if ``missed`` says why.
-        problems: what must not be, as (category, text).
-        notes: what was drawn, such as the step.
-        seconds: from the first command until the verdict.
+        number, seed: they decide kind, run and moment of the fault.
+        codes: the exit codes of its commands, in their order.
+        problems: the violations that the checks found.
+        notes: values that were drawn or seen, such as the step.
+        tries: the number of tries until the moment came.
+        missed: the reason why the moment never came; empty if it came.
+        seconds: the time from the first command of the first try until the verdict.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""All kinds of faults by name: the function that inflicts one and judges its commands, and the runs that it may hit."""
+"""All kinds of faults by name: the function that inflicts the fault, and the runs that it may hit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ ANY = ("dp2", "tp2", "pp2", "zero2", "one")
 class Kind(NamedTuple):
     """A kind of fault.
 
-    ``runs``: the configurations of which one is drawn. ``hosts``: boxes, each a host; 1: one box around all.
-    ``root``: whether only root can inflict it. ``lacks``: why this machine cannot, beyond that; empty if it can."""
+    ``inflict``: inflicts the fault and judges the commands of the run. ``runs``: the configurations from which the run
+    is drawn. ``hosts``: the number of boxes, each a host. ``root``: whether only root can inflict it. ``lacks``:
+    returns what this machine lacks for it, besides root; empty if nothing."""
 
     inflict: Callable[[Site], None]
     runs: tuple[str, ...] = LAYOUTS
@@ -119,11 +120,11 @@ KINDS: dict[str, Kind] = {
 
 
 def missing() -> dict[str, str]:
-    """The kinds that this machine cannot inflict, and why."""
+    """Map the kinds that this machine cannot inflict to the reasons."""
     boxes = why_not()
-    found = {}
+    reasons = {}
     for name, kind in KINDS.items():
         lacks = kind.lacks() or (kind.root and os.geteuid() != 0 and "needs root") or (kind.hosts > 1 and boxes)
         if lacks:
-            found[name] = lacks
-    return found
+            reasons[name] = lacks
+    return reasons

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from benchmarks.campaign.damage import MISTAKE
 from benchmarks.campaign.processes import stopped
-from benchmarks.campaign.site import LATER, Site
+from benchmarks.campaign.site import LATER, MISTAKE, Site
 from benchmarks.campaign.warm import Starter
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -25,7 +24,7 @@ NO_MEMORY = r"memory"
 
 
 def rank_without_memory(site: Site) -> None:
-    """From a step on, a rank gets no more address space. It fails, or does without."""
+    """From a step on, a rank gets no more address space. It fails, or needs none."""
     site.start()
     ranks = site.fresh_ranks()
     site.await_step()
@@ -40,15 +39,12 @@ def rank_without_memory(site: Site) -> None:
 def launcher_without_memory(site: Site) -> None:
     """The command may use little more address space than it begins with."""
     used = int(Path(f"/proc/{site.starter.process}/statm").read_text().split()[0]) * resource.getpagesize()
-    site.start(limits={"RLIMIT_AS": used + site.draw.choice([4, 16, 64]) * 2**20})
-    site.judge({0, 2}, "")
-    site.settle()
-    site.finish()
+    site.attempt("", codes={0, 2}, limits={"RLIMIT_AS": used + site.draw.choice([4, 16, 64]) * 2**20})
 
 
 def killed_for_memory_while_planning(site: Site) -> None:
-    """The kernel kills a rank for want of memory before its first step: it is not tried again and again, and the error
-    says what is too large."""
+    """The kernel kills a rank for lack of memory before its first step: ranks are not started again, and the error says
+    what is too large."""
     with _memory_group(site, 2**20) as group:
         site.start()
         for rank in site.fresh_ranks():
@@ -59,7 +55,7 @@ def killed_for_memory_while_planning(site: Site) -> None:
 
 
 def killed_for_memory(site: Site) -> None:
-    """The kernel kills a rank for want of memory in the middle of the run, once."""
+    """The kernel kills a rank for lack of memory, once, in the middle of the run."""
     with _memory_group(site, -1) as group:
         site.start()
         rank = site.draw.choice(site.fresh_ranks())
@@ -75,7 +71,7 @@ def killed_for_memory(site: Site) -> None:
 
 @contextmanager
 def _memory_group(site: Site, num_bytes: int) -> Iterator[Path]:
-    """A control group for processes that may use so much memory; -1: any."""
+    """A control group whose processes together may use ``num_bytes`` of memory; -1: no limit."""
     group = MEMORY_GROUPS / f"meshwright-{os.getpid()}-{site.folder.name}"
     group.mkdir()
     try:
@@ -88,7 +84,7 @@ def _memory_group(site: Site, num_bytes: int) -> Iterator[Path]:
 
 
 def _limit(group: Path, num_bytes: int) -> None:
-    with suppress(OSError):  # what is in use cannot be taken back: the next page is the one too many
+    with suppress(OSError):  # memory in use cannot be taken back: the next page exceeds the limit
         (group / "memory.limit_in_bytes").write_text(f"{num_bytes}")
 
 
@@ -97,28 +93,18 @@ def _limit(group: Path, num_bytes: int) -> None:
 
 def few_open_files(site: Site) -> None:
     """The command may open few files."""
-    site.start(limits={"RLIMIT_NOFILE": site.draw.choice([16, 32, 48])})
-    site.judge({0, 2}, "")
-    site.settle()
-    site.finish()
+    site.attempt("", codes={0, 2}, limits={"RLIMIT_NOFILE": site.draw.choice([16, 32, 48])})
 
 
 def small_files_only(site: Site) -> None:
     """Files may not grow beyond a size, as under a quota: checkpoints cannot be written."""
     stopped(site)
-    site.promise()
-    site.start(limits={"RLIMIT_FSIZE": 4096})
-    site.judge({0, 2}, "")
-    site.settle()
-    site.finish()
+    site.attempt("", codes={0, 2}, limits={"RLIMIT_FSIZE": 4096})
 
 
 def no_folder_for_temporary_files(site: Site) -> None:
-    """TMPDIR names a folder that does not exist, or that nobody can write to."""
-    site.start(environment={"TMPDIR": str(site.folder / "nowhere")})
-    site.judge({0, 2}, "")
-    site.settle()
-    site.finish()
+    """TMPDIR names a folder that does not exist."""
+    site.attempt("", codes={0, 2}, environment={"TMPDIR": str(site.folder / "nowhere")})
 
 
 def port_taken(site: Site) -> None:
@@ -132,7 +118,7 @@ def port_taken(site: Site) -> None:
 
 
 def two_runs(site: Site) -> None:
-    """The command is given a second time while the first one trains: it is refused, and disturbs nothing."""
+    """The command is given a second time while the run trains: it is refused, and the run is not disturbed."""
     first = site.start()
     site.await_step(saved=False)
     second = site.start()
@@ -146,10 +132,11 @@ def two_runs(site: Site) -> None:
 
 
 class Clock:
-    """A clock that can be set, of all commands that a starter of its own starts: a library between them and the kernel.
+    """The clock of commands, which can be set while they run, by a library between them and the kernel.
 
-    A namespace of time moves only the clocks that nobody can set. ``clock.c`` adds seconds, which lie in a file, to the
-    others."""
+    A namespace of time changes only the clocks since the start of the machine. ``clock.c`` reads a number of seconds
+    from a file and adds it to the others. ``environment``: the variables of a starter whose commands have this
+    clock."""
 
     def __init__(self, folder: Path) -> None:
         self._file, library = folder / "clock", folder / "clock.so"
@@ -160,7 +147,7 @@ class Clock:
         self.environment = {"LD_PRELOAD": str(library), "CAMPAIGN_CLOCK": str(self._file)}
 
     def set(self, seconds: int) -> None:
-        """Let the clock be ahead by so many seconds."""
+        """Set the clock ``seconds`` ahead of the machine's."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("r+b" if self._file.exists() else "wb") as file:
             file.write(struct.pack("q", seconds))
@@ -200,27 +187,22 @@ def _started_by(site: Site, starter: Starter) -> Iterator[None]:
 
 
 def launcher_without_variables(site: Site) -> None:
-    """A process of a launcher that lacks some of its variables."""
+    """An environment variable of the launcher is missing."""
     given = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     missing = site.draw.choice(["MASTER_ADDR", "MASTER_PORT"])
     given.pop(missing)
-    site.start(environment=given)
-    site.judge(MISTAKE, rf"{missing} is not set")
-    site.settle()
-    site.finish()
+    site.attempt(rf"{missing} is not set", environment=given)
 
 
 def too_many_ranks(site: Site) -> None:
-    """More ranks than one machine may have, or than the batch divides over."""
+    """The command asks for more ranks than one machine may have, or for a number that does not divide the batch."""
     ranks = site.draw.choice([300, 7])
-    site.start("--train.ranks", f"{ranks}", "--layout.dp", "-1", "--layout.tp", "1", "--layout.pp", "1")
-    site.judge(MISTAKE, r"are more than 256|does not divide")
-    site.settle()
-    site.finish()
+    options = "--train.ranks", f"{ranks}", "--layout.dp", "-1", "--layout.tp", "1", "--layout.pp", "1"
+    site.attempt(r"are more than 256|does not divide", *options)
 
 
 def damaged_command(site: Site) -> None:
-    """The run file itself is damaged."""
+    """The run file of the command is damaged."""
     file = site.write("damaged.toml")
     text = file.read_text()
     place = site.draw.randrange(10, len(text))
@@ -229,6 +211,6 @@ def damaged_command(site: Site) -> None:
     code = site.judge({0, 2, LATER}, "")
     site.notes["code"] = code
     site.settle()
-    if code == 0:  # a comment, or a number that is another one
+    if code == 0:  # the damage is in a comment, or makes another number
         shutil.rmtree(site.run)
     site.finish()

@@ -11,22 +11,29 @@ from meshwright.runtime.roll_call import SILENT_S
 
 RATE = 1e9
 FAIL = (2, 128 + signal.SIGTERM)
-"""A launcher whose leader is gone ends with a message."""
+"""The exit codes of a launcher that has lost the first launcher: it ends with a message, or by SIGTERM."""
+
+
+def _launchers(site: Site, later_s: int = 0) -> tuple[Command, Command]:
+    """Start the launchers of two hosts. ``later_s``: the seconds by which the clock since the start of the machine is
+    ahead on the second."""
+    nodes = {"count": 2, "ranks_per_node": 1, "addresses": [address_of(0), address_of(1)]}
+    file = site.write(nodes=nodes)
+    first = site.start("--on", "torchrun", verb=("launch",), file=file, box=0)
+    second = site.start("--on", "torchrun", verb=("launch",), file=file, box=1, later_s=later_s)
+    site.hosts = first, second
+    return first, second
 
 
 def _hosts(site: Site) -> tuple[Command, Command]:
-    """Start the launchers of two hosts."""
-    nodes = {"count": 2, "ranks_per_node": 1, "addresses": [address_of(0), address_of(1)]}
-    file = site.write(nodes=nodes, train={"steps": site.steps})
-    first = site.start("--on", "torchrun", verb=("launch",), file=file, box=0)
-    second = site.start("--on", "torchrun", verb=("launch",), file=file, box=1)
-    site.hosts = first, second
+    """Start the launchers of two hosts, and wait for the first step."""
+    first, second = _launchers(site)
     site.until(lambda: site.step() > 0 or None, first, "the first step")
     return first, second
 
 
 def _go_on(site: Site, codes: tuple[int, ...]) -> None:
-    """Wait for the ends of both launchers. Then one host goes on alone until the run is complete."""
+    """Wait until both launchers have ended. If the run is not complete then, one host completes it alone."""
     first, second = site.hosts
     ends = [site.judge({0, LATER, *codes}, command=command) for command in (first, second)]
     site.settle()
@@ -35,7 +42,7 @@ def _go_on(site: Site, codes: tuple[int, ...]) -> None:
 
 
 def node_killed(site: Site) -> None:
-    """A host is gone: its launcher and its rank are killed together. The other one goes on alone."""
+    """A host is lost: its launcher and its rank are killed together. The other host goes on alone."""
     first, second = _hosts(site)
     site.await_step(high=site.steps // 3)
     site.kill_session(second)
@@ -43,7 +50,7 @@ def node_killed(site: Site) -> None:
 
 
 def first_node_killed(site: Site) -> None:
-    """The host at which launchers meet is gone. The other one says so and ends, and the same command goes on."""
+    """The host at which launchers meet is lost. The other launcher says so and ends, and the same command goes on."""
     first, second = _hosts(site)
     site.await_step(high=site.steps // 3)
     site.kill_session(first)
@@ -62,7 +69,7 @@ def link_cut(site: Site) -> None:
 
 
 def link_cut_for_a_moment(site: Site) -> None:
-    """The second host's link is cut for less than a host may be silent: TCP sends again, and nobody is lost."""
+    """The second host's link is cut for less than a host may be silent: TCP sends again, and no host is lost."""
     _hosts(site)
     site.await_step(high=site.steps // 3)
     site.promise()
@@ -93,7 +100,7 @@ def packets_rejected(site: Site) -> None:
 
 
 def host_told_to_end(site: Site) -> None:
-    """One of the hosts is warned: both save, and end with the code for later."""
+    """One of the hosts gets SIGTERM: both save, and end with the exit code that means later."""
     first, second = _hosts(site)
     site.await_step(high=site.steps // 3)
     site.promise()
@@ -102,7 +109,7 @@ def host_told_to_end(site: Site) -> None:
 
 
 def rank_of_host_killed(site: Site) -> None:
-    """A rank is killed, and its host stays."""
+    """A rank is killed, and its launcher lives on."""
     hosts = _hosts(site)
     site.await_step(high=site.steps // 3)
     command = site.draw.choice(hosts)
@@ -111,10 +118,6 @@ def rank_of_host_killed(site: Site) -> None:
 
 
 def clocks_apart(site: Site) -> None:
-    """Hosts have started at different times: the clock since the start of the machine is a day ahead on one."""
-    nodes = {"count": 2, "ranks_per_node": 1, "addresses": [address_of(0), address_of(1)]}
-    file = site.write(nodes=nodes)
-    first = site.start("--on", "torchrun", verb=("launch",), file=file, box=0)
-    second = site.start("--on", "torchrun", verb=("launch",), file=file, box=1, later_s=86_400)
-    site.hosts = first, second
+    """Hosts were started at different times: the second host's clock since its start is a day ahead."""
+    _launchers(site, later_s=86_400)
     _go_on(site, ())

@@ -13,8 +13,9 @@ from benchmarks.campaign.site import LATER, SHORT_TIMEOUT_S, LateError, Site
 from meshwright.runtime import manifest
 
 AGAIN = r"all ranks start again from"
-"""What a launcher says when it starts lost ranks again."""
+"""The words of a launcher that starts lost ranks again."""
 OTHER_SIGNAL = 128
+"""The exit code after signal N is 128 + N."""
 
 
 def rank_killed(site: Site) -> None:
@@ -36,7 +37,7 @@ def ranks_killed(site: Site) -> None:
 
 
 def rank_killed_twice(site: Site) -> None:
-    """A rank is killed, and one of those that take over, too."""
+    """A rank is killed, and later one of the ranks that replaced the lost ranks."""
     site.start()
     for low in (5, 50):
         ranks = site.fresh_ranks()
@@ -120,11 +121,8 @@ def launcher_killed_while_saving(site: Site) -> None:
 
 def everything_killed(site: Site) -> None:
     """Launcher, server and ranks are killed together."""
-    site.start()
-    site.await_step()
-    site.promise()
-    site.kill_session()
-    site.finish(codes={-signal.SIGKILL})
+    killed(site)
+    site.finish()
 
 
 def told_to_end(site: Site) -> None:
@@ -208,7 +206,7 @@ def rank_stopped_for_good(site: Site) -> None:
 
 
 def launcher_stopped_for_a_while(site: Site) -> None:
-    """The launcher is stopped for a while. Its ranks go on, and it finds them as they are."""
+    """The launcher is stopped for a while. Its ranks go on meanwhile."""
     site.start()
     site.await_step()
     site.kill(site.commands[-1].process, number=signal.SIGSTOP)
@@ -239,12 +237,12 @@ def replica_killed(site: Site) -> None:
 
 
 def server_killed(site: Site) -> None:
-    """A parameter server, which runs beside a replica, is killed. Each range of parameters lives on in its copy."""
+    """A parameter server, which runs beside a replica, is killed. A copy of its range of parameters takes its place."""
     replica_killed(site)
 
 
 def stopped(site: Site, least: int = 0) -> None:
-    """Run a first part, which is told to end, when so many checkpoints are there."""
+    """Run the first part of a run. It is told to end once it has at least ``least`` checkpoints."""
     site.start()
     site.await_step(saved=False)
     site.until(lambda: len(manifest.steps_in(site.checkpoints)) >= least or None, what=f"{least} checkpoints")
@@ -253,6 +251,15 @@ def stopped(site: Site, least: int = 0) -> None:
         raise LateError("the run was complete before it was told to end")
     site.settle()
     site.promise()
+
+
+def killed(site: Site) -> None:
+    """Run the first part of a run. Launcher, server and ranks are killed together at a step that is drawn."""
+    site.start()
+    site.await_step()
+    site.kill_session()
+    site.judge({-signal.SIGKILL})
+    site.settle()
 
 
 def _is_saving(site: Site) -> bool:

@@ -32,16 +32,19 @@ COMMAND = "python -m benchmarks.campaign"
 STEPS, EVERY, KEEP = 150, 10, 3
 """Steps of a run, steps between checkpoints, and checkpoints that are kept."""
 TIMEOUT_S, SHORT_TIMEOUT_S = 20.0, 4.0
-"""Seconds that ranks wait for each other; and where a fault outlasts them."""
+"""Seconds that ranks wait for each other. The second number is for faults that last longer than this wait."""
 SLACK_S = 60.0
-"""Seconds that a command may need beyond the timeout, on a machine that others use too."""
+"""Seconds that a command may need beyond the timeout, on a machine with other work."""
 LEFT_S = 20.0
-"""Seconds after which nothing of a command may live."""
+"""Seconds after the end of a command within which all of its processes must have ended."""
 LOOK_S = 0.002
+"""Seconds between two looks at a run, while its moment is awaited."""
 MOST_COMMANDS = 6
-"""So often the same command is given until the run is complete."""
+"""The number of times that the same command is given until the run is complete."""
 LATER = PreemptedError.CODE
 WELL = (0, LATER)
+MISTAKE = (2,)
+"""Exit codes: a run that can go on later; runs without a mistake; a command that is refused."""
 
 T = TypeVar("T")
 
@@ -72,16 +75,16 @@ CONFIGURATIONS = {
     "local": Configuration({"replicas": 2, "consistency": "local(2)"}, 2, float("inf")),
     "server": Configuration({"replicas": 3, "consistency": "server(async, servers=2, copies=2)"}, 3, float("inf")),
 }
-"""``free`` takes the ranks that are there. Replicas that a rule joins have no single result once one of them was lost:
-their losses must be there, once for each step, and finite."""
+"""``free`` uses as many ranks as there are. After the loss of a replica, the result of replicas under a rule depends on
+the moment: each step must then have one loss, which is finite."""
 
 
 class LateError(Exception):
-    """The run had ended, or had not come so far, when the fault was to come: it is tried again."""
+    """The run ended before the moment of the fault, which is then tried again."""
 
 
 class HungError(Exception):
-    """A command that has neither ended nor gone on within the time that it has."""
+    """A command that did not end, or did not reach a moment, within its time limit."""
 
 
 class Command:
@@ -107,7 +110,7 @@ class Command:
         return self.output_file.read_text(errors="replace") if self.output_file.exists() else ""
 
     def ranks(self) -> list[int]:
-        """The processes of its ranks; itself, if it is the only rank."""
+        """The processes of its ranks."""
         return ranks_of(self.process)
 
     def signal(self, number: int, everybody: bool = False) -> None:
@@ -153,7 +156,7 @@ class Site:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def raw(self, **changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The run file. ``changes``: by table, keys that are another."""
+        """The contents of the run file. ``changes`` maps a table to the keys that differ."""
         tables: dict[str, dict[str, Any]] = {
             "model": {"name": "mlp", "sizes": [8, *[16] * 7, 4]},  # so deep that both stages of pp2 have parameters
             "data": {"kind": "random", "shape": [8], "classes": 4, "samples": 64, "batch_size": 12, "held_out": 0.0},
@@ -218,21 +221,21 @@ class Site:
     # --- the moment --------------------------------------------------------------------------------------------------
 
     def until(self, look: Callable[[], T | None], command: Command | None = None, what: str = "") -> T:
-        """What ``look`` finds, as soon as it finds something.
+        """Call ``look`` until its result is true, and return this result.
 
         Raises:
-            LateError: the command has ended before.
-            HungError: nothing is found in the time that a command has.
+            LateError: the command ended first.
+            HungError: the time limit of a command is over.
         """
         command = command or self.commands[-1]
         deadline = time.monotonic() + self.timeout_s + SLACK_S
-        while not (found := look()):
+        while not (result := look()):
             if command.poll() is not None:
                 raise LateError(f"the command ended ({command.code}) before {what or 'the moment'}")
             if time.monotonic() > deadline:
                 raise HungError(f"{what or 'the moment'} does not come: {self.last_words()}")
             time.sleep(LOOK_S)
-        return found
+        return result
 
     def last_words(self) -> str:
         """The ends of the outputs."""
@@ -246,16 +249,16 @@ class Site:
 
     def step(self, rank: int = 0) -> int:
         """The step that a rank is at; -1 if it is at none."""
-        found = re.search(r"\bstep (\d+)$", self.doing(rank))
-        return int(found[1]) if found else -1
+        match = re.search(r"\bstep (\d+)$", self.doing(rank))
+        return int(match[1]) if match else -1
 
     def fresh_ranks(self, command: Command | None = None) -> list[int]:
         """The processes of ranks that no fault has killed, when all are there."""
         command = command or self.commands[-1]
 
         def look() -> list[int] | None:
-            found = [process for process in command.ranks() if process not in self.killed]
-            return found if len(found) == self.configuration.ranks // max(1, len(self.hosts)) else None
+            fresh = [process for process in command.ranks() if process not in self.killed]
+            return fresh if len(fresh) == self.configuration.ranks // max(1, len(self.hosts)) else None
 
         return self.until(look, command, "all ranks begin")
 
@@ -265,7 +268,7 @@ class Site:
     def await_step(self, low: int = 2, high: int = STEPS // 2, saved: bool = True) -> int:
         """Wait for a step that is drawn. With ``saved``, also for a checkpoint. Return the step that was seen."""
         aim = self.draw.randint(low, high)
-        at = self.until(lambda: (found := self.step()) if self.step() >= aim else None, what=f"step {aim}")
+        at = self.until(lambda: step if (step := self.step()) >= aim else None, what=f"step {aim}")
         if saved:
             self.until(lambda: manifest.latest_step(self.checkpoints) + 1, what="a checkpoint")
         self.notes["step"] = at
@@ -276,8 +279,8 @@ class Site:
         self.until(lambda: words in self.doing(rank) or None, what=words)
 
     def promise(self, *, flushed: bool = False) -> int:
-        """From now on, the latest complete checkpoint must not be lost. ``flushed``: the latest of which the run has
-        said that it is saved, because others may see it before it is flushed to the disk."""
+        """Note the latest complete checkpoint: from now on, it must not be lost. ``flushed``: count only checkpoints
+        that the run has reported as saved. Other checkpoints may be visible before they are flushed to the disk."""
         said = re.findall(r"^step (\d+) is saved in ", self.commands[-1].output, re.MULTILINE) if flushed else []
         latest = max(map(int, said), default=-1) if flushed else manifest.latest_step(self.checkpoints)
         if latest > self.promised:
@@ -291,7 +294,7 @@ class Site:
         self.problems.append(Problem(category, text))
 
     def kill(self, *processes: int, number: int = signal.SIGKILL) -> None:
-        """Kill processes."""
+        """Send a signal to processes (default: kill them)."""
         self.promise()
         for process in processes:
             with suppress(ProcessLookupError):
@@ -300,8 +303,8 @@ class Site:
                 self.killed.add(process)
 
     def kill_session(self, command: Command | None = None, *, flushed: bool = False) -> None:
-        """Kill a launcher with all of its processes at once. Nobody is left who could remove its files in memory and
-        its temporary files; processes and ports must be gone all the same."""
+        """Kill a launcher with all of its processes at once. Then no process is left that could remove its shared
+        memory and temporary files, so these may stay. Processes and ports must be gone."""
         self.promise(flushed=flushed)
         self.nobody_was_left = True
         (command or self.commands[-1]).signal(signal.SIGKILL, everybody=True)
@@ -324,7 +327,8 @@ class Site:
         return command.code
 
     def judge(self, codes: Collection[int], words: str = "", command: Command | None = None) -> int:
-        """Wait for the end of a command, which must be one of these codes, and explained."""
+        """Wait for the end of a command. Its exit code must be one of ``codes``, and its output must explain the end
+        (see ``checks.unexplained``). Return the code."""
         command = command or self.commands[-1]
         code = self.end(command)
         self.problems += checks.unexplained(command.output, code, codes, words)
@@ -332,7 +336,7 @@ class Site:
         return code
 
     def settle(self) -> None:
-        """After a command has ended: all processes must end soon, and no checkpoint may be lost."""
+        """Check, after a command has ended, that all processes end soon and that no checkpoint is lost."""
         deadline = time.monotonic() + LEFT_S
         while (living := self._own_living()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -348,7 +352,8 @@ class Site:
         return self.starter.living() if not running else []
 
     def finish(self, *options: str, codes: Collection[int] = WELL, words: str = "", **request: Any) -> None:
-        """Let the command that runs come to its end, and give the same command again until the run is complete."""
+        """Wait for the end of the running command, and give the same command again until the run is complete. ``codes``
+        and ``words``: what the first of these commands may end with, as in ``judge``."""
         for _ in range(MOST_COMMANDS):
             if not self.commands or self.commands[-1].code is not None:
                 self.start(*options, **request)
@@ -359,8 +364,21 @@ class Site:
             codes, words = WELL, ""
         self.problems.append(Problem("hung", f"not complete after {MOST_COMMANDS} commands: {self.last_words()}"))
 
+    def attempt(
+        self, words: str, *options: str, codes: Collection[int] = MISTAKE, heal: Callable[[], object] = lambda: None,
+        **request: Any,
+    ) -> None:  # fmt: skip
+        """Give the command under a fault: it must end with one of ``codes`` and a message that matches ``words``. Then
+        ``heal`` the fault: the run must go on to its end. ``options`` and ``request`` belong to the fault."""
+        self.start(*options, **request)
+        self.judge(codes, words)
+        self.settle()
+        heal()
+        self.finish()
+
     def finish_or_refused(self, words: str) -> None:
-        """The command, which runs or is given now, comes to its end well, or is refused with these words."""
+        """Wait for the end of the running command (or give it now). It must complete the run, or be refused with a
+        message that matches ``words``."""
         if not self.commands or self.commands[-1].code is not None:
             self.start()
         if self.end() != 0:
@@ -374,7 +392,7 @@ class Site:
             time.sleep(0.02)
 
     def judge_run(self) -> None:
-        """What must hold of the run when it is complete."""
+        """Check the folder of the complete run: losses, checkpoints and leftovers."""
         self._is_judged = True
         self.problems += checks.wrong_losses(
             self.run, {step: self.expected[step] for step in range(1, self.steps + 1)}, self.tolerance
@@ -383,7 +401,7 @@ class Site:
         self.problems += checks.left_in_run(self.run)
 
     def verdict(self) -> list[Problem]:
-        """All problems, when the run is complete."""
+        """Check the complete run, and return all problems."""
         if not self._is_judged:
             self.judge_run()
         if not self.nobody_was_left:
@@ -395,7 +413,7 @@ class Site:
 
     @contextmanager
     def inhabited(self) -> Iterator[None]:
-        """A context in which the boxes exist. At its end, nothing of the commands lives, however it is left."""
+        """A context in which the boxes exist. At its end, all processes of commands are killed."""
         if self.num_boxes:
             self.network = EmulatedNetwork((1e9,) * self.num_boxes)
             self.network.__enter__()
@@ -411,7 +429,7 @@ class Site:
                 self.network.__exit__(None, None, None)
 
     def in_box(self, box: int, *commands: str) -> None:
-        """Run commands in the network of a box; -1: in that of the switch."""
+        """Run commands in the network namespace of a box; -1: in the namespace of the switch."""
         assert self.network is not None
         place = self.network.switch if box < 0 else self.network.places[box]
         for command in commands:
@@ -419,7 +437,7 @@ class Site:
             subprocess.run(inside, check=True, capture_output=True)
 
     def listen(self, port: int) -> socket.socket:
-        """A program that uses a port, in the first box."""
+        """A socket that occupies a port in the first box."""
         if not self.boxes:
             return socket.create_server(("127.0.0.1", port))
         place = self.boxes[0]
@@ -441,9 +459,12 @@ def _enter(descriptor: int) -> None:
 
 
 def references(starter: Starter, folder: Path, kept: Path, names: Collection[str]) -> dict[str, dict[int, float]]:
-    """The losses of uninterrupted runs, by the names of their configurations.
+    """Map the names of configurations to the losses of their uninterrupted runs.
 
-    Each is made once, in ``folder``, and kept in the file ``kept``. Those of layouts must be near those of one process.
+    Each run is made once, in ``folder``, and its losses are kept in the file ``kept``.
+
+    Raises:
+        RuntimeError: a run fails, or its losses differ from those of one process by more than ``NEAR``.
     """
     known: dict[str, dict[int, float]] = {}
     if kept.exists():
@@ -471,7 +492,7 @@ NUM_SAMPLES, SIDE = 48, 8
 
 
 def write_samples(kind: str, folder: Path) -> None:
-    """Files with samples: always the same."""
+    """Write the files with samples. Their contents are always the same."""
     draw = np.random.default_rng(0)
     if kind == "tensors":
         np.savez(folder / "data.npz", inputs=draw.normal(size=(NUM_SAMPLES, 8)), label=np.arange(NUM_SAMPLES) % 4)
@@ -485,7 +506,8 @@ def write_samples(kind: str, folder: Path) -> None:
 
 
 def _with_data(kind: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a run that reads such files. Images do not fit in memory: they are read again and again."""
+    """The tables of a run that reads files of samples. Images exceed the run's memory limit, so that they are read from
+    the disk in every epoch."""
     if not kind:
         return {}
     data: dict[str, Any] = {"kind": kind, "batch_size": 12, "held_out": 0.0}

@@ -1,11 +1,11 @@
-"""Starts ``meshwright`` commands at once: as forks of a process that has imported everything a launcher needs.
+"""Starts ``meshwright`` commands without delay: as forks of a process that has imported all modules of a launcher.
 
     campaign ──requests──▶ starter ──fork──▶ launcher ──fork──▶ its server of forks ──fork──▶ ranks
 
-An import of PyTorch takes seconds, and a fault should take as few. A launcher is a process of its own, with its own
-session, output and exit code; it does what the console script does. Its server of forks, too, is a fork instead of a
-new interpreter (``_forked``). All else is as users have it. The starter adopts the processes whose parents have died:
-what lives after a launcher has ended is its child, and was left behind.
+An import of PyTorch takes seconds, about as long as a whole fault. A launcher is a process of its own, with its own
+session, output and exit code, and does the same as the console script. Its server of forks is a fork too, instead of a
+new interpreter (``_forked``). Everything else is as in a user's run. The starter adopts processes whose parents have
+died. So a process that lives after its launcher is a child of the starter, and is found.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         arguments: those of ``meshwright``.
         output: the file that gets standard output and error.
         environment: more environment variables.
-        box: the process and the thread (task) that keep the network namespace in which it runs; empty: this one.
-        shm: the directory that it has as /dev/shm, in a mount namespace of its own; empty: this one.
-        later_s: seconds by which its clock of time since the start of the machine is ahead; 0: no namespace of time.
-        plain: whether permissions of files hold for it, also if it is root.
-        limits: by the name of a resource (``RLIMIT_NOFILE``), the limit of this process and its children.
-        main: what it runs in place of the command line: ``module:function``.
+        box: the process and the thread (task) that hold the network namespace of the command; empty: the namespace of
+            the starter.
+        shm: the directory that is its /dev/shm, in a mount namespace of its own; empty: the /dev/shm of the starter.
+        later_s: seconds by which its clock since the start of the machine is ahead; 0: it has no time namespace.
+        plain: whether permissions of files hold for it even if it is root.
+        limits: maps the name of a resource (``RLIMIT_NOFILE``) to the limit of the command and of its children.
+        main: the function that it runs, as ``module:function``.
     """
 
     arguments: tuple[str, ...]
@@ -69,7 +70,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Starter:
-    """The campaign's end: a context in which commands can be started."""
+    """The starter as the campaign sees it: a context in which commands can be started.
+
+    ``environment``: variables of the starter and of all its commands. ``process``: the number of its process."""
 
     def __init__(self, environment: Mapping[str, str] = {}) -> None:
         self._environment = environment
@@ -80,12 +83,12 @@ class Starter:
             stdout=subprocess.PIPE, env=os.environ | self._environment,
         )  # fmt: skip
         self.process = self._process.pid
-        self._ask({"living": True})  # all is imported
+        self._ask({"living": True})  # wait until all modules are imported
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # it kills what is left, and ends
+        self._process.stdin.close()  # it kills the processes that are left, and ends
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -96,12 +99,12 @@ class Starter:
 
     def code(self, process: int) -> int | None:
         """The exit code of a command, negative for a signal; None while it runs."""
-        found = self._ask({"code": process})
-        return None if found is None else int(found)
+        code = self._ask({"code": process})
+        return None if code is None else int(code)
 
     def living(self) -> list[int]:
-        """The processes that live: commands, and all that descends from them."""
-        self._ask({"living": True})  # it takes leave of those that have ended
+        """The living processes of commands and their descendants."""
+        self._ask({"living": True})  # the starter reaps the processes that have ended
         known = parents(dead=True)
         own, before = {self._process.pid}, 0
         while len(own) > before:
@@ -123,10 +126,10 @@ class Starter:
 
 
 def serve() -> None:
-    """Answer requests until there are no more, then kill what is left."""
+    """Answer requests until the input ends. Then kill the processes that are left."""
     for name in IMPORTED:
         import_module(name)
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and the end of its process group, are for the campaign
+    for number in (signal.SIGINT, signal.SIGTERM):  # these signals are for the campaign
         signal.signal(number, signal.SIG_IGN)
     _call("prctl", _ADOPT, 1, 0, 0, 0)
     codes: dict[int, int] = {}
@@ -150,7 +153,7 @@ def serve() -> None:
 
 
 def _reap(codes: dict[int, int]) -> bool:
-    """Note the codes of children that have ended. False if there are no children."""
+    """Add the codes of children that have ended to ``codes``. False if there are no children."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
@@ -160,7 +163,8 @@ def _reap(codes: dict[int, int]) -> bool:
 
 
 def _start(request: Request) -> int:
-    """Fork a command. A namespace of time begins with a child: the fork's fork, which the starter adopts, is it."""
+    """Fork a command, and return its process. A new time namespace holds for children only: the command is then a fork
+    of the fork, which the starter adopts."""
     own, others = os.pipe()
     if not (process := os.fork()):
         os.close(own)
@@ -182,7 +186,7 @@ def _start(request: Request) -> int:
 
 
 def _become(request: Request) -> NoReturn:
-    """Be the command."""
+    """Turn this process into the command."""
     os.setsid()
     nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(request.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(nothing, 0)
@@ -204,7 +208,7 @@ def _become(request: Request) -> NoReturn:
     if request.plain:
         _obey_permissions()
     os.environ.update(request.environment)
-    tempfile.tempdir = None  # that of the starter
+    tempfile.tempdir = None  # the starter's may differ
     setattr(import_module("multiprocessing.util"), "spawnv_passfds", _forked)  # noqa: B010
     sys.argv = ["meshwright", *request.arguments]
     sys.modules["__main__"] = ModuleType("__main__")  # ranks are not to import this module
@@ -238,8 +242,8 @@ def _obey_permissions() -> None:
 
 
 def _forked(path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
-    """In place of ``multiprocessing.util.spawnv_passfds``: the program ``-c PROGRAM`` in a fork instead of a new
-    interpreter, with the same open files and handlers of signals."""
+    """Replaces ``multiprocessing.util.spawnv_passfds``: runs the program ``-c PROGRAM`` in a fork instead of a new
+    interpreter, with the same open files and signal handlers."""
     if process := os.fork():
         return process
     try:

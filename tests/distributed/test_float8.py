@@ -15,14 +15,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright import config
 from meshwright.capture.builder import Capture, capture
+from meshwright.cost.optimizer import ADAMW
 from meshwright.errors import LaunchError, LayoutError, PlanError
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Float8Scaling
 from meshwright.ir.operator_algorithm import Float8, float8_of
+from meshwright.ir.part import part_of
 from meshwright.ir.plan import starred
+from meshwright.ir.run import RunLayout
 from meshwright.lower.operator import emit_operator
+from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, MLP, GPTConfig, classification_loss, language_model_loss
 from meshwright.ops import float8
+from meshwright.planner.inter_op.chain import chain_of
+from meshwright.planner.inter_op.layer_work import LayerPrices
 from meshwright.runtime.device import Processor
 from meshwright.runtime.device_check import check_float8
 from tests.distributed import oracle
@@ -32,6 +40,7 @@ from tests.distributed.pool import Ranks
 from tests.distributed.test_pieces import values_of
 
 SCALINGS = ("tensorwise", "rowwise")
+CHOICES: tuple[Float8Scaling, ...] = ("", "tensorwise")
 EPSILON = {"e4m3": 2**-4, "e5m2": 2**-3}
 """The largest relative error of a rounded number: half a unit in the last place of its mantissa."""
 
@@ -222,9 +231,53 @@ def test_the_planner_takes_float8_only_where_it_is_allowed_and_faster(scaling: A
     assert not on_cpu.stage.in_float8
 
 
+def test_a_search_takes_float8_if_it_is_allowed() -> None:
+    cluster = mw.Cluster.load("h100-dgx")
+    plain, plan = (mw.plan(wide(), cluster, devices=1, float8=scaling, fresh=True) for scaling in CHOICES)
+    assert plan.layout.float8 == "tensorwise"
+    assert plan.stage.in_float8
+    assert not plain.stage.in_float8
+    assert plain.prediction is not None
+    assert plan.prediction is not None
+    assert plan.prediction.step_s < plain.prediction.step_s
+
+
+def test_a_search_prices_layers_in_float8() -> None:
+    cluster, layout = part_of(mw.Cluster.load("h100-dgx"), range(1)), mw.Layout()
+    chain = chain_of(wide(), cluster, 1)
+
+    def seconds(layout: mw.Layout, allowed: Float8Scaling) -> float:
+        prices = LayerPrices(chain, cluster, PlanLowering(chain.graph), ADAMW, False, 1, float8=allowed)
+        return sum(prices.seconds(prices.of(layout), ("F", "B")))
+
+    own = msgspec.structs.replace(layout, float8="tensorwise")
+    assert seconds(layout, "tensorwise") == seconds(own, "") < seconds(layout, "")
+
+
+def test_a_run_file_allows_float8_beside_a_search() -> None:
+    layout = RunLayout(plan="auto", float8="rowwise")
+    assert layout.searched
+    assert layout.chosen() == "auto"
+    run = config.make(
+        {"model": {"name": "mlp", "sizes": [4, 4]}, "data": {"kind": "random", "shape": [4], "classes": 4},
+         "layout": {"float8": "rowwise", "tp": 2}}, where="test",
+    )  # fmt: skip
+    assert run.searched().layout.float8 == "rowwise"
+
+
+def test_float8_beside_a_layout_is_refused() -> None:
+    with pytest.raises(
+        LayoutError, match=r"float8='rowwise' together with a plan or layout\n  -> write Layout\(float8="
+    ):
+        mw.plan(wide(), mw.Cluster.load("h100-dgx"), devices=2, layout=mw.Layout(dp=2), float8="rowwise")
+
+
 def test_devices_without_float8_are_refused() -> None:
+    old = mw.Cluster.load("a100-80gb-dgx-hdr200x8")
     with pytest.raises(LayoutError, match="a100-80gb has no products in float8"):
-        mw.plan(wide(), mw.Cluster.load("a100-80gb-dgx-hdr200x8"), devices=2, layout=mw.Layout(dp=2, float8="rowwise"))
+        mw.plan(wide(), old, devices=2, layout=mw.Layout(dp=2, float8="rowwise"))
+    with pytest.raises(LayoutError, match="a100-80gb has no products in float8"):
+        mw.plan(wide(), old, devices=2, float8="rowwise", fresh=True)
     layout = mw.Layout(float8="rowwise")
     check_float8(layout, Processor("NVIDIA H100 80GB HBM3", (9, 0)))
     check_float8(mw.Layout(), Processor("NVIDIA A100", (8, 0)))

@@ -39,6 +39,8 @@ LAYOUTS = {
     "zb-h1": mw.Layout(pp=2, microbatches=4, schedule="zb-h1"),
     "interleaved": mw.Layout(pp=2, microbatches=4, chunks=2, schedule="interleaved"),
     "zb-v": mw.Layout(pp=2, microbatches=4, chunks=2, schedule="zb-v"),
+    "1 + 2": mw.Layout(pp=2, stage_sizes=({"dp": 1}, {"dp": 2}), microbatches=4),
+    "2 + 1, zero 2": mw.Layout(pp=2, stage_sizes=({"dp": 2}, {"tp": 1}), microbatches=2, zero=2),
 }
 
 

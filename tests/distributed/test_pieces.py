@@ -199,6 +199,7 @@ LAYOUTS = {
     "dp2 x tp2, zero 3, recompute": mw.Layout(
         dp=2, tp=2, zero=3, microbatches=2, recompute="full", sequence_parallel=True
     ),
+    "tp2, then one rank": mw.Layout(pp=2, stage_sizes=({"tp": 2}, {"tp": 1}), microbatches=2, sequence_parallel=True),
 }
 
 

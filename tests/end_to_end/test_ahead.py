@@ -15,6 +15,7 @@ from torch import fx
 import meshwright as mw
 from meshwright.api.dry_runs import dry_run_captured
 from meshwright.capture.builder import Capture, capture
+from meshwright.catalog import load_cluster
 from meshwright.cost.optimizer import ADAMW
 from meshwright.ir.plan import Plan
 from meshwright.lower.plans import PlanLowering
@@ -151,6 +152,18 @@ def test_the_planner_takes_the_best_number_that_fits() -> None:
         else:
             assert steps[chosen.prefetch][1] == min(peak for _, peak in steps.values())
         assert f"gathered {chosen.prefetch} ahead" in chosen.explain()
+
+
+def test_stages_of_different_sizes_have_graphs_and_gathers_ahead() -> None:
+    subject, captured = deep_mlp()
+    layout = mw.Layout(pp=2, stage_sizes=({"dp": 4}, {"dp": 2}), microbatches=2, zero=3)
+    plan = mw.plan(captured.graph, load_cluster(CLUSTER), devices=6, layout=layout)
+    assert plan.graphs, "launches take most of this step"
+    assert any(note.module == "launches" for note in plan.notes)
+    found = mw.dry_run(subject.model, subject.loss_fn, subject.batches[0], plan=plan, cluster=CLUSTER, ranks=(0, 5))
+    assert found.clean, found.findings
+    smaller = adapt_plan(plan, captured.graph)
+    assert (smaller.graphs, smaller.prefetch) == (plan.graphs, plan.prefetch)
 
 
 def test_cpus_gather_as_usual() -> None:

@@ -47,11 +47,11 @@ def nodes_of(programs: tuple[Program, ...]) -> list[Node]:
     return [node for program in programs for phase in program.phases for node in phase.nodes]
 
 
-def between_boxes(bits_per_s: float, latency_s: float = 1e-4) -> Cluster:
-    """Two boxes of one CPU each."""
+def between_boxes(bits_per_s: float, latency_s: float = 1e-4, boxes: int = 2) -> Cluster:
+    """Boxes of one CPU each."""
     base = load_cluster("cpu-local")
-    level = Level(name="network", fan_out=2, alpha_s=latency_s, beta_s_per_byte=8 / bits_per_s)
-    return msgspec.structs.replace(base, name="two-boxes", num_devices=2, levels=(level,), collectives=())
+    level = Level(name="network", fan_out=boxes, alpha_s=latency_s, beta_s_per_byte=8 / bits_per_s)
+    return msgspec.structs.replace(base, name="boxes", num_devices=boxes, levels=(level,), collectives=())
 
 
 def test_gpus_of_a_box_run_products_in_pieces_where_they_are_faster() -> None:
@@ -104,6 +104,21 @@ def test_cpus_of_two_boxes_compute_while_the_network_carries_pieces() -> None:
     lowering = PlanLowering(graph)
     fast, slow = (foretell(lowering, each, cluster).trace().duration_s for each in (plan, plain))
     assert fast < slow
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_a_stage_with_sizes_of_its_own_has_pieces_of_its_own(split: int) -> None:
+    cluster = between_boxes(2e9, boxes=3)
+    sizes = tuple({"tp": 2 if stage == split else 1} for stage in range(2))
+    layout = mw.Layout(pp=2, stage_sizes=sizes, microbatches=2, sequence_parallel=True)
+    plan = mw.plan(gpt(256, 256, None), cluster, devices=3, layout=layout)
+    held = {name for name in plan.stages[split].strategies if name.endswith(":mm#0")}
+    divided = plan.stages[split].operator_algorithms
+    assert set(divided.values()) <= {"pieces 2", "pieces 4"}
+    assert held & divided.keys()
+    assert not plan.stages[1 - split].operator_algorithms
+    noted = {note.module for note in plan.notes if note.split.startswith("pieces")}
+    assert all(any(name.startswith(module.partition(": ")[2].split(" ")[0]) for name in divided) for module in noted)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])

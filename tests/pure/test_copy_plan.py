@@ -8,7 +8,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.runtime.copy_plan import Copy, Kept, Piece, newest_complete, overlap, plan_copies
+from meshwright.runtime.copy_plan import Copy, Kept, Piece, newest_complete, plan_copies
+from meshwright.runtime.shards import common_block
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 PIECES = st.builds(
@@ -112,14 +113,14 @@ def test_overlaps_of_blocks_are_those_of_their_elements(data: st.DataObject, dim
     def elements(box: list[tuple[int, int]]) -> set[tuple[int, ...]]:
         return set(itertools.product(*(range(begin, begin + size) for begin, size in box)))
 
-    piece = Piece("a", "float32", tuple(begin for begin, _ in mine), tuple(size for _, size in mine))
-    found = overlap(piece, [begin for begin, _ in other], [size for _, size in other])
+    (offsets, sizes), (others, lengths) = ([[pair[at] for pair in box] for at in (0, 1)] for box in (mine, other))
+    found = common_block(offsets, sizes, others, lengths)
     common = elements(mine) & elements(other)
     if found is None:
         assert not common
         return
-    in_mine, in_other, sizes = found
-    assert math.prod(sizes) == len(common)
+    in_mine, in_other, of_common = found
+    assert math.prod(of_common) == len(common)
     at = tuple(begin + offset for begin, (offset, _) in zip(in_mine, mine, strict=True))
     assert at == tuple(begin + offset for begin, (offset, _) in zip(in_other, other, strict=True))
-    assert elements(list(zip(at, sizes, strict=True))) == common
+    assert elements(list(zip(at, of_common, strict=True))) == common

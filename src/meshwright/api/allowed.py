@@ -12,6 +12,7 @@ from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Float8Scaling
 from meshwright.ir.plan import Plan
 from meshwright.ir.precision import Precision
 from meshwright.runtime import launch
@@ -62,6 +63,7 @@ def search_allowed(
     precision: Precision | None,
     offload: bool,
     codec: str,
+    float8: Float8Scaling,
     seconds: float | None,
     cluster: Cluster | str | None,
     rules: Rules | None,
@@ -76,5 +78,5 @@ def search_allowed(
     graph = graph_of(1)
     return plan(
         graph, cluster, devices=launch.what_is_launched().size, optimizer=cost_of(optimizer, graph), clips=clips,
-        offload=offload, codec=codec, seconds=seconds, rules=rules, allow=allow, graph_of=graph_of,
+        offload=offload, codec=codec, float8=float8, seconds=seconds, rules=rules, allow=allow, graph_of=graph_of,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Float8Scaling
 from meshwright.ir.plan import Plan
 from meshwright.ir.plan_check import check_fits
 from meshwright.lower.plans import PlanLowering
@@ -50,6 +51,7 @@ class SearchRequest:
     only: Only
     offload: bool
     codec: str = ""
+    float8: Float8Scaling = ""
 
     @cached_property
     def file(self) -> Path:
@@ -61,7 +63,8 @@ class SearchRequest:
         graph = _comparable(self.graph)
         cluster = self.cluster.name, self.cluster.num_devices
         memory = None if self.memory_bytes is None else float(self.memory_bytes)
-        rest = self.devices, memory, self.optimizer, self.clips, self.only, self.offload, self.codec
+        options = self.clips, self.only, self.offload, self.codec, self.float8
+        rest = self.devices, memory, self.optimizer, options
         return launch.cache_directory() / "plans" / f"{_digest((graph, cluster, rest))[:32]}.json"
 
 

@@ -134,7 +134,7 @@ def searches_of(
             chosen = plan(
                 graph, known, devices=world_size, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
                 only=only, offload=run.layout.offload != "none", codec=run.layout.codec,
-                seconds=run.layout.seconds, fresh=fresh, progress=progress,
+                float8=run.layout.float8, seconds=run.layout.seconds, fresh=fresh, progress=progress,
             )  # fmt: skip
         except LayoutError as error:
             searches.append(SearchCosts(only=only, problem=error.problem))
@@ -196,8 +196,8 @@ def planned(
     def search(graph: Graph, devices: int) -> Plan:
         return plan(
             graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
-            offload=run.layout.offload != "none", codec=run.layout.codec, seconds=run.layout.seconds, fresh=fresh,
-            copies=True, progress=progress, stop=stop,
+            offload=run.layout.offload != "none", codec=run.layout.codec, float8=run.layout.float8,
+            seconds=run.layout.seconds, fresh=fresh, copies=True, progress=progress, stop=stop,
         )  # fmt: skip
 
     if allow:

@@ -26,7 +26,7 @@ from meshwright.errors import LayoutError, refuse
 from meshwright.ir import files
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.precision import Precision
@@ -83,6 +83,7 @@ def plan(
     only: Only = "both",
     offload: bool = False,
     codec: str = "",
+    float8: Float8Scaling = "",
     strict: bool = False,
     allow: Sequence[str] = (),
     graph_of: Callable[[int], Graph] | None = None,
@@ -103,11 +104,12 @@ def plan(
     memory that it moves (``cost.optimizer``). ``clips`` says whether gradients are clipped. ``only="intra"`` divides
     operators and makes no stages; ``only="inter"`` makes stages of one rank each. ``offload=True`` lets the search put
     optimizer state on the host if no layout fits otherwise. ``codec="auto"`` lets the search compress gradients with
-    the best codecs, which may be lossy (``docs/how-to/compress-gradients.md``). ``"none"`` rules codecs out. An
-    operator without a rule runs whole on every rank, and the plan says what that costs; ``strict`` refuses it.
-    ``rules`` must be the rules that ``capture`` was given. A search calls ``progress`` with each layout that it
-    considers, and with the best layout so far. After about ``seconds``, or once ``stop`` returns true, the search ends
-    with the best layout so far, and a note in the plan says so. ``seconds=None``: no time limit.
+    the best codecs, which may be lossy (``docs/how-to/compress-gradients.md``). ``"none"`` rules codecs out. ``float8``
+    allows a search to multiply matrices in float8 where this is faster (``Layout.float8``). An operator without a rule
+    runs whole on every rank, and the plan says what that costs; ``strict`` refuses it. ``rules`` must be the rules that
+    ``capture`` was given. A search calls ``progress`` with each layout that it considers, and with the best layout so
+    far. After about ``seconds``, or once ``stop`` returns true, the search ends with the best layout so far, and a note
+    in the plan says so. ``seconds=None``: no time limit.
 
     ``allow`` names consistency rules (``["local(16)", "diloco(50)"]``) under which a search may join replicas. The
     search compares the best synchronous plan with replicas under each of these rules, by simulated time for an equal
@@ -142,7 +144,7 @@ def plan(
         def search(graph: Graph, devices: int) -> Plan:
             return plan(
                 graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
-                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, copies=copies,
+                offload=offload, codec=codec, float8=float8, rules=rules, seconds=seconds, fresh=fresh, copies=copies,
                 progress=progress, stop=stop,
             )  # fmt: skip
 
@@ -154,7 +156,8 @@ def plan(
         def within(memory_bytes: float | None) -> Plan:
             return plan(
                 graph, known, devices=devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips, only=only,
-                offload=offload, codec=codec, rules=rules, seconds=seconds, fresh=fresh, progress=progress, stop=stop,
+                offload=offload, codec=codec, float8=float8, rules=rules, seconds=seconds, fresh=fresh,
+                progress=progress, stop=stop,
             )  # fmt: skip
 
         return leaving_room(within, held, known, count, memory_bytes)
@@ -163,18 +166,19 @@ def plan(
         request = SearchRequest(
             graph=graph, cluster=known, devices=devices or known.num_devices, memory_bytes=memory_bytes,
             optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec,
+            float8=float8,
         )  # fmt: skip
         check_size(known, request.devices)
         if not (fresh or rules) and (kept := plan_cache.find(request)) is not None:
             return with_region_notes(kept, graph, known, PlanLowering(graph), optimizer, clips)
         planned = plan_auto(
             graph, request.devices, known, lambda graph: PlanLowering(graph, rules), memory_bytes=memory_bytes,
-            optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, clock=clock,
+            optimizer=optimizer, clips=clips, only=only, offload=offload, codec=codec, float8=float8, clock=clock,
         )  # fmt: skip
         if not rules:
             plan_cache.keep(request, planned)
         return with_region_notes(planned, graph, known, PlanLowering(graph, rules), optimizer, clips)
-    check_codec(codec, layout)
+    check_searched(layout, codec=codec, float8=float8)
     refuse(LayoutError, layout.contradictions())
     layout, world_size = of_replica(
         layout, devices or (num_ranks(layout) if layout.num_ranks > 0 else known.num_devices)
@@ -189,11 +193,12 @@ def plan(
     return with_region_notes(planned, graph, known, lower, optimizer, clips)
 
 
-def check_codec(codec: str, plan: object) -> None:
-    """Raise a LayoutError if a codec is given although the plan is given too."""
-    if codec and plan != "auto":
-        remedy = f"write Layout(codec={codec!r}, ...), or leave it out"
-        raise LayoutError(f"codec={codec!r} together with a plan or layout", where="codec", remedy=remedy)
+def check_searched(plan: object, **options: str) -> None:
+    """Raise a LayoutError if an option of the search is not empty although ``plan`` is not ``"auto"``."""
+    for name, value in options.items():
+        if value and plan != "auto":
+            remedy = f"write Layout({name}={value!r}, ...), or leave it out"
+            raise LayoutError(f"{name}={value!r} together with a plan or layout", where=name, remedy=remedy)
 
 
 def _check_numbers(devices: Any, memory_bytes: Any) -> None:
@@ -250,6 +255,7 @@ def choose(
     clips: bool,
     offload: bool = False,
     codec: str = "",
+    float8: Float8Scaling = "",
     seconds: float | None = None,
     rules: Rules | None = None,
     copies: bool = False,
@@ -265,7 +271,7 @@ def choose(
         check_size(known, world_size)
         return plan(
             graph, known, devices=all_ranks(layout, world_size), layout=layout, optimizer=optimizer, clips=clips,
-            offload=offload, codec=codec, seconds=seconds, rules=rules, copies=copies,
+            offload=offload, codec=codec, float8=float8, seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
     chosen, where = loaded(wanted)
     check_fits(chosen, graph, where)

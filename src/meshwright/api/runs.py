@@ -65,6 +65,7 @@ def verify_run(run: Run, steps: int, device: str, progress: Progress) -> tuple[V
 def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Trainer:
     """The trainer of a run file, for batches like ``batch``. ``plan`` replaces the plan that the file names. Every rank
     must call it."""
+    searched = plan is None and run.layout.searched
     return parallelize(
         build.model(run),
         build.loss_function(run),
@@ -75,7 +76,8 @@ def trainer_of(run: Run, batch: Any, plan: str | Layout | None = None) -> Traine
         seed=run.train.seed,
         precision=run.layout.precision,
         offload=run.layout.offload != "none",
-        codec=run.layout.codec if plan is None and run.layout.searched else "",
+        codec=run.layout.codec if searched else "",
+        float8=run.layout.float8 if searched else "",
         seconds=run.layout.seconds,
         cluster=run.layout.cluster or None,
         strict=run.layout.strict,

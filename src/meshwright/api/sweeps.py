@@ -55,7 +55,7 @@ def sweep_run(
     if not msgspec.structs.replace(run.layout, plan=run.layout.plan or "auto").searched:
         raise LayoutError(
             "a layout is given, but each row of a sweep is searched for", where="layout",
-            remedy="leave out dp, tp, ... and plan; precision, offload, seconds and codec=auto may stay",
+            remedy="leave out dp, tp, ... and plan; precision, offload, float8, seconds and codec=auto may stay",
         )  # fmt: skip
     graph, optimizer, _ = captured(run, 1)
     clips, first = run.train.max_grad_norm > 0, 0.0
@@ -67,8 +67,8 @@ def sweep_run(
             row = msgspec.structs.replace(row, cluster=known.name, devices=wanted or known.num_devices)
             plan_found = plan(
                 graph, known, devices=row.devices, memory_bytes=memory_bytes, optimizer=optimizer, clips=clips,
-                offload=run.layout.offload != "none", codec=run.layout.codec, seconds=run.layout.seconds,
-                fresh=fresh, progress=progress,
+                offload=run.layout.offload != "none", codec=run.layout.codec, float8=run.layout.float8,
+                seconds=run.layout.seconds, fresh=fresh, progress=progress,
             )  # fmt: skip
         except (LayoutError, ClusterError) as error:
             yield msgspec.structs.replace(

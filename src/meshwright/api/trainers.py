@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.api.allowed import plan_before_start, search_allowed
 from meshwright.api.gpus import check_gpus, making_trainer, smallest_change
 from meshwright.api.opaque_costs import with_costs
-from meshwright.api.plans import Rules, capture, check_codec, check_plan, choose, cost_of, loaded, precision_of
+from meshwright.api.plans import Rules, capture, check_plan, check_searched, choose, cost_of, loaded, precision_of
 from meshwright.capture import opaque_capture
 from meshwright.capture.opaque_capture import OpaqueChoice
 from meshwright.capture.tracer import LossFunction
@@ -26,7 +26,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.codec import codec_of
 from meshwright.ir.consistency import Sync, consistency_of
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.plan_check import check_fits
 from meshwright.ir.precision import Precision
@@ -69,6 +69,7 @@ def parallelize(
     precision: Precision | None = None,
     offload: bool = False,
     codec: str = "",
+    float8: Float8Scaling = "",
     seconds: float | None = None,
     allow: Sequence[str] = (),
     device: torch.device | str | None = None,
@@ -101,6 +102,7 @@ def parallelize(
             None keeps the precision of the model.
         offload: whether ``"auto"`` may keep optimizer state on the host (``Layout.offload``).
         codec: ``"auto"`` lets the plan ``"auto"`` compress gradients with the best codecs, which may be lossy.
+        float8: allows the plan ``"auto"`` to multiply matrices in float8 where this is faster (``Layout.float8``).
         seconds: time limit of the search ``"auto"``, which then takes the best layout so far; None: no limit. The log
             says which layouts it considers.
         device: by default this rank's CUDA device if it has a CUDA device (experimental), else the CPU.
@@ -132,13 +134,13 @@ def parallelize(
         RuleError, CompileError.
     """
     check_plan(plan)
-    check_codec(codec, plan)
+    check_searched(plan, codec=codec, float8=float8)
     check_factory(optimizer, max_grad_norm)
     check_seconds(seconds)
     if allow:
         plan = plan_before_start(plan, lambda: search_allowed(
             model, loss_fn, batch, allow, optimizer=optimizer, clips=max_grad_norm is not None, precision=precision,
-            offload=offload, codec=codec, seconds=seconds, cluster=cluster, rules=rules, opaque=opaque,
+            offload=offload, codec=codec, float8=float8, seconds=seconds, cluster=cluster, rules=rules, opaque=opaque,
         ))  # fmt: skip
     plan, target, place = joining.start(plan, _layout_of(plan), device)
     batch = place.part(batch)
@@ -161,7 +163,7 @@ def parallelize(
     def planned() -> Plan:
         return choose(
             plan, with_costs(captured), world_size, cluster, target, kept, clips=clips, offload=offload, codec=codec,
-            seconds=seconds, rules=rules, copies=copies,
+            float8=float8, seconds=seconds, rules=rules, copies=copies,
         )  # fmt: skip
 
     chosen = _plan_of_rank_0(planned)

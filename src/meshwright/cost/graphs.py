@@ -11,18 +11,14 @@ from meshwright.cost.lifetimes import StageLifetimes, slot_bytes
 from meshwright.cost.work import ActionBytes
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, PROLOGUE, WEIGHT
-
-CAPTURED = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT)
-"""The phases that are captured, in the order of a step."""
-
+from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, INPUT, PROLOGUE, WEIGHT
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
 class GraphBytes(NamedTuple):
     """The memory of graphs: ``slot_bytes`` for each micro-batch in flight, and ``more_bytes`` in the first slot for the
-    prologue. ``actions``: what the actions allocate beside it."""
+    prologue. ``actions``: the memory that each action allocates in addition."""
 
     slot_bytes: int
     more_bytes: int
@@ -30,8 +26,8 @@ class GraphBytes(NamedTuple):
 
 
 def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, kinds: Collection[str]) -> GraphBytes:
-    """The memory of a stage's graphs. ``memory`` is that of the same actions without graphs. ``passing_bytes``: results
-    of the prologue. ``kinds``: the kinds of actions of the schedule."""
+    """The memory of a stage's graphs. ``memory``: the memory of the same actions without graphs. ``passing_bytes``: the
+    results of the prologue. ``kinds``: the kinds of actions of the schedule."""
     copied = _copied_bytes(program)
     if program.together:
         most = max(memory.actions["F"].most_bytes, memory.actions["B"].most_bytes)
@@ -40,7 +36,7 @@ def graph_bytes(program: Program, memory: StageLifetimes, passing_bytes: int, ki
     came, back = (actions.get(kind, none).left_bytes for kind in ("RECV_F", "RECV_B"))
     up, down = (sum(each.value.num_bytes for each in program.crossing(kind)) for kind in _SENDS)  # sent as copies
     slot = copied + slot_bytes(program, splits="I" in kinds)
-    ends = actions["REDUCE_GRAD"].taken_bytes  # these results of a single micro-batch stay in its slot
+    ends = actions["REDUCE_GRAD"].taken_bytes  # the results of a single micro-batch, which stay in its slot
     beside = {
         "RECV_F": actions["RECV_F"],
         "RECV_B": actions["RECV_B"],

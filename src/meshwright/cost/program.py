@@ -10,7 +10,7 @@ from meshwright.cost.closed_form import collective_s
 from meshwright.cost.coded import CodecCosts
 from meshwright.cost.collective import Network
 from meshwright.cost.fabric import axis_group
-from meshwright.cost.graphs import CAPTURED, GraphBytes, graph_bytes
+from meshwright.cost.graphs import GraphBytes, graph_bytes
 from meshwright.cost.kernels import Cost
 from meshwright.cost.lifetimes import lifetimes, sizes_of
 from meshwright.cost.node_costs import NodeCosts, communicated, moved_by_rank, of_parameters
@@ -26,7 +26,7 @@ from meshwright.ir.placement import Placements, Shard
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Accumulator, Collective, Held, Node, Program, Transfer, Value
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import FINISH, PHASE_OF, PROLOGUE
+from meshwright.ir.stages import CAPTURED, FINISH, PHASE_OF, PROLOGUE
 from meshwright.schedules.pipeline import schedule_of
 from meshwright.schedules.reshard import Box, transfer
 

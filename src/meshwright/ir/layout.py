@@ -27,6 +27,8 @@ MIXED = "m"
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recomputation, in the order of falling memory and rising time."""
+Float8Scaling = Literal["", "tensorwise", "rowwise"]
+"""The tensors, or the rows and columns, that have one scale in float8; empty: no products in float8."""
 TensorGrid = tuple[int, int, int]
 """The sizes of a grid of tensor-parallel ranks: for input features, for output features, and depth."""
 ZeroStage = Literal[0, 1, 2, 3]
@@ -112,7 +114,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The rule that says when a replica may continue and how the states of replicas are mixed: ``server(ssp=3)``,
     ``gossip(ring)``, ``local(16)``, ``diloco(50)``, ... (``ir/consistency.py``). With ``sync``, replicas are additional
     data-parallel ranks."""
-    float8: Literal["", "tensorwise", "rowwise"] = ""
+    float8: Float8Scaling = ""
     """Allow matrix products in float8, with one scale for each tensor, or one for each row (``ops/float8.py``). The
     planner takes it for the products that it makes faster. Their operands are rounded to 3 bits of mantissa."""
     workspace_bytes: int = 0

@@ -27,6 +27,8 @@ GATHER = "gather"
 """The algorithm of mixtures of experts in which each rank gathers the tokens of all ranks that share the experts."""
 PIECES = "pieces"
 """The algorithm of a matrix product that runs in pieces, while its operand or result travels: ``pieces 4``."""
+FLOAT8_MULTIPLE = 16
+"""GPUs multiply matrices in float8 whose inner and last dims are multiples of this."""
 FLOAT8 = "float8"
 """The algorithm of a matrix product in float8, with its scaling and the formats of its operands:
 ``float8 tensorwise e5m2 e4m3``."""

@@ -27,7 +27,8 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plan: str = ""
     """A plan file (from ``meshwright plan --output``) in place of sizes, or ``auto``. With ``auto``, the planner
     searches for the fastest layout, unless another key of this table sets a layout. It uses ``precision``, ``offload``
-    if memory requires this, and the best codecs of gradients with ``codec = "auto"``."""
+    if memory requires this, products in ``float8`` where they are faster, and the best codecs of gradients with
+    ``codec = "auto"``."""
     cluster: str = ""
     """The cluster for which the step is planned: a name or a file; empty: this machine."""
     seconds: float | None = None
@@ -38,15 +39,16 @@ class RunLayout(Layout, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def searched(self) -> bool:
         """Whether the planner searches for a layout: ``plan`` is ``auto`` and no size is set. Only precision, offload,
-        and a ``codec`` of ``auto`` or ``none`` may be set beside it.
+        float8, and a ``codec`` of ``auto`` or ``none`` may be set beside it.
 
         Raises:
             LayoutError: ``workspace_bytes`` is set although the planner searches.
         """
         codec = "" if self.codec in ("auto", "none") else self.codec
         asked = msgspec.structs.replace(
-            self.sizes(), precision=None, offload="none", codec=codec, workspace_bytes=0, workspace_over="operator"
-        )
+            self.sizes(), precision=None, offload="none", float8="", codec=codec, workspace_bytes=0,
+            workspace_over="operator",
+        )  # fmt: skip
         searched = self.plan == "auto" and asked == RunLayout().sizes()
         if searched and self.workspace_bytes:
             raise LayoutError(
@@ -341,7 +343,8 @@ class Run(Section, frozen=True, kw_only=True):
 
     def searched(self) -> "Run":
         """This run with a layout that the planner searches for, on as many ranks as there are."""
-        kept = {name: getattr(self.layout, name) for name in ("precision", "offload", "cluster", "seconds", "strict")}
+        names = ("precision", "offload", "float8", "cluster", "seconds", "strict")
+        kept = {name: getattr(self.layout, name) for name in names}
         return msgspec.structs.replace(
             self, layout=RunLayout(plan="auto", **kept), train=msgspec.structs.replace(self.train, ranks="auto")
         )

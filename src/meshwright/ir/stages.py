@@ -30,6 +30,9 @@ INPUT, WEIGHT = "input", "weight"
 """The two parts of a split backward: gradients of the stage's inputs, and gradients of its parameters."""
 PHASES = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, FINISH)
 LATE = (BACKWARD, INPUT, WEIGHT)
+CAPTURED = (PROLOGUE, FORWARD, *LATE)
+"""The phases that a device can capture as graphs of kernels, in the order of a step. The others run once a step, and
+begin or end collectives that other phases end or began."""
 """The phases that read values kept by ``forward``."""
 ALTERNATIVES = {BACKWARD: LATE, INPUT: (INPUT, BACKWARD), WEIGHT: (WEIGHT, BACKWARD)}
 """Maps a backward phase to phases that never receive values from it, because backward runs either in one piece or in

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ir.operator_algorithm import float8_of
+from meshwright.ir.operator_algorithm import FLOAT8_MULTIPLE, float8_of
 from meshwright.ops.base import Local
 from meshwright.ops.library import define
 
@@ -23,9 +23,7 @@ ours = torch.ops.meshwright
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """Maps the name of a format to its dtype."""
 LEAST = 1e-12
-"""The least maximum of which a scale is made: a tensor of zeros needs one too."""
-MULTIPLE = 16
-"""GPUs multiply matrices in float8 whose inner and last dims are multiples of this."""
+"""The smallest magnitude from which a scale is computed, so that the scale of a tensor of zeros is not 0."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -35,8 +33,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def largest(value: Tensor, dim: int) -> Tensor:
     """The largest magnitude along ``dim``, which is kept; of all elements if ``dim`` is -1."""
     if not value.numel():
-        shape = [] if dim < 0 else [1 if index == dim else size for index, size in enumerate(value.shape)]
-        return value.new_zeros(shape, dtype=_wide(value.dtype))
+        return _fake_largest(value, dim).zero_()
     dims = None if dim < 0 else [dim]
     return torch.linalg.vector_norm(value, float("inf"), dims, keepdim=dim >= 0, dtype=_wide(value.dtype))
 
@@ -56,7 +53,7 @@ def multiply(
     first, first_scale = rounded(left, left_most, left_format)
     second, second_scale = rounded(right, right_most, right_format)
     (_, inner), columns = left.shape, right.shape[1]
-    if left.dtype == torch.float64 or inner % MULTIPLE or columns % MULTIPLE or not left.numel():
+    if left.dtype == torch.float64 or inner % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE or not left.numel():
         dtype = _wide(left.dtype)
         return ((first.to(dtype) * first_scale) @ (second.to(dtype) * second_scale)).to(left.dtype)
     if second.stride(0) != 1:  # the kernel reads the right matrix by columns
@@ -86,8 +83,8 @@ def product_in_float8(local: Local) -> Any:
     form = float8_of(local.algorithm)
     most = []
     for value, dim, factors in ((local.args[0], 1, "mj"), (local.args[1], 0, "jf")):
-        found = local.call(FLOAT8_MAX, value, dim if form.rowwise else -1)
+        maximum = local.call(FLOAT8_MAX, value, dim if form.rowwise else -1)
         for factor in "j" if form.rowwise else factors:
-            found = local.all_reduce(found, factor, "max")
-        most.append(found)
+            maximum = local.all_reduce(maximum, factor, "max")
+        most.append(maximum)
     return local.call(FLOAT8_MM, *local.args, *most, form.left, form.right)

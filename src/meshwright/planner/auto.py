@@ -8,11 +8,14 @@ from meshwright.errors import LayoutError
 from meshwright.garbage import nothing_collected
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
+from meshwright.ir.layout import Float8Scaling, Layout
+from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.candidates import Only
 from meshwright.planner.checks import check_precision
 from meshwright.planner.codecs import AUTO, UNNAMED
+from meshwright.planner.float8 import check_float8
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 
@@ -30,6 +33,7 @@ def plan_auto(
     only: Only = "both",
     offload: bool = False,
     codec: str = "",
+    float8: Float8Scaling = "",
     clock: TimeLimit | None = None,
 ) -> Plan:
     """Find the fastest plan that fits in memory.
@@ -47,29 +51,30 @@ def plan_auto(
     ``batch_statistics`` global, because other values would change the results of training. The plan lists the next-best
     layouts, each with the reason why it was not chosen (see ``Plan.explain``). ``only`` restricts the search to divided
     operators (``intra``) or to stages of one rank each (``inter``). With ``codec="auto"``, each layout is compared with
-    the best codecs for its gradients, so that data parallelism may win on a slow network.
+    the best codecs for its gradients, so that data parallelism may win on a slow network. ``float8`` allows matrix
+    products in float8 in all layouts (``Layout.float8``).
 
     ``lowering`` makes the lowering of a graph; costs are computed from its programs. The other arguments are the same
     as in ``mw.plan``. When the time limit ``clock`` is over, the planner stops to estimate layouts and makes the plan
     of the best layout so far.
 
     Raises:
-        LayoutError: ``codec`` names a codec; no layout that fits was found in time; the devices do not support the
-            step's precision; no layout divides the batch; or no layout fits in memory (the message names the layout
-            that needs the least memory, and changes that would help).
-    """
+        LayoutError: ``codec`` names a codec; ``float8`` is given for GPUs without float8; no layout that fits was found
+            in time; the devices do not support the step's precision; no layout divides the batch; or no layout fits in
+            memory (the message names the layout that needs the least memory, and changes that would help)."""
     check_precision(None, graph, cluster)
     if codec not in UNNAMED:
         raise LayoutError(
             f"codec={codec!r} for a search", where="codec",
             remedy=f"a search compares all codecs: write codec={AUTO!r}, or give a layout together with the codec",
         )  # fmt: skip
+    check_float8(Layout(float8=float8), part_of(cluster, range(world_size)).device)
     clock = clock or TimeLimit()
     limit = memory_bytes or room_of(cluster, range(world_size))
     search = Search(
         graph, world_size, cluster, lowering, optimizer, clips, limit, only,
         offload=offload and cluster.device.kind != "cpu",  # on a CPU, device memory and host memory are the same
-        clock=clock, memory_bytes=memory_bytes, codec=codec,
+        clock=clock, memory_bytes=memory_bytes, codec=codec, float8=float8,
     )  # fmt: skip
     try:
         search.run()

@@ -58,7 +58,16 @@ def data_limits(
     part = part_of(cluster, range(most))
     limit = memory_bytes or room_of(cluster, range(ranks))
     chain = chain_of(graph, part, most)
-    prices = LayerPrices(chain, part, lowering(chain.graph), optimizer, clips, most, codec=plan.layout.codec)
+    prices = LayerPrices(
+        chain,
+        part,
+        lowering(chain.graph),
+        optimizer,
+        clips,
+        most,
+        codec=plan.layout.codec,
+        float8=plan.layout.float8,
+    )
     alone = _DataParallel(Pipelines(prices, limit), most, batch)
     limits = []
     if most < ranks:

@@ -121,8 +121,7 @@ def adapt_plan(plan: Plan, graph: Graph) -> Plan:
 
 
 def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan | None, ask: Ask) -> Plan:
-    """The plan of a layout. If stages have different axis sizes, the plan is assembled from one plan per pipeline
-    rank."""
+    """The plan of a layout. If stages have different sizes, it is joined from one plan for each pipeline rank."""
     if not layout.stage_sizes:
         if cluster is not None and not cluster.homogeneous:  # equal stages are split for the slowest device
             cluster = part_of(cluster, range(layout.num_ranks))
@@ -132,13 +131,21 @@ def _planned(graph: Graph, layout: Layout, cluster: Cluster | None, base: Plan |
         other, room = _Planner(graph, layout, cluster, None, replace(ask, factors=True)), planner.room_bytes(cluster)
         return better_by_factors(planner.plan(), other.plan, graph, cluster, ask.lower, ask.optimizer, room)
     shared = between_sizes(graph, layout, _cut_of(graph, layout, cluster, ask)) if base is None else frozenset()
+    lower = ask.lower if base is None and ask.fits_buckets else None
     ask = replace(ask, whole=ask.whole | shared, fits_buckets=False)  # each of these plans serves some stages only
-    mesh, plans = layout.mesh(), []
+    plans, rooms = list[Plan](), list[float]()
     for index in range(layout.pp):
-        part = stage_cluster(cluster, mesh, index) if cluster is not None else None
+        part = stage_cluster(cluster, layout.mesh(), index) if cluster is not None else None
         own = base and msgspec.structs.replace(base, algorithms=base.algorithms_of(index), links=base.links_of(index))
-        plans.append(_Planner(graph, layout.of_stage(index), part, own, ask).plan())
-    return join_plans(graph, layout, plans)
+        planner = _Planner(graph, layout.of_stage(index), part, own, ask)
+        plans.append(planner.plan())
+        if part is not None and lower is not None:
+            plans[-1] = with_pieces(lower, plans[-1], graph, part, layout.pipeline.stages_of(index))
+            rooms.append(planner.room_bytes(part))
+    plan = join_plans(graph, layout, plans)
+    if cluster is None or lower is None or not graph.gradients:
+        return plan
+    return look_ahead(lower, plan, cluster, ask.optimizer, min(rooms))
 
 
 def _cut_of(graph: Graph, layout: Layout, cluster: Cluster | None, ask: Ask) -> tuple[str, ...]:
@@ -343,6 +350,7 @@ class _Planner:
         held = {name: storage[name] for name in storage if index in divided.owners[name]}
         base = self.base.stages[min(index, len(self.base.stages) - 1)] if self.base is not None else None
         reduced, released = derive.in_parts(self.graph, self._zero(held), held, base)
+        kind = self.ask.recompute[index] if self.ask.recompute else self.layout.recompute
         return Stage(
             strategies=derive.grouped({op.name: self.strategies[op.name] for op in operators}),
             storage=held,
@@ -350,13 +358,8 @@ class _Planner:
             released=released,
             first=first,
             operator_algorithms=derive.algorithms(operators, {**self.convolutions.texts, **self.experts}, base),
-            recompute=base.recompute
-            if base is not None
-            else derive.recomputed(operators, divided, self._recomputation(index)),
+            recompute=derive.recomputed(operators, divided, kind) if base is None else base.recompute,
         )
-
-    def _recomputation(self, stage: int) -> str:
-        return self.ask.recompute[stage] if self.ask.recompute else self.layout.recompute
 
     # --- data parallel -------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import LayoutError, PlanError, ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.plan import Note, Plan
 from meshwright.ir.program import Lower
 from meshwright.planner.codecs import AUTO
@@ -49,6 +49,8 @@ class WholeModel:
     """The requested memory limit of a rank; None: the memory of its device."""
     codec: str = ""
     """``Layout.codec`` of all plans. With ``auto``, they get the best codecs for their gradients."""
+    float8: Float8Scaling = ""
+    """``Layout.float8`` of all plans."""
 
     def __post_init__(self) -> None:
         self._ask = Ask(optimizer=self.optimizer, lower=self.lower, room_bytes=self.limit_bytes)
@@ -60,7 +62,7 @@ class WholeModel:
             self._ask, explains=explains, fits_buckets=explains or self.codec == AUTO, firsts=option.firsts,
             recompute=option.recompute, memory_bytes=option.memory_bytes,
         )  # fmt: skip
-        layout = msgspec.structs.replace(option.layout, codec=self.codec)
+        layout = msgspec.structs.replace(option.layout, codec=self.codec, float8=self.float8)
         plan = plan_layout(self.graph, layout, world_size=self.world_size, cluster=self.cluster, ask=ask)
         if len(set(option.recompute)) > 1:
             kinds = ", ".join(option.recompute)

@@ -1,5 +1,6 @@
-"""Choose the matrix products that run in float8, if the layout allows it (``Layout.float8``): those that are faster,
-with the time for rounding their operands and for reducing the scales.
+"""Choose the matrix products that run in float8, if the layout allows it (``Layout.float8``).
+
+A product is chosen if it is faster in float8, including the time for rounding its operands and for reducing the scales.
 
 As in torchao's and Transformer Engine's recipes, the last product of a model, which makes its output, stays in the
 wider dtype. Values of the forward pass have the format e4m3; gradients have e5m2 under tensorwise scaling (Transformer
@@ -11,10 +12,11 @@ from collections.abc import Callable, Mapping
 from meshwright.cost.kernels import Rates
 from meshwright.errors import LayoutError
 from meshwright.ir import units
+from meshwright.ir.device import Device
 from meshwright.ir.graph import Graph, Operator
 from meshwright.ir.kernel import Kernel, in_float8
 from meshwright.ir.layout import TIME, Layout
-from meshwright.ir.operator_algorithm import Float8
+from meshwright.ir.operator_algorithm import FLOAT8_MULTIPLE, Float8
 from meshwright.ir.placement import is_linear
 from meshwright.ir.plan import Strategy
 from meshwright.ir.program import OperatorProgram
@@ -22,8 +24,6 @@ from meshwright.planner.intra_op.costs import CostModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of products that may run in float8."""
-MULTIPLE = 16
-"""GPUs multiply matrices in float8 whose inner and last dims are multiples of this."""
 LEAST_GAIN = 0.05
 """Products in float8 must be faster by this fraction of their time."""
 _PRODUCT = "aten.mm."
@@ -39,14 +39,10 @@ def choose_float8(
     Raises:
         LayoutError: the layout allows float8, and the cluster's GPUs have no products in float8.
     """
-    found: dict[str, tuple[str, str]] = {}
+    chosen: dict[str, tuple[str, str]] = {}
+    check_float8(layout, rates.device)
     if not layout.float8 or rates.device.kind == "cpu":
-        return found
-    if "float8" not in rates.device.peak_flops_per_s:
-        raise LayoutError(
-            f"float8={layout.float8!r}, and {rates.device.name} has no products in float8", where="layout",
-            remedy="leave it out, or plan for GPUs of compute capability 8.9 or later, such as h100",
-        )  # fmt: skip
+        return chosen
     products = [operator for operator in graph.operators if operator.target.startswith(_PRODUCT)]
     last = next((operator.module for operator in reversed(products) if not operator.backward), "")
     makers = graph.producers()
@@ -60,14 +56,23 @@ def choose_float8(
         form = Float8(layout.float8, *formats)  # type: ignore[arg-type]
         plain_s, fast_s = rates.cost(kernel).seconds, _float8_s(kernel, operator, strategy, form, rates, links)
         if formats.count("e5m2") < 2 and fast_s < (1 - LEAST_GAIN) * plain_s:
-            found[operator.name] = f"{form}", f"{units.seconds(fast_s)}; in {kernel.dtype} {units.seconds(plain_s)}"
-    return found
+            chosen[operator.name] = f"{form}", f"{units.seconds(fast_s)}; in {kernel.dtype} {units.seconds(plain_s)}"
+    return chosen
+
+
+def check_float8(layout: Layout, device: Device) -> None:
+    """Raise a LayoutError if the layout allows float8, and the device is a GPU without products in float8."""
+    if layout.float8 and device.kind != "cpu" and "float8" not in device.peak_flops_per_s:
+        raise LayoutError(
+            f"float8={layout.float8!r}, and {device.name} has no products in float8", where="layout",
+            remedy="leave it out, or plan for GPUs of compute capability 8.9 or later, such as h100",
+        )  # fmt: skip
 
 
 def _fits(kernel: Kernel, strategy: Strategy) -> bool:
     if kernel.product is None or kernel.dtype not in DTYPES or any(map(is_linear, strategy.values())):
         return False
-    return not (kernel.product.n % MULTIPLE or kernel.product.k % MULTIPLE)
+    return not (kernel.product.n % FLOAT8_MULTIPLE or kernel.product.k % FLOAT8_MULTIPLE)
 
 
 def _float8_s(

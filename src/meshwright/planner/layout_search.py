@@ -18,7 +18,7 @@ from meshwright.cost.optimizer import OptimizerCost
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.layout_text import layout_text
 from meshwright.ir.part import part_of
 from meshwright.ir.plan import Plan
@@ -77,9 +77,9 @@ class Search:
     If devices differ, layouts are estimated as if all devices were like the slowest. The fastest layouts are then cut
     again for the devices of their stages, together with pipelines whose stages differ (``unlike_stages``).
 
-    With ``codec="auto"``, layouts are compared with the best codecs for their gradients. ``space`` restricts the
-    layouts. ``before`` has the model and the prices of layers of an earlier search (see ``within``).
-    """
+    With ``codec="auto"``, layouts are compared with the best codecs for their gradients. All layouts have ``float8``
+    (``Layout.float8``). ``space`` restricts the layouts. ``before`` has the model and the prices of layers of an
+    earlier search (see ``within``)."""
 
     graph: Graph
     world_size: int
@@ -93,6 +93,7 @@ class Search:
     clock: TimeLimit
     memory_bytes: float | None = None
     codec: str = ""
+    float8: Float8Scaling = ""
     space: Space = EVERYTHING
     before: tuple[WholeModel, LayerPrices] | None = None
     found: list[Option] = field(default_factory=list)
@@ -119,9 +120,9 @@ class Search:
         graph, lower = self.graph, self.lowering(self.graph)
         chain = chain_of(graph, self.slowest, self.world_size, self.world_size if self.only == "inter" else 0)
         asked, room = (self.optimizer, self.clips), (self.limit, self.memory_bytes)
-        model = WholeModel(graph, self.world_size, self.cluster, lower, *asked, *room, self.codec)
+        model = WholeModel(graph, self.world_size, self.cluster, lower, *asked, *room, self.codec, self.float8)
         of_chain = lower if chain.graph is graph else self.lowering(chain.graph)
-        return model, LayerPrices(chain, self.slowest, of_chain, *asked, self.world_size, self.codec)
+        return model, LayerPrices(chain, self.slowest, of_chain, *asked, self.world_size, self.codec, self.float8)
 
     def within(self, only: Only, space: Space) -> "Search":
         """A new search for the same model in another space. The two searches share the prices of layers, unless the new
@@ -129,7 +130,7 @@ class Search:
         short = only == "inter" and len(self.prices.chain.layers) < self.world_size
         return Search(
             self.graph, self.world_size, self.cluster, self.lowering, self.optimizer, self.clips, self.limit, only,
-            self.offload, self.clock, self.memory_bytes, self.codec, space,
+            self.offload, self.clock, self.memory_bytes, self.codec, self.float8, space,
             before=None if short else (self.model, self.prices),
         )  # fmt: skip
 

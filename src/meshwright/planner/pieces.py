@@ -6,8 +6,7 @@ Products of the same module in repeated blocks, and in the same direction, have 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +18,7 @@ from meshwright.ir.graph import Graph
 from meshwright.ir.kernel import Kernel
 from meshwright.ir.operator_algorithm import in_pieces
 from meshwright.ir.plan import Note, Plan, starred
-from meshwright.ir.program import Collective, Lower, Node, Phase
+from meshwright.ir.program import Collective, Lower, Node, Phase, Program
 
 CHUNKS = (1, 2, 4, 8)
 """The numbers of pieces that are considered for the rows of one rank."""
@@ -54,23 +53,25 @@ class Pair(NamedTuple):
         return starred(self.operator.rpartition(":")[0]), self.backward
 
 
-def with_pieces(lower: Lower, plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
-    """The plan, in which products run in pieces where that is faster on the cluster."""
+def with_pieces(
+    lower: Lower, plan: Plan, graph: Graph, cluster: Cluster, stages: Collection[int] | None = None
+) -> Plan:
+    """The plan, in which products run in pieces where that is faster on the cluster. ``stages``: the numbers of the
+    stages whose products are considered; None: all stages."""
     if all(size < 2 for axis, size in plan.mesh.sizes.items() if axis not in ("dp", "pp")):
         return plan
     costs, groups = PieceCosts(plan.mesh, cluster), defaultdict[tuple[str, bool], list[Pair]](list)
-    programs = lower(plan)
-    for phase in chain.from_iterable(program.phases for program in programs):
+    phases = _phases(lower(plan), stages)
+    for phase in phases:
         for pair in pairs(phase):
             if costs.hides(pair.collective):
                 groups[pair.group].append(pair)
-    chosen = {group: found for group, members in groups.items() if (found := _fastest(members, costs)) is not None}
+    chosen = {group: best for group, members in groups.items() if (best := _fastest(members, costs)) is not None}
     if not chosen:
         return plan
     divided = _divided(plan, graph, {group: pieces for group, (pieces, _) in chosen.items()})
     before, after = (
-        sum(costs.played_s(phase.nodes) for program in each for phase in program.phases)
-        for each in (programs, lower(divided))
+        sum(costs.played_s(phase.nodes) for phase in each) for each in (phases, _phases(lower(divided), stages))
     )
     if after >= before:
         return plan
@@ -79,6 +80,10 @@ def with_pieces(lower: Lower, plan: Plan, graph: Graph, cluster: Cluster) -> Pla
         for (module, backward), (pieces, reason) in chosen.items()
     ]
     return msgspec.structs.replace(divided, notes=(*divided.notes, *notes))
+
+
+def _phases(programs: Sequence[Program], stages: Collection[int] | None) -> list[Phase]:
+    return [phase for program in programs if stages is None or program.stage in stages for phase in program.phases]
 
 
 def pairs(phase: Phase) -> Iterator[Pair]:
@@ -119,8 +124,8 @@ def _scatter_of(product: Node, readers: Mapping[str, list[Node]]) -> Collective 
     """The reduce-scatter of a product's result."""
     node = product
     for _ in range(_STEPS):
-        found = readers.get(node.outputs[0].name, []) if node.outputs else []
-        node = found[0] if found else product
+        following = readers.get(node.outputs[0].name, []) if node.outputs else []
+        node = following[0] if following else product
         if node.starts is not None:
             return node.starts if node.starts.kind == "reduce_scatter" else None
         if not node.target.startswith(_PASSING):

@@ -86,8 +86,9 @@ class UnlikeStages:
             part = part_of(self.cluster, ranks)
             box = min(len(ranks), part.levels[0].fan_out) if part.levels else 1
             prices = LayerPrices(
-                of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks), of_all.codec
-            )
+                of_all.chain, part, self.lower, of_all.optimizer, of_all.clips, len(ranks), of_all.codec,
+                of_all.float8,
+            )  # fmt: skip
             own = self.pipelines if alike else Pipelines(prices, self.pipelines.limit_bytes, self.pipelines.kinds)
             pools.append(Pool(ranks, box, own))
         return pools

@@ -71,14 +71,14 @@ def _summary(path: AnyPath) -> CheckpointSummary:
 
 
 def chosen(path: str) -> AnyPath:
-    """The checkpoint at a place, or the latest whole one in a directory of checkpoints or of a run.
+    """The checkpoint at a place, or the latest whole checkpoint in a directory of checkpoints or of a run.
 
     Raises:
         CheckpointError: there is none.
     """
     every = summaries(path)
-    whole = next((one for one in every if not one.problem), every[0])
-    return place_of(whole.path)
+    latest = next((summary for summary in every if not summary.problem), every[0])
+    return place_of(latest.path)
 
 
 def verify_files(path: AnyPath) -> int:
@@ -102,8 +102,8 @@ def verify_files(path: AnyPath) -> int:
 
 
 def reshard(path: AnyPath, target: AnyPath, num_ranks: int) -> Manifest:
-    """Write a checkpoint anew as if ``num_ranks`` ranks had saved it, each its rows of every tensor. A load under such
-    a layout then reads few files, each in order.
+    """Write a checkpoint anew as if ``num_ranks`` ranks had saved it, each its own rows of every tensor. A load under
+    such a layout then reads few files, each in order.
 
     Raises:
         CheckpointError: ``target`` holds other files, the checkpoint is damaged, or there is no room.
@@ -121,7 +121,7 @@ def reshard(path: AnyPath, target: AnyPath, num_ranks: int) -> Manifest:
     def write() -> Manifest:
         (target / data).mkdir(parents=True, exist_ok=True)
         written = [_rewrite(source, index, target / data, rank, num_ranks) for rank in range(num_ranks)]
-        names = {chunk.file for tensors in written for one in tensors.values() for chunk in one.chunks}
+        names = {chunk.file for tensors in written for tensor in tensors.values() for chunk in tensor.chunks}
         sizes = {name: SavedFile(num_bytes=(target / data / name).stat().st_size) for name in names}
         small = small_files(joined(written)) | {TRAINER: (source / TRAINER).read_bytes()}
         return manifest.complete(target, saved, data, sizes, small)

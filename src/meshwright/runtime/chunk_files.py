@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import add
 from typing import IO, Any, Self
 
 import torch
@@ -28,7 +29,7 @@ from meshwright.runtime import manifest
 from meshwright.runtime.chunk_index import INDEX, Index, SavedChunk, read_index
 from meshwright.runtime.manifest import DamagedCheckpointError, Manifest, damaged
 from meshwright.runtime.object_path import AnyPath
-from meshwright.runtime.shards import Chunk, StoredPart, block
+from meshwright.runtime.shards import Chunk, StoredPart, block, common_block
 
 PIECE_BYTES = 4 * 2**20
 """Bytes that are read at once."""
@@ -243,17 +244,10 @@ def read_into(file: IO[bytes], view: memoryview, path: AnyPath) -> None:
 
 def overlap(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
     """The part of a chunk that lies in a block of the whole tensor; None if they do not overlap."""
-    begins = tuple(max(first, other) for first, other in zip(chunk.offsets, offsets, strict=True))
-    lengths = tuple(
-        min(first + size, other + length) - begin
-        for begin, first, size, other, length in zip(begins, chunk.offsets, chunk.sizes, offsets, sizes, strict=True)
-    )
-    if any(length <= 0 for length in lengths):
+    if (common := common_block(chunk.offsets, chunk.sizes, offsets, sizes)) is None:
         return None
-    starts = tuple(
-        start + begin - first for start, begin, first in zip(chunk.starts, begins, chunk.offsets, strict=True)
-    )
-    return Chunk(begins, starts, lengths)
+    begins, _, lengths = common
+    return Chunk(tuple(map(add, chunk.offsets, begins)), tuple(map(add, chunk.starts, begins)), lengths)
 
 
 def read_parts(directory: AnyPath, index: Index, parts: Mapping[str, StoredPart]) -> None:

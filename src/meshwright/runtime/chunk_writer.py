@@ -11,8 +11,9 @@ Large chunks go around the system's cache, which would copy them, and keep them 
     the chunk            │ ... head, num──┼──bers────┼──────────┼──, tail ...
     goes                   through cache  │ direct              │ through cache
 
-What goes direct is whole pages, from a small buffer that begins at a page's address. Where a system has no such way,
-all goes through the cache. An object of a store is a stream: one thread writes it, in order.
+Only whole pages are written directly, from a small buffer whose address is a multiple of the page size. If the system
+has no direct writes, everything goes through the cache. An object of a store is a stream, which one thread writes in
+order.
 """
 
 import ctypes
@@ -45,7 +46,7 @@ PIECE_BYTES = 4 * 2**20
 LARGE_BYTES = 2**20
 """Chunks of this size go around the cache."""
 AHEAD_BYTES = 16 * 2**20
-"""At least so many bytes are reserved on the disk at once, so that direct writes need not extend the file."""
+"""The least number of bytes that are reserved on the disk at once, so that direct writes need not extend the file."""
 
 Check = Callable[[Tensor], None]
 """Raises an error if a chunk is not worth writing."""

@@ -163,20 +163,3 @@ def newest_complete(copies: Iterable[Copy]) -> tuple[int, dict[Piece, list[Place
         if len(places) == num_pieces:
             return step, dict(places)
     return None
-
-
-def overlap(piece: Piece, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """The common block of a piece and of another block of the same tensor: its begin in the piece, its begin in the
-    other block, and its sizes; None if they have nothing in common."""
-    begins = [max(mine, other) for mine, other in zip(piece.offsets, offsets, strict=True)]
-    ends = [
-        min(mine + length, other + size)
-        for mine, length, other, size in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
-    ]
-    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
-        return None
-    return (
-        tuple(begin - offset for begin, offset in zip(begins, piece.offsets, strict=True)),
-        tuple(begin - offset for begin, offset in zip(begins, offsets, strict=True)),
-        tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
-    )

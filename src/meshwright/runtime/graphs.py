@@ -23,7 +23,7 @@ from meshwright.comm.transport.base import first_line
 from meshwright.errors import GraphError, MeshwrightError
 from meshwright.ir.program import Program
 from meshwright.ir.schedule import ActionKind
-from meshwright.ir.stages import BACKWARD, FORWARD, INPUT, PROLOGUE, STEP, WEIGHT
+from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, PROLOGUE, STEP, WEIGHT
 from meshwright.lower.function import BoxedFunction
 from meshwright.lower.partition import PhaseFunction
 from meshwright.runtime.cuda_graphs import Graph, Graphs
@@ -31,9 +31,6 @@ from meshwright.runtime.phase_clock import Clock
 
 log = logging.getLogger("meshwright")
 
-CAPTURED = (PROLOGUE, FORWARD, BACKWARD, INPUT, WEIGHT)
-"""The phases that are captured, in the order of a step. The others run once a step, and begin or end collectives that
-other phases end or began."""
 _ENDS = (BACKWARD, WEIGHT)
 """The phases that end a micro-batch."""
 
@@ -175,8 +172,8 @@ class StageGraphs:
         results: dict[str, Any] = {}
         if name == FORWARD:
             results = {inputs[at]: IN_GRAPH for at, _ in captured.taken if inputs[at] in self._received}
-        for each, (value, copied) in zip(self._phases[name].outputs, captured.results, strict=True):
-            results[each] = value.clone() if copied else value
+        for output, (value, copied) in zip(self._phases[name].outputs, captured.results, strict=True):
+            results[output] = value.clone() if copied else value
         return results
 
     # --- capture -----------------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@
     heirs                     ┗━━━━━━━━         all ranks go on after step 4, under the same layout or another, without
                                                 a look at the disk
 
-How often a copy is made follows from its cost: it takes at most ``SHARE`` of the time. ``copy_plan.py`` says which rank
-keeps what. A rank that copies step s + k has ended step s + 1 or a later one, which no rank can without the others: so
-all have copied step s, and the slot of the step before it is free. What goes to another host is waited for.
+The number of steps between copies follows from their cost: they take at most ``SHARE`` of the time. ``copy_plan.py``
+decides which rank keeps which part. A rank has two slots, which it fills in turn. When it makes the copy after the copy
+of step s, it has completed a later step, which it cannot do without all other ranks. So all ranks have copied step s,
+and the slot of the copy before step s is free. Before a rank makes a copy, it waits until its last copy has arrived on
+the other host.
 """
 
 import hashlib
@@ -34,7 +36,15 @@ from meshwright.ir.plan import Plan
 from meshwright.runtime import codec_memory, optimizer_state
 from meshwright.runtime.agree import everywhere
 from meshwright.runtime.checkpoint import Stateful, check_state
-from meshwright.runtime.copied_pieces import WHERE, got, overlapping, pour, put, shown, within
+from meshwright.runtime.copied_pieces import (
+    WHERE,
+    fill,
+    overlapping,
+    read_sized,
+    tensor_within,
+    within,
+    write_sized,
+)
 from meshwright.runtime.copy_plan import SLACK_BYTES, Copy, Kept, Piece, Place, newest_complete, plan_copies
 from meshwright.runtime.kept_memory import slots_of
 from meshwright.runtime.memory import available_bytes
@@ -49,7 +59,7 @@ TRIED = (2, 4, 6)
 """The steps of an attempt after which copies are made before their cost is known. The first two touch new memory, and
 are slower than those that follow."""
 MEMORY_SHARE = 0.5
-"""Copies take at most this share of the memory that is available on a host; else there are none."""
+"""Copies may take this share of the memory that is available on a host. If they need more, there are no copies."""
 _PLAIN = "plain state of rank "
 
 
@@ -143,11 +153,11 @@ class MemoryCopies:
         memory = slot.begin(self._plan.num_bytes, self._head)
         for entry in self._plan.entries[: self._plan.num_own]:
             if entry.piece.dtype == "bytes":
-                put(within(memory, entry), plain)
+                write_sized(within(memory, entry), plain)
                 continue
             part = parts[entry.piece.name]
             chunk = next(chunk for chunk in part.chunks if chunk.offsets == entry.piece.offsets)
-            shown(memory, entry).copy_(part.view(chunk))
+            tensor_within(memory, entry).copy_(part.view(chunk))
         self._slot = 1 - self._slot
         if self._partners is None:
             slot.commit(step)
@@ -175,7 +185,7 @@ class MemoryCopies:
             raise LostRankError(f"a copy of the state could not be sent: {self._error}", where=WHERE) from self._error
 
     def _make_plan(self, parts: Mapping[str, StoredPart], num_plain: int) -> None:
-        """Agree with all ranks on what each keeps. Without enough memory on some host, there are no copies."""
+        """Agree with all ranks on the pieces that each rank keeps. If a host lacks the memory, there are no copies."""
         rank = self._trainer.rank
         pieces = [
             Piece(name, str(part.value.dtype).removeprefix("torch."), chunk.offsets, chunk.sizes)
@@ -213,14 +223,14 @@ class MemoryCopies:
             self._partners = Partners()
 
     def _plan_state(self) -> dict[str, Any]:
-        """The amendments of the plan, and what tells whether another plan is the same."""
+        """The amendments of the plan, and a digest that shows whether another plan is the same."""
         if self._described is None or self._described[0] is not self._trainer.plan:
             plan = self._trainer.plan_as_data()
             self._described = self._trainer.plan, {"plan": _digest(plan), "amendments": plan.get("amendments", [])}
         return self._described[1]
 
     def finish(self) -> None:
-        """Wait until the last copy is also where it is sent to."""
+        """Wait until the last copy has also arrived on the other host."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -236,10 +246,10 @@ class MemoryCopies:
         """
         if not self._is_on:
             return False
-        found = newest_complete(self._all_copies())
-        if found is None or found[0] < from_rank_0(saved):
+        newest = newest_complete(self._all_copies())
+        if newest is None or newest[0] < from_rank_0(saved):
             return False
-        step, places = found
+        step, places = newest
         used = {place.slot for each in places.values() for place in each}
         self._slot = 1 - min(used)  # the copy that is loaded stays until the next one is complete
         states = self._plain_states(places)
@@ -263,7 +273,7 @@ class MemoryCopies:
         return True
 
     def _all_copies(self) -> Iterator[Copy]:
-        """The complete copies on all hosts. The first rank of each host looks at those of its host."""
+        """The complete copies on all hosts. The first rank of each host reads the copies of its host."""
         rank, own = self._trainer.rank, list[Copy]()
         if self._hosts.index(self._hosts[rank]) == rank:
             for number, slots in enumerate(self._host_slots):
@@ -277,16 +287,16 @@ class MemoryCopies:
 
     def _plain_states(self, places: Mapping[Piece, list[Place]]) -> list[dict[str, Any]]:
         """The plain states of all ranks that made the copy, in their order."""
-        mine: dict[int, bytes] = {}
+        sent: dict[int, bytes] = {}
         for piece, each in places.items():
             if piece.dtype == "bytes" and self._sender(each) == self._trainer.rank:
-                mine[int(piece.name.removeprefix(_PLAIN))] = got(self._read(piece, each))
-        packed = from_every_rank(msgspec.msgpack.encode(mine))
-        found = [each for data in packed for each in msgspec.msgpack.decode(data, type=dict[int, bytes]).items()]
-        return [from_bytes(data) for _, data in sorted(found)]
+                sent[int(piece.name.removeprefix(_PLAIN))] = read_sized(self._read(piece, each))
+        packed = from_every_rank(msgspec.msgpack.encode(sent))
+        states = [each for data in packed for each in msgspec.msgpack.decode(data, type=dict[int, bytes]).items()]
+        return [from_bytes(data) for _, data in sorted(states)]
 
     def _fill(self, parts: Mapping[str, StoredPart], places: Mapping[Piece, list[Place]]) -> None:
-        """Fill the parts of all ranks from the copies; what is on another host is sent."""
+        """Fill the parts of all ranks from the copies. Pieces that are only on other hosts are sent."""
         rank, host = self._trainer.rank, self._hosts[self._trainer.rank]
         by_name: dict[str, list[Piece]] = {}
         for piece in places:
@@ -302,7 +312,7 @@ class MemoryCopies:
         requests = from_every_rank(sorted(away))
         for piece in wanted:
             if number[piece] not in away:
-                pour(piece, self._read(piece, places[piece]), parts[piece.name])
+                fill(parts[piece.name], piece, self._read(piece, places[piece]))
         for index in sorted({index for each in requests for index in each}):
             piece = pieces[index]
             sender = self._sender(places[piece])
@@ -312,10 +322,10 @@ class MemoryCopies:
             elif rank in receivers:
                 data = torch.empty(piece.num_bytes, dtype=torch.uint8)
                 hand_over(data, sender, receivers)
-                pour(piece, data, parts[piece.name])
+                fill(parts[piece.name], piece, data)
 
     def _sender(self, places: list[Place]) -> int:
-        """The rank that sends a piece to those that do not see it: the first on the first host that has it."""
+        """The rank that sends a piece to other hosts: the first rank of the first host that has the piece."""
         return self._hosts.index(min(place.host for place in places))
 
     def _read(self, piece: Piece, places: list[Place]) -> Tensor:

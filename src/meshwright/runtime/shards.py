@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,25 @@ class Chunk:
     offsets: tuple[int, ...]
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+def common_block(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """The common part of two blocks of a tensor: its begin in the first block, its begin in the other block, and its
+    sizes. None if the blocks have no element in common."""
+    begins = [max(first, other) for first, other in zip(offsets, other_offsets, strict=True)]
+    ends = [
+        min(first + size, other + length)
+        for first, size, other, length in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    ]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return None
+    return (
+        tuple(begin - first for begin, first in zip(begins, offsets, strict=True)),
+        tuple(begin - other for begin, other in zip(begins, other_offsets, strict=True)),
+        tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
+    )
 
 
 @dataclass(frozen=True)

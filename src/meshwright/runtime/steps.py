@@ -18,7 +18,7 @@ from meshwright.ir.placement import Placements
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Transfer
 from meshwright.ir.schedule import ActionKind, Schedule
-from meshwright.ir.stages import BACKWARD, FORWARD, batch_border
+from meshwright.ir.stages import BACKWARD, CAPTURED, FORWARD, batch_border
 from meshwright.lower.planned_graph import PlannedGraph
 from meshwright.lower.regions import Compiler
 from meshwright.lower.stage import lower_stage
@@ -27,7 +27,6 @@ from meshwright.ops import collectives
 from meshwright.runtime.codec_memory import CodecMemory
 from meshwright.runtime.device import DeviceKind
 from meshwright.runtime.executor import Executor, StepResult
-from meshwright.runtime.graphs import CAPTURED
 from meshwright.runtime.kernels import CAPTURED_KERNELS, KERNELS
 from meshwright.runtime.phase_clock import Clock
 from meshwright.runtime.route import Place, Route

@@ -20,7 +20,7 @@ from meshwright.cost.program import stage_held, step_work
 from meshwright.errors import LayoutError, MeshwrightError, PlanError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.graph import ITEM_BYTES, Graph
-from meshwright.ir.layout import Layout
+from meshwright.ir.layout import Float8Scaling, Layout
 from meshwright.ir.plan import Plan
 from meshwright.ir.program import Lower, Program
 from meshwright.ir.schedule import ActionKind
@@ -49,15 +49,15 @@ WORKERS_AFTER_S = 1.0
 
 class LayerPrices:
     """Plans, lowers and prices the layers of a chain, once for each layout. With ``codec="auto"``, sums of gradients
-    get the best codecs (``piece_codecs``)."""
+    get the best codecs (``piece_codecs``). ``float8`` allows products in float8 in all layouts (``Layout.float8``)."""
 
     def __init__(
         self, chain: Chain, cluster: Cluster, lower: Lower, optimizer: OptimizerCost, clips: bool, num_ranks: int,
-        codec: str = "",
+        codec: str = "", float8: Float8Scaling = "",
     ) -> None:  # fmt: skip
         self.chain, self.cluster, self.lower = chain, cluster, lower
         self.optimizer, self.clips, self.num_ranks = optimizer, clips, num_ranks
-        self.network, self.codec = Network(cluster), codec
+        self.network, self.codec, self.float8 = Network(cluster), codec, float8
         self.codecs = PieceCodecs(cluster, _gradient_bytes(chain.graph)) if codec == AUTO else None
         self._coded: dict[LayerWorks, LayerWorks] = {}
         self._ask = Ask(
@@ -178,7 +178,9 @@ class LayerPrices:
         """The layout in which each priced layer is a stage, and its text as a key."""
         text = msgspec.json.encode(layout)
         if text not in self._singles:
-            single = msgspec.structs.replace(layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1)
+            single = msgspec.structs.replace(
+                layout, pp=len(self.chain.firsts) + 1, schedule="gpipe", chunks=1, float8=layout.float8 or self.float8
+            )
             self._singles[text] = single, msgspec.json.encode(single)
         return self._singles[text]
 
