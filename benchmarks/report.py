@@ -192,8 +192,12 @@ def write(
     Raises:
         ValueError: ``meshwright bench lint`` refuses the result, which is then kept as ``results/NAME.refused.json``.
     """
+    module = name.partition("-")[0]
+    script = (
+        f"benchmarks/{module}/__main__.py" if Path(__file__).with_name(module).is_dir() else f"benchmarks/{module}.py"
+    )
     found = Result(
-        name=name, command=command, script=f"benchmarks/{name.partition('-')[0]}.py", commit=COMMIT, date=today(),
+        name=name, command=command, script=script, commit=COMMIT, date=today(),
         machine=this_machine(), versions=versions(), timed=timed, settings=dict(settings), findings=tuple(findings),
     )  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
