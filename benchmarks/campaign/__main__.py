@@ -1,6 +1,6 @@
 """Does a run survive everything? ``python -m benchmarks.campaign [--faults 1000] [--seed 0]``, as root for all kinds.
 
-Faults are inflicted on tiny runs of ``meshwright train`` and ``meshwright launch``, one after the other. Each round
+Faults are inflicted on tiny runs of ``meshwright train`` and ``meshwright launch``, one on each core. Each round
 inflicts every kind once. The seed draws their order, the run, the moment and the victim, so that fault n of a seed is
 always the same fault, except for the scheduling of the machine. A journal has a line for each fault. After a stop, the
 same command continues the campaign after the last line.
@@ -30,8 +30,10 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 from benchmarks import report
 from benchmarks.campaign.checks import CATEGORIES, Problem
@@ -42,10 +44,13 @@ from benchmarks.campaign.warm import Starter
 from meshwright.emulation.network import why_not
 from meshwright.ir.result import Check, Duration, Finding, Series, Settings
 from meshwright.ir.statistics import median
+from meshwright.runtime.launch import num_cores
 from meshwright.runtime.lock import locked
 
 COMMAND = "python -m benchmarks.campaign"
 FAULTS, LEAST_KINDS, TRIES = 1000, 20, 4
+MOST_AT_ONCE = 4
+"""As many faults as the machine has cores are inflicted at the same time, but no more: most of a fault is waiting."""
 FOLDER = Path("runs/campaign")
 
 
@@ -160,17 +165,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and leave nothing behind
     with locked(options.folder, ".lock", option="--folder"), ExitStack() as stack:
         work = _memory_disk(options.folder.resolve(), stack)
-        starter = stack.enter_context(Starter({"OMP_NUM_THREADS": "1"}))
+        count = min(MOST_AT_ONCE, num_cores())
+        starters = [stack.enter_context(Starter({"OMP_NUM_THREADS": "1"})) for _ in range(count)]
         runs = {run for name in names for run in KINDS[name].runs}
-        expected = references(starter, work, options.folder / "references.json", sorted(runs))
-        for number in range(len(entries), options.faults):
-            entry = inflict(starter, work, number, options.seed, names, expected, boxes=boxes, keep=options.keep)
+        expected = references(starters[0], work, options.folder / "references.json", sorted(runs))
+        free = SimpleQueue[Starter]()
+        for starter in starters:
+            free.put(starter)
+
+        def next_fault(number: int) -> Entry:
+            starter = free.get()
+            try:
+                return inflict(starter, work, number, options.seed, names, expected, boxes=boxes, keep=options.keep)
+            finally:
+                free.put(starter)
+
+        pool = ThreadPoolExecutor(count)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for entry in pool.map(next_fault, range(len(entries), options.faults)):
             append(journal, entry)
             entries.append(entry)
             _show(entry)
             if options.keep and (entry.problems or entry.missed):
-                kept = options.folder / f"kept-{number}"
-                subprocess.run(["cp", "-r", work / f"{number}-{entry.tries}", kept], capture_output=True, check=False)
+                place = work / f"{entry.number}-{entry.tries}"
+                kept = options.folder / f"kept-{entry.number}"
+                subprocess.run(["cp", "-r", place, kept], capture_output=True, check=False)
     results = findings(entries, left_out)
     if options.kind:
         return report.alone(results)
