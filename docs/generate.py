@@ -378,7 +378,7 @@ def option_text(parameter: Any) -> str:
 RESULTS = (
     "foundation", "pipelines", "zero", "models", "models-parity", "convolution", "convolution-parity", "collectives",
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
-    "faults", "checkpoints", "planning", "uniform", "unlike", "prediction", "memory", "large_batch",
+    "faults", "checkpoints", "conformance", "planning", "uniform", "unlike", "prediction", "memory", "large_batch",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README lists."""
 HEADLINES = (
