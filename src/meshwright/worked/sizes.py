@@ -1,6 +1,7 @@
 """Worked numbers of sizes and times: parameters, bytes, years, and petaflops divided by a data sheet's peak."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from meshwright.catalog import load_cluster, load_device
 from meshwright.catalog.models import load_model, load_network
@@ -149,4 +150,71 @@ def percent_of_peak() -> Iterator[Line]:
             "{:.1f} %",
             f"{chips:,} x {peak / 1e12:g} TFLOP/s are {chips * peak / 1e15:,.1f} PF",
             exact=0.5 / percent,
+        )
+
+
+class _Run(NamedTuple):
+    """A published training run: petaflops, chips, device, percent of peak as printed; the number of chips and the
+    percentage that the run's own publication states."""
+
+    name: str
+    petaflops: float
+    chips: int
+    device: str
+    percent: float
+    own_chips: int
+    own_percent: float
+    source: str
+
+
+MORE_RUNS = (
+    _Run(
+        "MegaScale", 2166.3, 12288, "a100-80gb", 55.0, 12288, 55.2,
+        'Jiang et al., "MegaScale", NSDI 2024: 55.2 % with 12,288 A100',
+    ),
+    _Run(
+        "Google", 4480.0, 55094, "tpu-v5e", 44.67, 50944, 44.67,
+        "Google's announcement of November 2023: 50,944 chips",
+    ),
+)  # fmt: skip
+"""Runs whose printed percentage, petaflops and chips do not belong together."""
+
+
+def more_of_peak() -> Iterator[Line]:
+    """Two further runs, whose printed percentages are not those of their petaflops and chips."""
+    for run in MORE_RUNS:
+        peak = load_device(run.device).peak("bfloat16")
+        ours = 100 * run.petaflops * 1e15 / (run.chips * peak)
+        fits = run.petaflops * 1e15 / (run.percent / 100 * peak)
+        yield held(
+            f"{run.name}: {run.percent:g} %, as the run itself counts",
+            f"{run.own_percent:g} % of {run.own_chips:,} chips",
+            abs(run.percent - run.own_percent) < 0.5,
+            run.source,
+        )
+        yield held(
+            f"{run.name}: {run.petaflops:,g} PF on {run.chips:,} {run.device} are {run.percent:g} %",
+            f"{ours:.1f} %",
+            abs(run.percent - ours) < 0.5,
+            f"{run.chips:,} x {peak / 1e12:g} TFLOP/s are {run.chips * peak / 1e15:,.0f} PF; {run.percent:g} % would "
+            f"be {run.percent / 100 * run.chips * peak / 1e15:,.0f} PF, or {fits:,.0f} chips",
+        )
+
+
+USUAL = (min(run[4] for run in RUNS), max(run[4] for run in RUNS))
+"""The smallest and the largest percentage of ``RUNS``."""
+
+
+def cards_for_a_petaflop() -> Iterator[Line]:
+    """The claim that 16 cards make about 1 PFLOP/s."""
+    cards, petaflop = 16, 1e15
+    for name in ("v100", "a100-80gb"):
+        peak = cards * load_device(name).peak("float16")
+        share = 100 * petaflop / peak
+        yield held(
+            f"16 {name}: about 1 PFLOP/s",
+            f"{share:.1f} % of their {peak / 1e12:,.0f} TFLOP/s",
+            USUAL[0] <= share <= USUAL[1],
+            f"{petaflop / cards / 1e12:g} TFLOP/s a card; large runs reach {USUAL[0]:g} to {USUAL[1]:g} % of the "
+            f"peak; 16 such cards then make {peak * USUAL[0] / 1e17:.2g} to {peak * USUAL[1] / 1e17:.2g} PFLOP/s",
         )
