@@ -181,7 +181,7 @@ def _digits(part: Literal["train", "held_out"]) -> dict[str, Tensor]:
     return {"inputs": pixels[chosen], "label": data["label"][chosen]}
 
 
-def _trained(layout: Layout) -> _Regression:
+def _trained(layout: Layout, steps: int = SOFTMAX_STEPS) -> _Regression:
     """Train the regression on these ranks."""
     torch.manual_seed(0)
     digits, held_out = _digits("train"), _digits("held_out")
@@ -189,7 +189,7 @@ def _trained(layout: Layout) -> _Regression:
         MLP((PIXELS, CLASSES)).double(), classification_loss, digits, plan=layout,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     )  # fmt: skip
-    losses = [float(trainer.step(digits)) for _ in range(SOFTMAX_STEPS)]
+    losses = [float(trainer.step(digits)) for _ in range(steps)]
     trainer.evaluate(held_out)
     splits = " ".join(sorted({note.split for note in trainer.plan.notes if note.module.startswith("layers")}))
     return _Regression(losses, float(trainer.metrics["correct"]) / len(held_out["label"]), splits)

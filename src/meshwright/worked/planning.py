@@ -33,7 +33,7 @@ def alexnet() -> Iterator[Line]:
         "convolutions: 90-95 % of the computation",
         f"{flops:.1%}",
         0.9 < flops < 0.95,
-        "multiply-adds of the layers' products; torchvision's variant",
+        "multiply-adds of torchvision's variant",
     )
     yield compared("and 5 % of the parameters", 5, 100 * parameters, "{:.1f}%", "5 % by rounding up", exact=0.3)
     yield held(
@@ -67,7 +67,7 @@ def megatron_scaling() -> Iterator[Line]:
             hidden = 100 * each / alone * estimate.step_s / (estimate.step_s - estimate.data_comm_s)
             why = "nothing was fitted to V100"
             if dp > 1:
-                why = f"gradients over dp are not overlapped in the model; were all hidden, {hidden:.1f} %"
+                why = f"the model hides no all-reduce of gradients behind backward; if all were hidden, {hidden:.1f} %"
             claim = f"{tp * dp} V100, tp = {tp}: {measured} %"
             yield predicted(claim, measured, 100 * each / alone, POINTS, why)
 

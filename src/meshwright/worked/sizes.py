@@ -23,13 +23,13 @@ def parameter_server() -> Iterator[Line]:
     ring_s = network.collective_s("all_reduce", size, Group(workers))
     yield compared(
         "ResNet-50: 97.5 MB of 24.4 M parameters", 24.4, net.parameters / 1e6, "{:.2f} M",
-        f"{net.parameters:,} parameters of 4 bytes are {size / 2**20:.1f} MiB, {size / 1e6:.1f} MB; 97.5 / 4 took "
-        "MiB for MB",
+        f"{net.parameters:,} parameters of 4 bytes are {size / 2**20:.1f} MiB, {size / 1e6:.1f} MB; the lecture "
+        "divides MiB by 4 as if they were MB",
     )  # fmt: skip
     yield compared(
         "256 workers at 3 iterations/s: 73.1 GB/s into the server", 73.1, ours / 1e9, "{:.1f} GB/s",
-        "256 x 3 x 97.5 MB; 73.1 divides once by 1,024, so it is GiB if 97.5 is MiB "
-        f"({workers * rate * size / 1e9:.1f} GB/s)",
+        "256 x 3 x 97.5 MB; the lecture divides by 1,024, so its 73.1 are GiB/s if its 97.5 are MiB (in full "
+        f"{workers * rate * size / 1e9:.1f} GB/s)",
     )  # fmt: skip
     yield held(
         "more than a NIC of 400 Gb/s takes",
@@ -53,14 +53,14 @@ def years_412() -> Iterator[Line]:
     other_years = 30 * tokens / YEAR_S
     yield compared(
         "13 T tokens in 412 years: 1 ms a token", 1, token_s * 1e3, "{:.3f} ms",
-        f"at the A100's peak a token then has {token_s * peak / 1e9:.0f} GFLOP, that is "
-        f"{token_s * peak / 6e9:.0f} B parameters met (6 FLOP each)",
+        f"at the peak of an A100, {token_s * peak / 1e9:.0f} GFLOP for each token, or {token_s * peak / 6e9:.0f} B "
+        "parameters at 6 FLOP each",
     )  # fmt: skip
     yield held(
         "30 s a token, in the same lecture",
         f"{other_years / 1e6:.1f} M years",
         abs(other_years / 412 - 1) < 0.05,
-        "30 s times 13 T tokens; the two claims do not go together",
+        "30 s x 13 T tokens: the two claims contradict each other",
     )
 
 
@@ -74,8 +74,8 @@ def years_172() -> Iterator[Line]:
         "172 years for a model that is not named",
         f"GPT-3 at {simple / 172:.1%} of peak",
         0.1 < simple / 172 < 0.5,
-        f"300 B tokens are {simple:.0f} years at peak by 6 FLOP a parameter and token ({years:.0f} with attention "
-        "and head); a usual fraction of peak makes 172 of it",
+        f"300 B tokens take {simple:.0f} years at the peak, with 6 FLOP for each parameter and token ({years:.0f} with "
+        "attention and head), and 172 years at this usual part of the peak",
     )
 
 
@@ -101,12 +101,12 @@ def footprint() -> Iterator[Line]:
             f"{name}: {parameters:g} B parameters, {size:g} GB", size, 16 * parameters, "{:.4g} GB",
             f"16 bytes a parameter (weights and gradients in 16 bit, Adam in 32); by its layers "
             f"{model.parameters / 1e9:.3g} B and {states / 1e9:.4g} GB; "
-            f"before activations it fits {', '.join(fits) or 'none of ' + ', '.join(DEVICES)}",
+            f"without activations it fits on {', '.join(fits) or 'none of ' + ', '.join(DEVICES)}",
         )  # fmt: skip
-        why = "parameters over those of BERT-large: the same tokens"
+        why = "ratio of the parameters, for the same number of tokens"
         ratio = parameters / FOOTPRINTS[0][1]
         yield compared(f"{name}: relative computation {relative:g}", relative, ratio, "{:.1f}", why)
-    why = "the printed 24 GB are those of 1.5 B"
+    why = "the 24 GB that the lecture prints belong to 1.5 B"
     yield compared("GPT-2 has 1.9 B parameters", 1.9, load_model("gpt2-xl").parameters / 1e9, "{:.2f} B", why)
 
 
@@ -124,8 +124,8 @@ def gpt4_layer() -> Iterator[Line]:
         "which GPUs of 80 and of 140 GB hold",
         f"{layer:.0f} GB",
         layer < 80,
-        f"only the weights: with gradients and Adam's two moments {4 * layer:.0f} GB, which neither holds; a "
-        "layer must be divided to be trained",
+        f"weights only; with gradients and Adam's two moments {4 * layer:.0f} GB, more than either GPU has: training "
+        "must divide a layer",
     )
 
 
