@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from benchmarks import lectures
 from meshwright import api, worked
 from meshwright.api import worked_examples, worked_plans
 from meshwright.cli import run as cli
 from meshwright.ir.graph import Operator
+from meshwright.ir.result import Result
+from meshwright.worked import kept
 
 
 def _operator(name: str, reads: str, flops: float) -> Operator:
@@ -29,4 +32,9 @@ def test_a_named_example_is_computed(capsys: pytest.CaptureFixture[str]) -> None
     assert cli(["recompute", "cross-entropy-cat", "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)["lines"]
     assert (line["ours"], line["verdict"]) == ("0.6162", "agrees")
-    assert [each.ours for each in api.recompute_captured("cross-entropy-cat")] == ["0.6162"]
+
+
+def test_the_lines_of_a_result_file_are_those_that_were_computed() -> None:
+    result = Result(name="lectures", findings=tuple(lectures.findings("cross-entropy-cat")))
+    assert list(kept.example_of("cross-entropy-cat", result)) == list(api.recompute_captured("cross-entropy-cat"))
+    assert not list(kept.example_of("cat", result))

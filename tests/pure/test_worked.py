@@ -12,11 +12,13 @@ import pytest
 
 from meshwright import worked
 from meshwright.catalog import load_cluster
+from meshwright.catalog.models import load_network
 from meshwright.cli import run as cli
 from meshwright.errors import FileFormatError, LayoutError
 from meshwright.ir import files
 from meshwright.ir.result import Result, Utilization
 from meshwright.planner.inter_op.stage_prices import StagePrices
+from meshwright.planner.layerwise import divide_layers
 from meshwright.planner.workspace import Choice
 from meshwright.schedules.collectives.operations import ALL_REDUCE, all_reduce
 from meshwright.worked import kept, planning, pruning
@@ -166,7 +168,8 @@ def test_pruning_finds_what_trying_every_pipeline_finds() -> None:
     prices = pruning.prices_of(pair)
     best = min(sum(each) + (pruning.MICROBATCHES - 1) * max(each) for each in every_pipeline(prices, 4))
     whole, pruned = pruning.both(prices, 4)
-    assert (whole.step_s, pruned.step_s) == (pytest.approx(best), pytest.approx(best))
+    assert whole.step_s == pytest.approx(best, rel=1e-12)
+    assert pruned.step_s == pytest.approx(best, rel=1e-12)
     assert pruned.entries < whole.entries / 2
 
 
@@ -176,13 +179,12 @@ def test_divisions_are_enumerated() -> None:
     assert found == {"aaaa", "aab", "bb", "ac"}
 
 
-def test_towers_need_no_more_than_the_filters_of_one_gpu() -> None:
-    """Two towers on two GPUs: half of the work of one GPU, and the exchange of three layers' inputs."""
-    net, cluster = planning.load_network("alexnet-2012"), load_cluster(planning.GPUS, 2)
+def test_towers_take_half_of_the_time_of_one_gpu_and_some_for_their_exchange() -> None:
+    net, cluster = load_network("alexnet-2012"), load_cluster(planning.GPUS, 2)
     towers_s = planning.towers_s(net, cluster)
     free = msgspec.structs.replace(cluster.levels[0], alpha_s=0.0, beta_s_per_byte=1e-18)
     assert towers_s > planning.towers_s(net, msgspec.structs.replace(cluster, levels=(free,)))
-    alone = planning.divide_layers(net, load_cluster("gtx-580-box1", 1), images=planning.BATCH, precision="fp32")
+    alone = divide_layers(net, load_cluster("gtx-580-box1", 1), images=planning.BATCH, precision="fp32")
     assert 0.5 * alone.step_s < towers_s < 0.6 * alone.step_s
 
 
