@@ -271,8 +271,8 @@ def worked_page() -> str:
         "number is outside of the allowed difference); and *not measured* (there is no result file).",
         "",
         "Some examples capture, plan and train models: " + ", ".join(CAPTURED) + ". The command does that if one of",
-        "them is named. Their lines on this page, and all measurements, are those of the",
-        "[result files](../../benchmarks/results), which each line names; `make bench-lectures` computes the former.",
+        "them is named. On this page, their lines are those that `make bench-lectures` has kept. Measured lines name",
+        "their [result file](../../benchmarks/results).",
     ]
     for name in worked_names():
         found = recompute(name, results=_FOLDER)

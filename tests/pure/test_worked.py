@@ -113,7 +113,7 @@ def test_verdicts(name: str) -> None:
         ("tree-7", ["11 and 14", "35, 35, 35, 35, 35, 35, 35"]),
         (
             "percent-more",
-            ["55.2 % of 12,288 chips", "56.5 %", "44.67 % of 50,944 chips", "41.3 %"],
+            ["55.2 % of 12,288 chips", "56.5 %", "44.6 % of 50,944 chips", "41.3 %"],
         ),
         ("cards-petaflop", ["50.0 % of their 2,000 TFLOP/s", "20.0 % of their 4,992 TFLOP/s"]),
         ("jellybean", ["7.485 $/h at accuracy 56.59"]),
@@ -193,8 +193,9 @@ def test_towers_take_half_of_the_time_of_one_gpu_and_some_for_their_exchange() -
 
 def test_without_a_result_file_nothing_is_measured(tmp_path: Path) -> None:
     found = worked.recompute("utilization", results=tmp_path)
-    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")]
-    assert "`make bench-utilization`" in found.lines[0].claim
+    assert [(line.verdict, line.ours) for line in found.lines] == [("not measured", "there is no utilization.json")] * 2
+    assert found.lines[1].claim == "typical code reaches 10-15 % of a chip"
+    assert "`make bench-utilization` in a checkout writes the file" in found.lines[0].why
 
 
 def test_a_result_file_without_the_finding_is_refused(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_utilization_is_read_from_the_file_of_the_benchmark() -> None:
     lines = list(kept.utilization(msgspec.structs.replace(result, findings=(step, product))))
     assert [(line.claim, line.verdict) for line in lines] == [
         ("large matrix products reach 80 % of a chip", "agrees"),
-        ("typical code 10-15 %", "we differ"),
+        ("typical code reaches 10-15 % of a chip", "we differ"),
     ]
     assert "of 112 GFLOP/s (nominal: 3.5 GHz" in lines[0].why
 

@@ -30,12 +30,11 @@ class Worked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Example(NamedTuple):
-    """The ways in which an example is recomputed. ``formulas`` take seconds and need no torch. ``measured`` read result
-    files. ``captured`` describes what is done with captured models (empty: nothing); ``api.recompute_captured`` does
-    it."""
+    """The ways in which an example is recomputed, beside what ``kept.FILES`` has of it. ``formulas`` take seconds and
+    need no torch. ``captured`` describes what is done with captured models (empty: nothing);
+    ``api.recompute_captured`` does it."""
 
     formulas: tuple[Callable[[], Iterator[Line]], ...] = ()
-    measured: tuple[Kept, ...] = ()
     captured: str = ""
 
 
@@ -55,7 +54,7 @@ _EXAMPLES: dict[str, _Example] = {
     "bubbles": _Example((traffic.bubbles,)),
     "sobel": _Example(captured="A Sobel filter on an image whose rows are divided over two ranks."),
     "xor": _Example(captured="Exclusive-or of two bits, learned by one layer and by two."),
-    "alexnet": _Example((planning.alexnet,), (Kept("convolution", "make bench-convolution", kept.alexnet),)),
+    "alexnet": _Example((planning.alexnet,)),
     "alexnet-two-gpus": _Example((planning.alexnet_on_two_gpus,)),
     "megatron-scaling": _Example((planning.megatron_scaling,)),
     "weak-scaling-axonn": _Example((planning.weak_scaling,)),
@@ -65,13 +64,10 @@ _EXAMPLES: dict[str, _Example] = {
     "alpa-pruning": _Example((pruning.pruning,)),
     "inter-intra": _Example(captured="The same model, planned with stages only and with divided operators only."),
     "chain": _Example(captured="A model whose operators wait for each other, on several devices."),
-    "mu-cudnn": _Example(
-        (divisions.mu_cudnn,),
-        (Kept("convolution_algorithms", "make bench-convolution-algorithms", kept.mu_cudnn),),
-    ),
-    "sparcml": _Example((exchange.sparcml,), (Kept("codecs", "make bench-codecs", kept.sparse),)),
-    "jellybean": _Example(measured=(Kept("serving", "make bench-serving", kept.jellybean),)),
-    "utilization": _Example(measured=(Kept("utilization", "make bench-utilization", kept.utilization),)),
+    "mu-cudnn": _Example((divisions.mu_cudnn,)),
+    "sparcml": _Example((exchange.sparcml,)),
+    "jellybean": _Example(),
+    "utilization": _Example(),
     "softmax-784x10": _Example(captured="Softmax regression on handwritten digits, on one rank and on two."),
     "cross-entropy-cat": _Example(captured="The loss of a classifier that gives the label a probability of 0.54."),
 }
@@ -102,12 +98,14 @@ def recompute(name: str, *, results: Path = RESULTS, captured: Callable[[str], I
         known = (*_EXAMPLES, *SEARCHED)
         remedy = files.did_you_mean(name, known, f"examples: {', '.join(known)}")
         raise LayoutError(f"there is no worked example {name!r}", remedy=remedy)
-    example = _EXAMPLES[name]
-    abouts = [inspect.getdoc(part) or "" for part in (*example.formulas, *(each.lines for each in example.measured))]
+    example, measured = _EXAMPLES[name], kept.FILES.get(name)
+    parts = (*example.formulas, *([measured.lines] if measured else []))
+    abouts = [inspect.getdoc(part) or "" for part in parts]
     lines = [line for part in example.formulas for line in part()]
     if example.captured:
         abouts.append(example.captured)
-        own = Kept(LECTURES, "make bench-lectures", lambda result: kept.example_of(name, result))
+        own = Kept(LECTURES, "make bench-lectures", lambda result: kept.example_of(name, result), (example.captured,))
         lines += captured(name) if captured is not None else kept.read(own, results)
-    lines += [line for each in example.measured for line in kept.read(each, results)]
+    if measured:
+        lines += kept.read(measured, results)
     return Worked(id=name, about=" ".join(" ".join(abouts).split()), lines=tuple(lines))

@@ -36,7 +36,7 @@ def pruning() -> Iterator[Line]:
             is_same = abs(pruned.step_s / whole.step_s - 1) <= SAME
             yield held(
                 f"{pair.title}: pruning halves the search at least, and keeps its result",
-                f"{pruned.entries:,} of {whole.entries:,} table entries, {saved:.1%} less",
+                f"{pruned.entries:,} of {whole.entries:,} table entries, {saved:.2%} less",
                 saved >= 0.5 and is_same,
                 f"{pruned.tables} of {whole.tables} tables, one for each limit on the slowest stage; the optimum is "
                 f"{'equal' if is_same else 'another'}: {stages}, {pruned.step_s:.3f} s",

@@ -156,8 +156,8 @@ def percent_of_peak() -> Iterator[Line]:
 
 
 class _Run(NamedTuple):
-    """A published training run: petaflops, chips, device, percent of peak as printed; the number of chips and the
-    percentage that the run's own publication states."""
+    """A published training run: petaflops, chips, device, percent of peak as printed; the number of chips that the
+    run's own publication states, and its percentage (0: computed from the petaflops)."""
 
     name: str
     petaflops: float
@@ -175,7 +175,7 @@ MORE_RUNS = (
         'Jiang et al., "MegaScale", NSDI 2024: 55.2 % with 12,288 A100',
     ),
     _Run(
-        "Google", 4480.0, 55094, "tpu-v5e", 44.67, 50944, 44.67,
+        "Google", 4480.0, 55094, "tpu-v5e", 44.67, 50944, 0.0,
         "Google's announcement of November 2023: 50,944 chips",
     ),
 )  # fmt: skip
@@ -188,10 +188,11 @@ def more_of_peak() -> Iterator[Line]:
         peak = load_device(run.device).peak("bfloat16")
         ours = 100 * run.petaflops * 1e15 / (run.chips * peak)
         fits = run.petaflops * 1e15 / (run.percent / 100 * peak)
+        own = run.own_percent or 100 * run.petaflops * 1e15 / (run.own_chips * peak)
         yield held(
             f"{run.name}: {run.percent:g} %, as the run itself counts",
-            f"{run.own_percent:g} % of {run.own_chips:,} chips",
-            abs(run.percent - run.own_percent) < 0.5,
+            f"{own:.1f} % of {run.own_chips:,} chips",
+            abs(run.percent - own) < 0.5,
             run.source,
         )
         yield held(
