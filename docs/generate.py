@@ -23,6 +23,7 @@ from meshwright.ir.job_graph import KINDS, JobGraph, JobNode
 from meshwright.ir.result import BatchPoint, Comparison, Finding, Machine, Peak, Result, ScalingPoint, Series, Settings
 from meshwright.ir.run import Run
 from meshwright.prediction import (
+    CAPTURED,
     COLUMNS,
     OPTIONAL,
     SEARCHED,
@@ -264,12 +265,17 @@ def worked_page() -> str:
         "",
         GENERATED.format(source="src/meshwright/worked"),
         "",
-        "`meshwright recompute [ID]` recomputes numbers from lectures on parallel deep learning with the formulas of",
-        "`meshwright predict`. Verdicts: *agrees*; *rounds* (the difference is at most 5 %); *claim wrong*; and *we",
-        "differ* (the prediction of a measured number is outside of the allowed difference).",
+        "`meshwright recompute [ID]` recomputes numbers from lectures on parallel deep learning: with the formulas of",
+        "`meshwright predict`, the schedules, the step lists of collectives, the simulator and the planner. Verdicts:",
+        "*agrees*; *rounds* (the difference is at most 5 %); *claim wrong*; *we differ* (a prediction of a measured",
+        "number is outside of the allowed difference); and *not measured* (there is no result file).",
+        "",
+        "Some examples capture, plan and train models: " + ", ".join(CAPTURED) + ". The command does that if one of",
+        "them is named. On this page, their lines are those that `make bench-lectures` has kept. Measured lines name",
+        "their [result file](../../benchmarks/results).",
     ]
     for name in worked_names():
-        found = recompute(name)
+        found = recompute(name, results=_FOLDER)
         lines += ["", f"## {name}", "", plain(found.about), "", "| claim | ours | verdict | why |", "|---|---|---|---|"]
         lines += [
             f"| {plain(one.claim)} | {plain(one.ours)} | {one.verdict} | {plain(one.why)} |" for one in found.lines
@@ -379,6 +385,7 @@ RESULTS = (
     "foundation", "pipelines", "zero", "models", "models-parity", "convolution", "convolution-parity", "collectives",
     "codecs", "consistency", "products", "message_driven", "convolution_algorithms", "data", "serving", "jobs",
     "faults", "checkpoints", "conformance", "planning", "uniform", "unlike", "prediction", "memory", "large_batch",
+    "lectures",
 )  # fmt: skip
 """The results that docs/measured.md shows, and whose misses README lists."""
 HEADLINES = (

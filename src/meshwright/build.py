@@ -291,6 +291,15 @@ def _read_tensors(section: DigitsData | TensorsData | RandomData, seed: int) -> 
         return {"inputs": inputs, "label": torch.randint(section.classes, (section.samples,), generator=generator)}
     if isinstance(section, TensorsData):
         return _read_file(Path(section.path))
+    return read_digits()
+
+
+def read_digits() -> Tensors:
+    """scikit-learn's handwritten digits: ``image`` [n, 1, 8, 8] from 0 to 1, ``label`` [n].
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:

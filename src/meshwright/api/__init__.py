@@ -30,6 +30,7 @@ from meshwright.api.schedules import ComparedSchedules, compare_schedules_of_run
 from meshwright.api.sweeps import PlanSize, sweep_run
 from meshwright.api.times import times_file
 from meshwright.api.trainers import auto_parallelize, parallelize, verify
+from meshwright.api.worked_examples import recompute_captured
 from meshwright.capture.opaque import opaque
 from meshwright.catalog import cluster_names, load_cluster
 from meshwright.ir.cluster import Cluster
@@ -104,6 +105,7 @@ __all__ = [
     "ranks_of_replica",
     "recalibrate",
     "recompute_alpa",
+    "recompute_captured",
     "reshard_checkpoint",
     "run_ranks",
     "run_replicas",

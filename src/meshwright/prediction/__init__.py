@@ -29,16 +29,20 @@ from meshwright.planner.trials import Choices, Trials, choose, learning_trials
 from meshwright.planner.validate import Validation, compare, validate
 from meshwright.prediction.explain import explain
 from meshwright.prediction.learning import LearnedCluster, learn_step, learn_table
-from meshwright.worked import SEARCHED, Worked, recompute, worked_names
+from meshwright.worked import CAPTURED, LECTURES, RESULTS, SEARCHED, Line, Worked, recompute, worked_names
 
 __all__ = [
+    "CAPTURED",
     "COLUMNS",
+    "LECTURES",
     "OPTIONAL",
     "PARTS",
+    "RESULTS",
     "SEARCHED",
     "Choices",
     "Forecast",
     "LearnedCluster",
+    "Line",
     "Option",
     "SearchResult",
     "Trials",

@@ -87,7 +87,7 @@ def sparcml() -> Iterator[Line]:
             claim=f"{run.what}: step {run.step} x, communication {run.communication} x as fast",
             ours=f"communication {ours}; step {step:.2f} x",
             verdict="agrees" if agrees else "we differ",
-            why=f"{run.num_elements / 1e6:.3g} M elements by {closest.algorithm}; the published pair says that "
+            why=f"{run.num_elements / 1e6:.3g} M elements by {closest.algorithm}; the published pair implies that "
             f"{share:.0%} of the step was communication{'' if agrees else _difference(run, closest)}",
         )
     each = gain(SPEECH.num_ranks, SPEECH.codec, SPEECH.algorithms, SPEECH.num_elements, SPEECH.gbit[0])
@@ -100,7 +100,7 @@ def sparcml() -> Iterator[Line]:
         + (
             f"follows if {share:.0%} of the step was communication"
             if share <= 1
-            else "is more than that: of elements that ranks choose independently, 63 % are in the sum"
+            else "is more: if 128 ranks choose elements independently, their sum has 63 % of all elements"
         ),
     )
 
@@ -113,6 +113,6 @@ def _share(step: float, communication: float) -> float:
 
 def _difference(run: _Run, ours: Gain) -> str:
     if ours.times < run.communication:
-        return "; bytes do not explain this gain, so the dense all-reduce beside it was slower than its bytes"
+        return "; fewer bytes do not explain so large a gain: the dense all-reduce must have been slower than its bytes"
     extra = 1 / run.communication - 1 / ours.times
-    return f"; the published code spent {extra:.0%} of the dense communication's time on more than our model counts"
+    return f"; in the published code, work that our model leaves out took {extra:.0%} of the dense communication's time"

@@ -4,8 +4,9 @@ from typing import Literal
 
 import msgspec
 
-Finding = Literal["agrees", "rounds", "claim wrong", "we differ"]
-"""The verdict on a claim. ``we differ`` is for measured claims: the error of the prediction is larger than allowed."""
+Finding = Literal["agrees", "rounds", "claim wrong", "we differ", "not measured"]
+"""The verdict on a claim. ``we differ`` is for measured claims: the error of the prediction is larger than allowed.
+``not measured``: the result file with the measurement is not there."""
 
 EXACT = 0.006
 """The largest relative difference that rounding to three digits explains."""

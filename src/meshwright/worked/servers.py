@@ -58,9 +58,9 @@ def flattening() -> Iterator[Line]:
     single = throughputs((64, 128, WORKERS), ONE)
     yield compared(
         f"one server: throughput flattens at {full:.0f} workers", full, single[WORKERS] / RATE, "{:.0f}",
-        f"{single[64]:.0f} iterations/s of 64 workers and {single[128]:.0f} of 128 grow with the workers; 256 make "
-        f"{single[WORKERS]:.0f}, as many as {single[WORKERS] / RATE:.0f} workers alone: the link takes {limit:.0f} "
-        f"vectors/s; steps vary by {JITTER:.0%}",
+        f"64 workers make {single[64]:.0f} iterations/s and 128 make {single[128]:.0f}, but 256 only "
+        f"{single[WORKERS]:.0f}, the rate of {single[WORKERS] / RATE:.0f} workers without a limit: the link takes "
+        f"{limit:.0f} vectors/s; steps vary by {JITTER:.0%}",
         exact=0.1,
     )  # fmt: skip
     four = throughputs((WORKERS,), FOUR)[WORKERS]
@@ -68,7 +68,7 @@ def flattening() -> Iterator[Line]:
         "four servers: not at 256 workers",
         f"{four:.0f} of {RATE * WORKERS:.0f} iterations/s",
         four > 0.9 * RATE * WORKERS,
-        f"each link gets a quarter of the bytes: four are full at {full_at(RATE, NUM_BYTES, NIC, 4):.0f} workers",
+        f"each link takes a quarter of the bytes: four are full at {full_at(RATE, NUM_BYTES, NIC, 4):.0f} workers",
     )
     ring = throughputs((WORKERS,), Sync(), jitter=0.0, steps=2)[WORKERS]
     yield held(

@@ -23,8 +23,9 @@ def nvlink() -> Iterator[Line]:
     fabric = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
     yield compared(
         "links in the box must be 1.75 times the network", 1.75, factor, "{}",
-        "an all-reduce over 8 sends 2 * 7/8 of what a stage hands on, for one all-reduce a stage; a stage of l "
-        f"layers with Megatron's two forward: {2 * factor:g} l, so 8 layers would need {16 * factor:g} times",
+        "in an all-reduce over 8, a device sends 2 x 7/8 of a tensor; it hands one tensor to the next stage. This "
+        "counts one all-reduce for each stage. Megatron has two in forward of each layer, so a stage of l layers needs "
+        f"{2 * factor:g} l: {16 * factor:g} times for 8 layers",
     )  # fmt: skip
     yield compared(
         "8 x HDR200: 200 GB/s nominal, 160 measured", measured / 1e9, fabric.links / fabric.beta_s_per_byte / 1e9,
@@ -36,9 +37,9 @@ def nvlink() -> Iterator[Line]:
             f"{device}, {link / 1e9:.0f} GB/s one way: {'passes' if device == 'A100' else 'is bound by its links'}",
             f"{link / measured:.3g} over the measured network, {link / 200e9:.3g} over the nominal",
             passes_it == (device == "A100"),
-            "against the nominal rate it fails: the verdict rests on the measured one"
+            "compared with the nominal network it fails: the verdict depends on the measured rate"
             if passes_it
-            else "below 1.75 against both",
+            else "both ratios are below 1.75",
         )
 
 
@@ -52,8 +53,8 @@ def tensor_or_pipeline() -> Iterator[Line]:
             ranks - 1,
             tensor / pipeline_bytes,
             "{:g}",
-            "a rank of the ring's reduce-scatter sends P - 1 pieces of d B / P; a stage whose ranks share the "
-            "sending sends one",
+            "in the reduce-scatter of a ring, each rank sends P - 1 pieces of d B / P; between stages, each rank sends "
+            "one such piece",
         )
 
 
@@ -80,7 +81,7 @@ def data_or_tensor() -> Iterator[Line]:
         "data parallelism moves the weights, whatever the batch; tensor parallelism the activations",
         f"B = 512: {tensor_s(512) / data_s:.3f} of data parallel; B = 8,192: {tensor_s(8192) / data_s:.1f}",
         tensor_s(512) < data_s < tensor_s(8192),
-        "the same model",
+        "by the same cost model",
     )
 
 
@@ -94,11 +95,13 @@ def all_reduces() -> Iterator[Line]:
     level = load_cluster("a100-80gb-dgx-hdr200x8").levels[1]
     alpha, beta, rounds = level.alpha_s, level.beta_s_per_byte, math.log2(workers)
     crossover = alpha * (2 * (workers - 1) - 2 * rounds) / (beta * (2 * rounds - 2 * (workers - 1) / workers))
-    shift = "counted for N, where N - 1 take part; the step list moves 2 (N - 1) M"
+    shift = "the step list moves 2 (N - 1) M; the lecture has N in place of N - 1"
     all_send = f"{butterfly.rounds} rounds, in each of which all N send M"
     moved, slowest = "{:g} M", "{:g} M / bandwidth"
     yield compared("parameter server: 2 N M moved, 16 M", 16, star.moved / workers, moved, "to the server and back")
-    yield compared("naive: N (N - 1) M, 56 M", 56, naive.moved / workers, moved, "N x N M, as also printed, is 64 M")
+    yield compared(
+        "naive: N (N - 1) M, 56 M", 56, naive.moved / workers, moved, "the lecture also prints N^2 M, which is 64 M"
+    )
     for name, counted in (("ring", ring), ("tree", tree)):
         yield Line(
             claim=f"{name}: 2 N M, 16 M", ours=moved.format(counted.moved / workers), verdict="rounds", why=shift
@@ -108,13 +111,13 @@ def all_reduces() -> Iterator[Line]:
         "parameter server: M N / bandwidth",
         slowest.format(star.busiest / workers),
         False,
-        "N M come in and N M go out: half of it only where both directions overlap",
+        "N M enter the server and N M leave it; the claim holds only if both directions overlap",
     )
-    limit = "2 (N - 1) / N, whose limit is 2"
+    limit = "2 (N - 1) / N tends to 2"
     yield compared("ring: 2 M / bandwidth", 2, ring.busiest / workers, slowest, limit, exact=0.15)
-    yield compared("tree: 2 log N M / bandwidth", 6, tree.busiest / workers, slowest, "up and down")
+    yield compared("tree: 2 log N M / bandwidth", 6, tree.busiest / workers, slowest, "up the tree and down again")
     yield held(
-        "one node takes in O(N) at once at a server, O(1) on a ring",
+        "a server receives O(N) messages at once, a rank of a ring O(1)",
         f"{star.fan_in} and {ring.fan_in}",
         (star.fan_in, ring.fan_in) == (workers, 1),
         f"rounds: server {star.rounds}, naive {naive.rounds}, ring {ring.rounds}, tree {tree.rounds}, butterfly "
@@ -124,8 +127,8 @@ def all_reduces() -> Iterator[Line]:
         "the ring has the best latency",
         f"only above {crossover / 1e3:.0f} kB",
         False,
-        f"below, a tree's 2 log N starts are less than the ring's 2 (N - 1) ({alpha * 1e6:g} us and "
-        f"{1e-9 / beta:.0f} GB/s: HDR)",
+        f"for shorter vectors, a tree is faster: 2 log N messages follow each other, not 2 (N - 1) (HDR: "
+        f"{alpha * 1e6:g} us and {1e-9 / beta:.0f} GB/s)",
     )
 
 
@@ -134,8 +137,8 @@ def bubbles() -> Iterator[Line]:
     gpipe, plain, short = _report("gpipe", 4, 8), _report("1f1b", 4, 8), _report("1f1b", 4, 4)
     twice = _report("interleaved", 4, 8, 2)
     sent = [max(rank.sent_per_microbatch for rank in report.ranks) for report in (plain, twice)]
-    timed = "the schedule's actions timed one by one, backward twice as long as forward"
-    counted = "counted in its actions"
+    timed = "the schedule, simulated action by action; backward takes twice as long as forward"
+    counted = "counted in the schedule"
     more = f"{counted}; interleaved holds more, {twice.live_microbatches:g}"
     yield compared("p = 4, m = 8: (p - 1) / m = 0.375", 0.375, plain.bubble, "{:g}", timed)
     yield compared("p = 4, m = 4: 0.75", 0.75, short.bubble, "{:g}", timed)
@@ -146,7 +149,7 @@ def bubbles() -> Iterator[Line]:
         "interleaving sends v times as much",
         f"{sent[0]} and {sent[1]} tensors a micro-batch",
         sent[1] == 2 * sent[0],
-        "of an inner rank, both directions",
+        "sent by an inner rank, in both directions",
     )
 
 

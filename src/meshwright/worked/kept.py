@@ -1,0 +1,207 @@
+"""Claims that take a measurement or minutes to judge: their lines are read from result files of benchmarks."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.errors import FileFormatError
+from meshwright.ir import files
+from meshwright.ir.result import Comparison, Finding, Result, Utilization
+from meshwright.worked.line import Line, held
+
+
+class Kept(NamedTuple):
+    """A result file, the command that writes it, the function that finds the lines of an example in it, and the claims
+    of these lines, for the case that there is no file."""
+
+    file: str
+    command: str
+    lines: Callable[[Result], Iterator[Line]]
+    claims: tuple[str, ...]
+
+
+def read(kept: Kept, folder: Path) -> Iterator[Line]:
+    """The lines of an example from ``FILE.json`` in a folder of result files. If the file is not there, the verdict on
+    every claim is ``not measured``.
+
+    Raises:
+        FileFormatError: the file is no result file, or its findings are not those that the example needs.
+    """
+    path = folder / f"{kept.file}.json"
+    if not path.exists():
+        why = f"`{kept.command}` in a checkout writes the file; --results names the folder of result files"
+        for claim in kept.claims:
+            yield Line(claim=claim, ours=f"there is no {path.name}", verdict="not measured", why=why)
+        return
+    yield from kept.lines(files.load(path, Result))
+
+
+DEEPBENCH = "up to 4.54 x as fast (single convolutions of DeepBench, on GPUs)"
+
+
+def mu_cudnn(result: Result) -> Iterator[Line]:
+    """The gain of convolutions in pieces on this project's machine, beside the published gain."""
+    found = [each for each in result.findings if "an eighth of the workspace" in each.target]
+    gains = {each.target.split(",")[0]: 1 / each.ratio for each in found if isinstance(each, Comparison)}
+    costs = []
+    for name in gains:
+        limited, free = (_finding(result, f"{name}, {words}") for words in ("an eighth", "no limit"))
+        assert isinstance(limited, Comparison)
+        assert isinstance(free, Comparison)
+        more = limited.series[limited.baseline].value_s / free.series[free.baseline].value_s - 1
+        costs.append(f"{name} {more:.0%}")
+    yield Line(
+        claim=DEEPBENCH,
+        ours=", ".join(f"{name} {gain:.2f} x" for name, gain in gains.items()),
+        verdict="we differ",
+        why="whole training steps in an eighth of the workspace, beside PyTorch's convolutions of one sample at a "
+        f"time. On a core of a CPU, these are only a little slower than those of all samples ({', '.join(costs)}), so "
+        f"that pieces have little to gain; {_made(result)}",
+    )
+
+
+JELLYBEAN = ("compute 6.242, communication 1.267 $/h, accuracy 56.59", "30-60 % saved at like accuracy")
+
+
+def jellybean(result: Result) -> Iterator[Line]:
+    """Plans of the published workflow (Wu et al., "JellyBean", PVLDB 16(3), 2022), beside the plan of its artifact."""
+    best = _finding(result, "published workflow: at most")
+    cost, accuracy, published = (float(number) for number in _numbers(best.measured, 0, 1, -1))
+    compute, communication = 6.242, 1.267
+    yield held(
+        JELLYBEAN[0],
+        f"{cost:.3f} $/h at accuracy {accuracy:g}",
+        abs(compute + communication - published) < 5e-3 and cost <= published and accuracy >= 56.59,
+        f"the artifact's sum is {published:.3f} $/h; ours is {1 - cost / published:.1%} cheaper, and proven to be the "
+        f"cheapest; {_made(result)}",
+    )
+    saved = {}
+    for words in ("on a single tier", "with uniform models"):
+        other = _finding(result, f"published workflow: at least 30% below the best plan {words}")
+        saved[words] = _numbers(other.measured, 0)[0] / 100
+    yield held(
+        JELLYBEAN[1],
+        ", ".join(f"{share:.1%} below the best plan {words}" for words, share in saved.items()),
+        all(share >= 0.3 for share in saved.values()),
+        f"planned, for the published workflow; {_made(result)}",
+    )
+
+
+SPARSE = "sparse and 4 bits beat dense at 1 Gbit/s (measured)"
+
+
+def sparse(result: Result) -> Iterator[Line]:
+    """A measured sparse all-reduce, and a measured step with it, beside dense ones on emulated links."""
+    exchange = _finding(result, "2 boxes x 2 ranks, emulated 1 Gbit/s, 64 MiB, 1 %: a sparse all-reduce of streams")
+    times = _numbers(exchange.measured, 0)[0]
+    steps = _finding(result, "MLP, 2 boxes x 2 ranks, emulated 1 Gbit/s: the fastest codec")
+    step = _ratio(steps, "DDP", "topk(1%)+qsgd(4)")
+    slower = _finding(result, "MLP, 2 boxes x 2 ranks, emulated 0.1 Gbit/s: the fastest codec")
+    yield held(
+        SPARSE,
+        f"communication {times:.2f} x, a whole step {step:.2f} x as fast",
+        times > 1 and step > 1,
+        "2 boxes of 2 ranks: 64 MiB of which 1 % is chosen; a step of an MLP with topk(1%)+qsgd(4), beside "
+        f"DistributedDataParallel; at 0.1 Gbit/s the step is {_ratio(slower, 'DDP', 'topk(1%)+qsgd(4)'):.1f} x as "
+        f"fast; {_made(result)}",
+    )
+
+
+ALEXNET = {
+    f"the same, chosen for the captured model by the planner ({words})": where
+    for where, words in (("v100-dgx1", "one box"), ("v100-box1-eth10x1", "8 boxes on 10 Gbit/s"))
+}
+"""Maps the claims to the clusters of the plans."""
+
+
+def alexnet(result: Result) -> Iterator[Line]:
+    """The plan of the captured AlexNet on 8 devices, with nothing pinned."""
+    for claim, where in ALEXNET.items():
+        plan = _finding(result, f"plan of AlexNet, batch 1024, on {where}:")
+        yield held(
+            claim,
+            plan.measured,
+            plan.verdict == "pass",
+            "time of a step, over that of the better of all data parallel and all tensor parallel; batch of 1,024; "
+            f"{_made(result)}",
+        )
+
+
+UTILIZATION = {
+    "matrix product": "large matrix products reach 80 % of a chip",
+    "naive step": "typical code reaches 10-15 % of a chip",
+}
+BANDS = {"matrix product": (0.7, 1.0), "naive step": (0.05, 0.2)}
+"""The parts of the peak that still count as the lecture's 80 % of a large product, and 10-15 % of typical code."""
+
+
+def utilization(result: Result) -> Iterator[Line]:
+    """The parts of this machine's peak that a large matrix product and a naive training step reach."""
+    for name, claim in UTILIZATION.items():
+        found = _finding(result, f"{name}: part of the peak")
+        assert isinstance(found, Utilization)
+        low, high = BANDS[name]
+        why = ""
+        if found.fraction > high:
+            why = "; PyTorch calls a tuned library for its products, in which such a step spends most of its time"
+        elif found.fraction < low:
+            why = "; the operations between products are bound by memory, and small products by their start"
+        yield Line(
+            claim=claim,
+            ours=found.measured,
+            verdict="we differ" if why else "agrees",
+            why=f"of {found.peak.flops_per_s / 1e9:,.0f} GFLOP/s ({found.peak.found}){why}; {_made(result)}",
+        )
+
+
+FILES = {
+    "alexnet": Kept("convolution", "make bench-convolution", alexnet, tuple(ALEXNET)),
+    "mu-cudnn": Kept("convolution_algorithms", "make bench-convolution-algorithms", mu_cudnn, (DEEPBENCH,)),
+    "sparcml": Kept("codecs", "make bench-codecs", sparse, (SPARSE,)),
+    "jellybean": Kept("serving", "make bench-serving", jellybean, JELLYBEAN),
+    "utilization": Kept("utilization", "make bench-utilization", utilization, tuple(UTILIZATION.values())),
+}
+"""Maps examples to the result files with their measured lines."""
+
+
+def example_of(name: str, result: Result) -> Iterator[Line]:
+    """The lines that ``benchmarks.lectures`` has kept of an example with captured models."""
+    for finding in result.findings:
+        if finding.target.startswith(f"{name}: "):
+            yield Line(
+                claim=finding.target.removeprefix(f"{name}: "), ours=finding.measured,
+                verdict=finding.notes["verdict"], why=finding.notes["why"],
+            )  # fmt: skip
+
+
+def _finding(result: Result, beginning: str) -> Finding:
+    found = next((each for each in result.findings if each.target.startswith(beginning)), None)
+    if found is None:
+        raise FileFormatError(
+            f"it has no finding that begins with {beginning!r}",
+            where=f"result {result.name}",
+            remedy=f"write it again: `{result.command}`",
+        )
+    return found
+
+
+def _numbers(text: str, *places: int) -> list[float]:
+    """The numbers at these places among all numbers of a text."""
+    every = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)]
+    return [every[place] for place in places]
+
+
+def _ratio(finding: Finding, over: str, under: str) -> float:
+    """The ratio of two medians that a finding lists as ``NAME RATIO``."""
+    medians = {}
+    for name in (over, under):
+        match = re.search(rf"(?:, |: ){re.escape(name)} (\d+\.\d+)", finding.measured)
+        assert match is not None, f"{finding.target} does not list {name}"
+        medians[name] = float(match[1])
+    return medians[over] / medians[under]
+
+
+def _made(result: Result) -> str:
+    """The file, machine and day of a result."""
+    return f"{result.name}.json, {result.machine.cores} cores, {result.date}"
