@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch asks the resolver for the name of each peer; a resolver that loses a question would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
+# Else each of hundreds of programs that tests start would compile all modules of Meshwright, and each worker all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+COLLECT_AFTER = 50_000, 20, 20
+"""Thresholds of garbage collections. By default Python looks for garbage each time that 700 objects are new: captures
+and plans make millions, nearly all of which live on, and looking takes a tenth of their time."""
 settings.load_profile(PROFILE)  # pytest --hypothesis-profile loads another, later
 
 
@@ -35,12 +44,20 @@ def pytest_collection_finish() -> None:
     """Exclude all that is imported from garbage collections, which would walk through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths that do not exist yet. ``mktemp`` would list all directories of earlier tests to find a free name."""
+    base = tmp_path_factory.mktemp("caches")
+    return (base / f"{number}" for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_of_its_own(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine's user, or an earlier test, has calibrated is not what a test plans for; in ranks neither."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
 
 
 @pytest.fixture

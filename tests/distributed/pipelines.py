@@ -144,9 +144,16 @@ def every_case() -> tuple[Case, ...]:
     return tuple(case for case in cases if possible(case))
 
 
-def pairwise_cases(max_ranks: int) -> list[Case]:
-    """Cases on at most ``max_ranks`` ranks. Every pair of values that can occur together occurs in one of them."""
-    return oracle.pairwise({case: pairs(case) for case in every_case() if case.num_ranks <= max_ranks})
+def pairwise_cases(max_ranks: int, *, models_meet_schedules: bool = True) -> list[Case]:
+    """Cases on at most ``max_ranks`` ranks. Every pair of values that can occur together occurs in one of them; of
+    models and schedules, only if ``models_meet_schedules``: a model decides how it is cut into stages, and a schedule
+    the order of stages, whatever they compute."""
+    cases = (case for case in every_case() if case.num_ranks <= max_ranks)
+    met = {case: pairs(case) for case in cases}
+    if not models_meet_schedules:
+        met = {case: {pair for pair in found if {name for name, _ in pair} != {"model", "schedule"}}
+               for case, found in met.items()}  # fmt: skip
+    return oracle.pairwise(met)
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:

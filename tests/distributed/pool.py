@@ -47,8 +47,8 @@ MAX_RANKS = 8
 HOST = "127.0.0.1"
 STOP = b""
 PRELOAD = [
-    "torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "transformers.models.gpt2.modeling_gpt2",
-    "meshwright.api", "meshwright.comm.mail", "meshwright.models",
+    "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "pytest",
+    "transformers.models.gpt2.modeling_gpt2", "meshwright.api", "meshwright.comm.mail", "meshwright.models",
 ]  # fmt: skip
 """What ranks find imported: a server does it once, and every rank starts as a fork of it."""
 START_TIMEOUT_S = 120.0
@@ -78,7 +78,7 @@ class RanksFailedError(Exception):
 class Call:
     """What the test process sends to each rank: ``name`` is of its group, of the first ``num_ranks`` ranks.
     ``cache`` is the cache directory of the test, so that no rank plans for what an earlier test calibrated (None: the
-    user's, for a benchmark)."""
+    user's, for a benchmark). ``collect_after`` are the caller's thresholds of garbage collections."""
 
     name: str
     num_ranks: int
@@ -86,6 +86,7 @@ class Call:
     args: tuple[Any, ...]
     warning_filters: list[Any]
     cache: str | None
+    collect_after: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Ranks:
         self._num_calls += 1
         # Before the start, so that what cannot be pickled costs nothing.
         cache = os.environ.get("XDG_CACHE_HOME")
-        message = pickle.dumps(Call(f"call{self._num_calls}", num_ranks, fn, args, list(warnings.filters), cache))
+        caller = list(warnings.filters), cache, gc.get_threshold()
+        message = pickle.dumps(Call(f"call{self._num_calls}", num_ranks, fn, args, *caller))
         if len(self._processes) < num_ranks:
             self._start(num_ranks)
         try:
@@ -269,6 +271,7 @@ def _answer(message: bytes, rank: int, store: dist.Store) -> bytes:
             os.environ.pop("XDG_CACHE_HOME", None)
         else:
             os.environ["XDG_CACHE_HOME"] = call.cache
+        gc.set_threshold(*call.collect_after)
         group_store = dist.PrefixStore(call.name, store)
         dist.init_process_group("gloo", store=group_store, rank=rank, world_size=call.num_ranks)
         torch.set_default_dtype(torch.float32)

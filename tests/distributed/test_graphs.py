@@ -87,7 +87,13 @@ def train(model: str, name: str) -> tuple[float, int, int, int]:
     return error, kind.made.captures, kind.made.pools, kind.made.replays
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+OF_OTHERS = ("one process", "recompute", "dp2", "gpipe", "zb-h1", "interleaved")
+"""Layouts whose techniques other layouts have: ``dp2, recompute`` and ``zb-v``; "dropout, whole" has one process."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.product if name in OF_OTHERS else ()) for name in LAYOUTS]
+)
 def test_losses_are_those_of_one_process(ranks: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
     for error, captures, pools, replays in ranks(layout.num_ranks, train, "MLP", name, timeout=60):

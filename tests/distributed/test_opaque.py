@@ -19,34 +19,41 @@ L = mw.Layout
 CASES: dict[int, list[tuple[str, mw.Layout]]] = {
     1: [*((name, L(recompute="full")) for name in PARTS), ("function", L(microbatches=4))],
     2: [
-        ("function", L(dp=2, zero=3)), ("function", L(pp=2)), ("loop", L(dp=2, zero=3)), ("loop", L(pp=2)),
-        ("sparse", L(tp=2)), ("sparse", L(pp=2, microbatches=2)), ("item", L(dp=2)), ("item", L(tp=2)),
-        ("norm", L(dp=2)), ("norm", L(pp=2)), ("twice", L(dp=2)), ("turned", L(dp=2)), ("flattened", L(dp=2)),
+        ("function", L(dp=2, zero=3)), ("loop", L(pp=2)), ("sparse", L(pp=2, microbatches=2)), ("item", L(tp=2)),
+        ("norm", L(dp=2)), ("twice", L(dp=2)), ("turned", L(dp=2)), ("flattened", L(dp=2)),
         ("reentrant", L(dp=2, zero=3)), ("recomputed", L(dp=2, zero=3)),
     ],
-    4: [
-        ("function", L(dp=4, zero=2)), ("twice", L(dp=2, pp=2, microbatches=2, recompute="full")),
-        ("sparse", L(dp=2, pp=2)), ("loop", L(dp=2, tp=2, zero=1)), ("item", L(dp=2, pp=2)), ("norm", L(dp=4)),
-    ],
+    4: [("twice", L(dp=2, pp=2, microbatches=2, recompute="full")), ("loop", L(dp=2, tp=2, zero=1))],
 }  # fmt: skip
 """Parts and layouts, by number of ranks. Micro-batches are for parts that compute each sample by itself."""
+MORE: dict[int, list[tuple[str, mw.Layout]]] = {
+    2: [
+        ("function", L(pp=2)), ("loop", L(dp=2, zero=3)), ("sparse", L(tp=2)), ("item", L(dp=2)), ("norm", L(pp=2)),
+    ],
+    4: [("function", L(dp=4, zero=2)), ("sparse", L(dp=2, pp=2)), ("item", L(dp=2, pp=2)), ("norm", L(dp=4))],
+}  # fmt: skip
+"""Other pairs of these parts and layouts."""
 
 
-def verified(num_ranks: int) -> dict[str, float]:
+def verified(cases: list[tuple[str, mw.Layout]]) -> dict[str, float]:
     """The largest difference of each case, relative to what is allowed."""
     found = {}
-    for name, layout in CASES[num_ranks]:
+    for name, layout in cases:
         rows = mw.verify(made(name), loss_fn, batch(), layout, opaque="auto", steps=2)
         found[f"{name}, {layout_text(layout)}"] = max(row.difference / row.allowed for row in rows)
     return found
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
-def test_training_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
-    every = ranks(num_ranks, verified, num_ranks)
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [*CASES.items(), *(pytest.param(*more, marks=pytest.mark.product) for more in MORE.items())],
+    ids=lambda value: f"{value} ranks" if isinstance(value, int) else "",
+)
+def test_training_equals_one_process(ranks: Ranks, num_ranks: int, cases: list[tuple[str, mw.Layout]]) -> None:
+    every = ranks(num_ranks, verified, cases)
     wrong = {name: value for found in every for name, value in found.items() if not value <= 1}
     assert not wrong
-    assert len(every[0]) == len(CASES[num_ranks])
+    assert len(every[0]) == len(cases)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

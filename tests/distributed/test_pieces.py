@@ -17,7 +17,9 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.capture.batch import take_apart
 from meshwright.capture.builder import Capture, capture
+from meshwright.comm.groups import from_rank_0
 from meshwright.errors import PlanError
+from meshwright.ir.files import decode, encode_json
 from meshwright.ir.graph import Graph
 from meshwright.ir.mesh import AxisGroup
 from meshwright.ir.operator_algorithm import in_pieces
@@ -31,6 +33,7 @@ from tests.distributed import lockstep, oracle
 from tests.distributed.lockstep import run_step
 from tests.distributed.oracle import plan_of
 from tests.distributed.pool import Ranks
+from tests.tries import tries
 
 TOLERANCE = 1e-12
 
@@ -108,7 +111,7 @@ def count(graphs: list[torch.fx.Graph]) -> Counter[Any]:
     return Counter(node.target for node in graphs[0].nodes if node.target in collectives.STARTS)
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(tries(8), phases=[Phase.explicit, Phase.generate])
 @given(
     batch=st.integers(1, 2),
     sequence=st.sampled_from([3, 4, 6, 7]),
@@ -204,33 +207,42 @@ LAYOUTS = {
 
 
 def train(layout: mw.Layout, algorithm: str) -> tuple[oracle.LargestErrors, int]:
-    """A GPT whose products run in pieces beside one process, and the shifts in this rank's functions."""
+    """A GPT whose products run in pieces beside one process; and on rank 0, the shifts in the stages' programs."""
     torch.manual_seed(3)
     serial_run, subject = (oracle.gpt(True, size=4) for _ in range(2))
     subject.model.load_state_dict(serial_run.model.state_dict())
     subject = oracle.Subject(subject.model, subject.loss_fn, serial_run.batches)
     before = {name: value.clone() for name, value in serial_run.model.state_dict().items()}
-    shared = capture(subject.model, subject.loss_fn, subject.batches[0])
-    plan = divided(plan_of(shared.graph, layout, layout.num_ranks), shared.graph, 4)
-    if algorithm:
-        plan = msgspec.structs.replace(plan, algorithms=dict.fromkeys(plan.algorithms, algorithm))
+    graph = oracle.captured("pieces", subject).graph
+
+    def planned() -> bytes:
+        plan = divided(plan_of(graph, layout, layout.num_ranks), graph, 4)
+        own = dict.fromkeys(plan.algorithms, algorithm) if algorithm else plan.algorithms
+        return encode_json(msgspec.structs.replace(plan, algorithms=own))
+
+    plan = decode(from_rank_0(planned), mw.Plan, where="plan of rank 0")
     optimizer = oracle.OPTIMIZERS["SGD"]
     expected = oracle.reference(serial_run, optimizer, 0.1)
-    found, trainer = oracle.in_parallel(subject, plan, optimizer, 0.1)
+    found, trainer = oracle.in_parallel(subject, plan, optimizer, 0.1, oracle.sharing_capture("pieces"))
+    if trainer.rank:
+        return oracle.compared(before, expected, found, trainer), 0
     starts = Counter(
-        node.starts.kind for program in PlanLowering(shared.graph)(plan) for phase in program.phases
+        node.starts.kind for program in PlanLowering(graph)(plan) for phase in program.phases
         for node in phase.nodes if node.starts is not None
     )  # fmt: skip
     return oracle.compared(before, expected, found, trainer), starts["shift"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.product if name == "tp2" else ()) for name in LAYOUTS]
+)
 def test_training_equals_one_process(ranks: Ranks, name: str) -> None:
     layout = LAYOUTS[name]
-    for found, shifts in ranks(layout.num_ranks, train, layout, ""):
+    every = ranks(layout.num_ranks, train, layout, "")
+    for found, _ in every:
         assert found.error < TOLERANCE
         assert found.moved > 1e-3
-        assert shifts > 8
+    assert every[0][1] > 8
 
 
 def test_pieces_travel_by_torch_distributed_too(ranks: Ranks) -> None:

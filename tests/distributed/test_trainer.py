@@ -45,9 +45,11 @@ def fresh(make: Callable[[], Subject]) -> tuple[Subject, Subject]:
     return mine, copy.deepcopy(mine)
 
 
-def trainer_of(subject: Subject, layout: mw.Layout | mw.Plan, **options: Any) -> mw.Trainer:
+def trainer_of(subject: Subject, layout: mw.Layout | mw.Plan, *, of: object = None, **options: Any) -> mw.Trainer:
+    """A trainer. Subjects with the same ``of`` are the same step, which a process captures once."""
     options.setdefault("optimizer", sgd)
-    return mw.parallelize(subject.model, subject.loss_fn, subject.batches[0], plan=layout, **options)
+    make = mw.parallelize if of is None else oracle.sharing_capture(("trainer", of))
+    return make(subject.model, subject.loss_fn, subject.batches[0], plan=layout, **options)
 
 
 def eager_loss(subject: Subject, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -448,7 +450,7 @@ def clip_around_the_norm(layout: mw.Layout) -> tuple[list[float], list[float]]:
         )
         norm = nn.utils.clip_grad_norm_(plain.model.parameters(), limit)
         sgd(plain.model.parameters()).step()
-        trainer = trainer_of(mine, layout, max_grad_norm=limit)
+        trainer = trainer_of(mine, layout, of="one block", max_grad_norm=limit)
         trainer.step(mine.batches[0])
         norms.append(float(trainer.metrics["grad_norm"]) / limit)
         errors += [error_of(trainer.metrics["grad_norm"], norm), state_error(trainer, plain)]
@@ -474,7 +476,7 @@ def train_partly_frozen(layout: mw.Layout, when: str) -> tuple[list[float], floa
     if when == "before":
         freeze(mine.model, "mlp", "position")
         freeze(plain.model, "mlp", "position")
-    trainer, optimizer = trainer_of(mine, layout), sgd(plain.model.parameters())
+    trainer, optimizer = trainer_of(mine, layout, of=("frozen", when)), sgd(plain.model.parameters())
     errors = []
     weight = plain.model.get_parameter("blocks.0.mlp.up.weight")
     before = weight.detach().clone()
@@ -522,7 +524,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def train_with_spares(layout: mw.Layout) -> list[float]:
     mine, plain = fresh(lambda: with_spares(True))
-    trainer = trainer_of(mine, layout, optimizer=adamw, max_grad_norm=0.1)
+    trainer = trainer_of(mine, layout, of="spares", optimizer=adamw, max_grad_norm=0.1)
     optimizer = adamw(plain.model.parameters())
     errors = []
     for batch in mine.batches:
@@ -577,7 +579,7 @@ def train_with_dropout(layout: mw.Layout, dropout: float, seed: int = 0) -> list
     """The losses of the batch, of its first and of its last sample; all samples are one."""
     mine, _ = fresh(lambda: oracle.one_block(False, dropout=dropout))
     batch = {name: value[:1].repeat(oracle.BATCH, 1) for name, value in mine.batches[0].items()}
-    trainer = mw.parallelize(mine.model, first_and_last, batch, plan=layout, optimizer=sgd, seed=seed)
+    trainer = trainer_of(Subject(mine.model, first_and_last, [batch]), layout, of=("dropout", dropout), seed=seed)
     found = []
     for _ in range(12):
         loss = trainer.step(batch)
@@ -627,9 +629,10 @@ def gradients_under_dropout(layout: mw.Layout) -> tuple[list[float], list[float]
     torch.manual_seed(3)
     model = Dropped()
     batch = {"inputs": torch.eye(6, dtype=torch.float64).repeat(4, 1)}
-    trainer = mw.parallelize(
-        model, sum_of, batch, plan=layout, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)
-    )
+    trainer = trainer_of(
+        Subject(model, sum_of, [batch]), layout, of="dropped",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )  # fmt: skip
     losses, dots = [], []
     for _ in range(3):
         before = trainer.full_state_dict(all_ranks=True)["weight"]

@@ -112,7 +112,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_ALONE])
+def alone() -> Iterator[object]:
+    """Pages that run in one process. Pages for users who write their own programs run on two ranks, too, where they
+    must print the same."""
+    for page in pages_with("python"):
+        if page not in NOT_ALONE:
+            repeated = page in SHARING and page != "docs/quickstart.md"
+            yield pytest.param(page, marks=pytest.mark.product if repeated else ())
+
+
+@pytest.mark.parametrize("page", alone())
 def test_python_on_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
     before = dict(os.environ)
     try:

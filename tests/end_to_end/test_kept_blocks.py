@@ -11,6 +11,7 @@ import torch
 import meshwright as mw
 from meshwright.catalog import load_cluster
 from meshwright.cost.optimizer import ADAMW
+from meshwright.ir.files import encode_json
 from meshwright.ir.graph import Graph
 from meshwright.lower.plans import PlanLowering
 from meshwright.models import GPT, GPTConfig, language_model_loss
@@ -21,6 +22,8 @@ from meshwright.planner.kept_blocks import keep_what_fits, recomputed_units
 from meshwright.planner.layout_search import Search
 from meshwright.planner.time_limit import TimeLimit
 from tests.end_to_end.test_partition import plan_of, run_alone
+
+pytestmark = pytest.mark.usefixtures("without_workers")
 
 LAYERS = 6
 CLUSTER, FOUR = (load_cluster("h100-box4-ndr400x1", count, "meshwright") for count in (2, 4))
@@ -40,8 +43,15 @@ def lowering() -> PlanLowering:
     return PlanLowering(model())
 
 
+FORETOLD: dict[tuple[bytes, int], Foretold] = {}
+
+
 def simulated(plan: mw.Plan, cluster: mw.Cluster = CLUSTER) -> Foretold:
-    return foretell(lowering(), plan, cluster)
+    """Each limit of memory leads to some of the same plans."""
+    key = encode_json(plan), cluster.num_devices
+    if key not in FORETOLD:
+        FORETOLD[key] = foretell(lowering(), plan, cluster)
+    return FORETOLD[key]
 
 
 def keeping(plan: mw.Plan, numbers: tuple[int, ...]) -> mw.Plan:

@@ -3,6 +3,9 @@
 index.json     ours: plain data, with checksums. Meshwright reads it.
 .metadata      the index of torch.distributed.checkpoint, a pickle: other programs read it. Meshwright reads it in
                checkpoints of others, and in those of Meshwright's first format, which had no index.json.
+
+``torch.distributed.checkpoint`` imports DTensor, FSDP and sympy, which takes most of a second. So only the functions
+that need its index import it.
 """
 
 import io
@@ -14,15 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from meshwright.errors import CheckpointError, FileFormatError
 from meshwright.ir import files
@@ -118,6 +112,16 @@ def small_files(index: Index) -> dict[str, bytes]:
 def _torch_index(index: Index) -> bytes:
     """The index as torch.distributed.checkpoint reads it. ``model.`` and so on is a level of its own when torch makes a
     nested state dict of it (``dcp_to_torch_save``)."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        STORAGE_TYPES,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     tensors: dict[str, STORAGE_TYPES] = {}
     places = {}
     for name, tensor in index.tensors.items():
@@ -166,6 +170,8 @@ def read_index(directory: AnyPath, manifest: Manifest | None = None) -> Index:
 
 
 def _of_torch(metadata: Any, where: str) -> Index:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError("is no index of tensors", where=where, remedy="check the path")
     found: dict[str, IndexedTensor] = {}

@@ -47,7 +47,9 @@ STOP_S = 5
 """Seconds that ranks may take to end after they were told to stop. After that they are killed."""
 MOST_RANKS = 256
 """Maximum number of ranks (processes) on one machine."""
-PRELOADED = ["meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
+PRELOADED = [
+    "meshwright.api", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch.distributed.checkpoint",
+]  # fmt: skip
 """Modules that every rank needs. A fork server imports them once, and ranks are forks of this server."""
 LINGER_S = 10.0
 """Seconds that a rank waits before it ends if it has lost another rank, so that the other rank's failure is seen
