@@ -64,6 +64,8 @@ def write(form: Form, per_node: int) -> Exported:
         "gradient_accumulation_steps": layout.microbatches,
         "zero_optimization": {"stage": layout.zero, "overlap_comm": own.overlap != "none"},
     }
+    if layout.zero:  # otherwise DeepSpeed refuses optimizers that are not among its own few
+        config["zero_allow_untested_optimizer"] = True
     if layout.offload == "optimizer":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if own.precision in ("bf16", "fp16"):
