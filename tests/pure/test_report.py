@@ -1,5 +1,6 @@
 """Reports: one self-contained page that says verdict, parts, timeline, scaling and alternatives, and escapes names."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.planner.search import search
 from meshwright.prediction import explain
 from meshwright.report import PageContent, StepShare, SweepPoint, drawing, render
+from meshwright.report.template import packaged, script_digest
 
 DGX = "a100-80gb-dgx-hdr200x8"
 TRACE = Trace(
@@ -73,14 +75,28 @@ def test_the_page_says_what_it_is_given_and_nothing_is_fetched() -> None:
     assert "75.0 %" in page
     assert "nothing fits" in page
     assert "prefers-color-scheme: dark" in page
-    assert not re.search(r"https?://|<script|<link|@import|url\(|src=", page)
+    assert not re.search(r"https?://|<link|@import|url\(|src=", page)
+    assert "default-src 'none'" in page
+
+
+def test_the_page_has_one_script_which_its_policy_names_and_data_that_ends_no_script() -> None:
+    name = "</script><script>alert(1)</script>"
+    hostile = msgspec.structs.replace(TRACE, spans=(Span(0, "compute", name, 0.0, 1.0),))
+    page = render(msgspec.structs.replace(REPORT, trace=hostile))
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
+    assert [attributes for attributes, _ in scripts] == [' type="application/json"', ""]
+    data, code = (content for _, content in scripts)
+    assert json.loads(data)["names"] == [name]
+    assert code == packaged("timeline.js")
+    assert f"script-src '{script_digest(code)}'" in page
+    assert "<script" not in render(msgspec.structs.replace(REPORT, trace=None))
 
 
 def test_without_a_trace_nothing_is_drawn_over_time() -> None:
     page = render(msgspec.structs.replace(REPORT, trace=None, scaling=()))
     balanced(page)
     assert "over time" not in page
-    assert "<svg" not in page
+    assert 'role="img"' not in page
 
 
 @pytest.mark.parametrize(("verdict", "style"), [("fits", "fits"), ("marginal", "marginal"), ("does not fit", "does")])
