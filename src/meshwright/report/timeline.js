@@ -85,9 +85,10 @@ const meshwrightTimeline = (() => {
       const one = rows.some((row) => row.lanes.length > 1) ? 36 : 26;
       state.rowHeight = Math.min(one, Math.max(natural, 0.5));
       if (state.rank !== null) state.rowHeight = 44;
-      status.textContent = rows.length ? "" : "no such rank here";
+      status.textContent = nothing();
       tabulate();
       layout();
+      scroller.scrollTop = 0;
     }
 
     function layout() {
@@ -234,9 +235,10 @@ const meshwrightTimeline = (() => {
       const kind = words[data.kinds[lane.kinds[at.span]]];
       return `${rows[at.row].label}: ${data.names[lane.names[at.span]]} (${kind}), ${seconds(length)}, from ${seconds(start)} to ${seconds(start + length)}${moved}`;
     }
+    function nothing() { return rows.length ? "" : "no such rank here"; }
     function point(at) {
       state.cursor = at;
-      status.textContent = at ? describe(at) : "";
+      status.textContent = at ? describe(at) : nothing();
       redraw();
     }
 
