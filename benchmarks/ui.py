@@ -73,7 +73,7 @@ def answers(rounds: int) -> list[Finding]:
             page.locator("#between").fill(str(next(speeds)))
             page.wait_for_selector(ANSWERED)
 
-        found = [
+        found: list[Finding] = [
             _duration("a new batch: front, parts, memory, timeline", "explorer", rounds, ask),
             _duration("other links: front, parts, memory, timeline", "explorer", rounds, link),
         ]

@@ -12,6 +12,7 @@ from meshwright import prediction
 from meshwright.errors import ClusterError, LayoutError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import did_you_mean
+from meshwright.ir.trace import Trace
 from meshwright.prediction import Option, SearchResult
 from meshwright.report import PageContent, WeighedLayout
 from meshwright.report.timeline import Timeline, stages_timeline
@@ -50,6 +51,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     chosen: Option
     report: PageContent
     others: tuple[WeighedLayout, ...]
+    trace: Trace | None
+    """The step, with one rank of each stage; None if it has too many actions."""
 
 
 def read_question(query: Mapping[str, str]) -> Question:
@@ -79,6 +82,7 @@ class Explorer:
         self.software = prediction.software_names()
         self._searches: OrderedDict[Question, tuple[Cluster, SearchResult]] = OrderedDict()
         self._lock = threading.Lock()
+        self._newest: Answer | None = None
 
     def answer(self, question: Question) -> Answer:
         """The layouts of a model on a cluster, and the report on one of them.
@@ -94,10 +98,13 @@ class Explorer:
             raise LayoutError("there is no layout", where=question.model, remedy="take more devices")
         front = {layout.words for layout in report.front}
         others = [option for option in result.options if prediction.layout_words(option.setup) not in front]
-        return Answer(
+        answer = Answer(
             question=question, cluster=cluster, result=result, chosen=chosen, report=report,
             others=tuple(prediction.weighed_layout(option, chosen) for option in others[:OTHERS]),
+            trace=report.trace or prediction.rehearsed_trace(chosen.setup, cluster),
         )  # fmt: skip
+        self._newest = answer
+        return answer
 
     def timeline(self, question: Question) -> Timeline:
         """The step of the layout in question, action by action: one rank of each stage, and all ranks.
@@ -106,13 +113,16 @@ class Explorer:
             LayoutError: as in ``answer``; or the schedule is too long to be rehearsed.
             ClusterError: as in ``answer``.
         """
-        if question.layout:  # without a search
+        newest = self._newest
+        if newest is not None and question in (newest.question, fixed(newest)):
+            setup, trace = newest.chosen.setup, newest.trace
+        elif question.layout:  # without a search
             cluster = self._cluster(question)
             setup = self._given(question, cluster).setup
+            trace = prediction.rehearsed_trace(setup, cluster)
         else:
-            cluster, result = self._searched(question)
-            setup = self._chosen(question, cluster, result).setup
-        trace = prediction.rehearsed_trace(setup, cluster)
+            answer = self.answer(question)
+            setup, trace = answer.chosen.setup, answer.trace
         if trace is None:
             raise LayoutError(
                 "the schedule has too many actions to be shown", where=prediction.layout_words(setup),
@@ -167,6 +177,11 @@ class Explorer:
                 remedy="correct an axis, or leave dp out: it takes the devices that other axes leave",
             )  # fmt: skip
         return prediction.weigh(setup, cluster)
+
+
+def fixed(answer: Answer) -> Question:
+    """The question about the very layout of an answer."""
+    return msgspec.structs.replace(answer.question, layout=answer.report.words)
 
 
 def _is_name(text: str) -> bool:

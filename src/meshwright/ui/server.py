@@ -10,7 +10,6 @@ from urllib.parse import parse_qsl, quote_from_bytes, unquote_to_bytes, urlencod
 
 import msgspec
 
-from meshwright import prediction
 from meshwright.errors import FileFormatError, LaunchError, LayoutError, MeshwrightError
 from meshwright.ir import files
 from meshwright.ir.layout import RECOMPUTE
@@ -24,7 +23,7 @@ from meshwright.report.run_page import run_pictures, run_values
 from meshwright.report.template import packaged, rendered_of
 from meshwright.report.timeline import ranks_timeline
 from meshwright.ui.comparison import layout_lines
-from meshwright.ui.explorer import CHANGED, Explorer, Question, commands, read_question
+from meshwright.ui.explorer import CHANGED, Explorer, Question, commands, fixed, read_question
 from meshwright.ui.run_list import RunFolders
 
 try:
@@ -86,7 +85,7 @@ class Pages:
     def _answer(self, request: Request) -> Response:
         question = read_question(request.query_params)
         answer = self._explorer.answer(question)
-        report, trace = answer.report, prediction.rehearsed_trace(answer.chosen.setup, answer.cluster)
+        report, trace = answer.report, answer.trace
         limit = report.memory_limit_bytes
         drawn = {
             "front": front_plot(report.front, limit, report.words, answer.others),
@@ -95,7 +94,7 @@ class Pages:
         return self._page(
             "answer.html.j2", "explore", drawn, report=report, others=answer.others, shares=shares(report),
             commands=commands(question, answer.chosen), rehearsed=trace is not None,
-            query=_query(msgspec.structs.replace(question, layout=report.words)),
+            query=_query(fixed(answer)),
             cluster_file=CHANGED if answer.cluster.name != question.cluster else "",
         )  # fmt: skip
 
