@@ -24,7 +24,7 @@ EPILOG = display.examples(
 def ui(
     runs: Path = typer.Argument(Path("runs"), metavar="FOLDER", help="The folder that holds runs."),
     port: int = typer.Option(0, min=0, max=65535, help="The port; 0: any free port."),
-    browser: bool = typer.Option(True, help="Open the page in a browser."),
+    no_browser: bool = typer.Option(False, "--no-browser", help="Only print the address."),
     model: list[Path] = typer.Option([], help="A Hugging Face config.json to offer. May be repeated."),
     cluster: list[Path] = typer.Option([], help="A cluster file to offer. May be repeated."),
     plan: list[Path] = typer.Option([], help="A plan file to offer for comparison. May be repeated."),
@@ -46,8 +46,8 @@ def ui(
     app = application(explorer, RunFolders(runs), token, number, plan)
     terminal = display.console()
     terminal.print(f"http://{HOST}:{number}/?token={token}")
-    shown = browser and _has_screen() and open_browser(f"http://{HOST}:{number}/?start={app.start}")
-    if browser and not shown:
+    shown = not no_browser and _has_screen() and open_browser(f"http://{HOST}:{number}/?start={app.start}")
+    if not (shown or no_browser):
         terminal.print("no browser can be opened here: open this address in one; from another machine, through ssh -L")
     terminal.print("Ctrl-C ends it")
     sys.stdout.flush()
