@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ bench-backend: $(STAMP) ## measure DDP, FSDP2, tensor parallel and calls of torc
 
 bench-export: $(STAMP) ## exports: losses of FSDP2 files beside ours on ten Hugging Face models, the packages' own parsers, runs on two ranks (network; 15 minutes)
 	@$(BIN)/python -m benchmarks.export
+
+bench-ui: $(STAMP) ## seconds of the explorer's views in a browser, for 1,024 ranks and 10,000 actions (Debian's chromium)
+	@$(BIN)/python -m benchmarks.ui
 
 conformance: $(STAMP) ## run PyTorch's own distributed tests on the backend "meshwright" beside gloo, on 2 to 4 ranks, and accelerate's scripts (half an hour)
 	@$(BIN)/python -m benchmarks.conformance

@@ -63,7 +63,7 @@ def run_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "train", "report", "plan", "simulate", "verify", "schedule", "collectives", "calibrate", "clusters"],
+    ["demo", "train", "report", "plan", "simulate", "verify", "schedule", "collectives", "calibrate", "clusters", "ui"],
 )
 def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli([command, "--help"]) == 0

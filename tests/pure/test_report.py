@@ -1,7 +1,9 @@
 """Reports: one self-contained page that says verdict, parts, timeline, scaling and alternatives, and escapes names."""
 
+import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,9 @@ from meshwright.ir import units
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.planner.search import search
 from meshwright.prediction import explain
-from meshwright.report import PageContent, StepShare, SweepPoint, drawing, render
+from meshwright.report import PageContent, StepShare, SweepPoint, WeighedLayout, drawing, render
+from meshwright.report.front import front_plot
+from meshwright.report.template import packaged, script_digest
 
 DGX = "a100-80gb-dgx-hdr200x8"
 TRACE = Trace(
@@ -73,14 +77,28 @@ def test_the_page_says_what_it_is_given_and_nothing_is_fetched() -> None:
     assert "75.0 %" in page
     assert "nothing fits" in page
     assert "prefers-color-scheme: dark" in page
-    assert not re.search(r"https?://|<script|<link|@import|url\(|src=", page)
+    assert not re.search(r"https?://|<link|@import|url\(|src=", page)
+    assert "default-src 'none'" in page
+
+
+def test_the_page_has_one_script_which_its_policy_names_and_data_that_ends_no_script() -> None:
+    name = "</script><script>alert(1)</script>"
+    hostile = msgspec.structs.replace(TRACE, spans=(Span(0, "compute", name, 0.0, 1.0),))
+    page = render(msgspec.structs.replace(REPORT, trace=hostile))
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
+    assert [attributes for attributes, _ in scripts] == [' type="application/json"', ""]
+    data, code = (content for _, content in scripts)
+    assert json.loads(data)["names"] == [name]
+    assert code == packaged("timeline.js")
+    assert f"script-src '{script_digest(code)}'" in page
+    assert "<script" not in render(msgspec.structs.replace(REPORT, trace=None))
 
 
 def test_without_a_trace_nothing_is_drawn_over_time() -> None:
     page = render(msgspec.structs.replace(REPORT, trace=None, scaling=()))
     balanced(page)
     assert "over time" not in page
-    assert "<svg" not in page
+    assert 'role="img"' not in page
 
 
 @pytest.mark.parametrize(("verdict", "style"), [("fits", "fits"), ("marginal", "marginal"), ("does not fit", "does")])
@@ -101,6 +119,42 @@ def test_long_timelines_show_their_beginning_and_say_so() -> None:
     drawn = drawing.timeline(Trace(source="simulated", spans=spans))
     assert drawn.count("<rect") == drawing.MOST_SPANS + 1
     assert "the first 4,000 s of 12,000 s" in drawn
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of a colour ``#rrggbb`` (WCAG 2.2)."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_texts_and_edges_have_the_contrast_that_readers_need(scheme: int) -> None:
+    style = packaged("style.css").split("@media (prefers-color-scheme: dark)")[scheme]
+    colours = dict(re.findall(r"--(\w+): (#\w{6})", style.partition("}")[0] if scheme == 0 else style))
+    texts = [(text, ground) for text in ("ink", "soft", "f", "good", "close", "bad") for ground in ("page", "card")]
+    texts += [("inside", box) for box in ("f", "b", "w", "rest", "s3")]  # numbers on a canvas, which axe cannot see
+    for pairs, least in ((texts, 4.5), ([("edge", "page"), ("edge", "card")], 3.0)):
+        for one, other in pairs:
+            low, high = sorted((luminance(colours[one]), luminance(colours[other])))
+            assert (high + 0.05) / (low + 0.05) >= least, (one, other)
+
+
+def test_the_front_is_stairs_and_marks_the_chosen_layout() -> None:
+    first = WeighedLayout(layout="", step_s=1.0, peak_bytes=8 * 2**30, verdict="fits", usd=None, why="", words="zero=0")
+    change = msgspec.structs.replace
+    points = [change(first, step_s=1.0 + n, peak_bytes=(8 - n) * 2**30, words=f"zero={n}") for n in range(4)]
+    drawn = front_plot(points, 10 * 2**30, "zero=2", beside=[change(first, step_s=99.0, words="far")])
+    assert drawn.count("<circle") == 4  # the slowest is too far away to be drawn
+    assert re.findall(r'class="dot chosen"[^>]*data-key="([^"]*)"', drawn) == ["zero=2"]
+    (line,) = re.findall(r'class="line front" points="([^"]*)"', drawn)
+    corners = [tuple(map(float, corner.split(","))) for corner in line.split()]
+    assert len(corners) == 2 * 4  # and on to the memory of the device
+    for (x, y), (right, below) in pairwise(corners):
+        assert (right == x) != (below == y)
+        assert right >= x
+        assert below >= y
+    assert front_plot([], 2**30) == ""
 
 
 def test_a_curve_needs_two_points() -> None:

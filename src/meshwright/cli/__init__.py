@@ -34,6 +34,7 @@ from meshwright.cli import (
     serve,
     simulate,
     train,
+    ui,
     validate,
     verify,
     watch,
@@ -58,7 +59,7 @@ app = typer.Typer(
 )
 for _module in (
     demo, train, launch, watch, report, explain, plan, simulate, predict, validate, recompute, verify, dryrun, schedule,
-    collectives, calibrate, clusters, models, jobs, export, advise,
+    collectives, calibrate, clusters, models, jobs, export, advise, ui,
 ):  # fmt: skip
     _name = _module.__name__.rpartition(".")[2]  # a command is the function with the name of its module
     _settings = EXTRA if _module in (demo, train, launch, plan, simulate, verify, dryrun, export) else None

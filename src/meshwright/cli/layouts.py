@@ -2,12 +2,13 @@
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
 from meshwright.cli import display
 from meshwright.errors import LayoutError
+from meshwright.ir.layout import RECOMPUTE, Recompute
 
 if TYPE_CHECKING:
     from meshwright.prediction import Option, SearchResult
@@ -20,11 +21,12 @@ VARIED = ("cluster", "devices", "seq", "batch")
 
 def show_layouts(
     model: str, cluster: str, devices: int, batch: int, sequence: int, vary: str, scaling: str, price: float,
-    software: str, codec: str, as_json: bool,
+    software: str, codec: str, recompute: Recompute | Literal["any"], as_json: bool,
 ) -> int:  # fmt: skip
     """Search layouts and print them; with ``vary``, print the best layout for each value. ``price``: US dollars per
     device and hour; 0: the catalog's price. ``software``: a profile that replaces the cluster's. ``codec``: the codec
-    of gradients. Returns the exit code: 1 if a search found no layout that fits."""
+    of gradients. ``recompute``: the only recomputation to consider, or ``any``. Returns the exit code: 1 if a search
+    found no layout that fits."""
     from meshwright import prediction
 
     asked: dict[str, Any] = {"cluster": cluster, "devices": devices, "seq": sequence, "batch": batch}
@@ -43,6 +45,7 @@ def show_layouts(
                 sequence=value["seq"],
                 usd_per_hour=price or None,
                 codec=codec,
+                recompute=recompute,
             )
             rows.append((value, result, time.perf_counter() - started))
             bars.advance()
@@ -61,6 +64,20 @@ def show_layouts(
     else:
         _print(model, software, *rows[0])
     return 0 if all(result.options for _, result, _ in rows) else 1
+
+
+def recomputation(text: str) -> Recompute | Literal["any"]:
+    """The kind of recomputation that ``--recompute`` names; ``any`` without it.
+
+    Raises:
+        LayoutError: there is no such kind.
+    """
+    known: dict[str, Recompute | Literal["any"]] = {"": "any", **{kind: kind for kind in RECOMPUTE}}
+    if text not in known:
+        raise LayoutError(
+            f"unknown recomputation {text!r}", where="--recompute", remedy=f"write one of {', '.join(RECOMPUTE)}"
+        )
+    return known[text]
 
 
 def varied(vary: str, asked: dict[str, Any]) -> list[dict[str, Any]]:

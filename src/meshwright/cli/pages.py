@@ -2,9 +2,11 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from meshwright.cli import display
 from meshwright.errors import ClusterError, FileFormatError, LayoutError
+from meshwright.ir.layout import Recompute
 
 FACTORS = (0.25, 0.5, 2, 4)
 """Multiples of the number of devices that the scaling curve also shows."""
@@ -12,7 +14,7 @@ FACTORS = (0.25, 0.5, 2, 4)
 
 def write_report(
     path: Path, model: str, cluster: str, devices: int, batch: int, sequence: int, price: float, software: str,
-    command: str,
+    recompute: Recompute | Literal["any"], command: str,
 ) -> int:  # fmt: skip
     """Search layouts, also for fewer and for more devices, and write the page. Returns the exit code: 1 if no layout
     fits.
@@ -29,7 +31,9 @@ def write_report(
 
     def found_on(size: int) -> "prediction.SearchResult":
         sized = prediction.load_cluster(cluster, size or None, software or None)
-        return prediction.find_layouts(model, sized, global_batch=batch, sequence=sequence, usd_per_hour=price or None)
+        return prediction.find_layouts(
+            model, sized, global_batch=batch, sequence=sequence, usd_per_hour=price or None, recompute=recompute
+        )
 
     with display.progress("weighing layouts", 1 + len(FACTORS)) as bars:
         machine = prediction.load_cluster(cluster, devices or None, software or None)

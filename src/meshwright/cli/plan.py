@@ -9,7 +9,7 @@ from rich.table import Table
 
 from meshwright import config
 from meshwright.cli import display
-from meshwright.cli.layouts import show_layouts
+from meshwright.cli.layouts import recomputation, show_layouts
 from meshwright.cli.networks import show_network
 from meshwright.cli.overrides import overridden
 from meshwright.cli.pages import write_report
@@ -64,7 +64,7 @@ OF_CAPTURED = (
     "allow",
 )  # fmt: skip
 """Options that do not apply to a model that is planned from its sizes."""
-OF_SIZES = ("batch", "sequence", "price", "software", "report")
+OF_SIZES = ("batch", "sequence", "price", "software", "recompute", "report")
 """Options that do not apply to a model that is captured."""
 OF_ONE = ("dp", "tp", "output", "program", "rank", "why_not", "allow")
 """Options that need one plan as the answer."""
@@ -130,6 +130,11 @@ def plan(
         help="The training software, for a model of `meshwright models`: a name of `meshwright clusters --software`, "
         "or a .toml file.",
     ),
+    recompute: str = typer.Option(
+        "",
+        help="Consider only this recomputation (none, selective, full), for a model of `meshwright models`; default: "
+        "all.",
+    ),
     report: Path | None = typer.Option(
         None, help="Write an HTML page of the plan, for a model of `meshwright models`."
     ),
@@ -160,9 +165,10 @@ def plan(
                 "no cluster is named", where="--cluster", remedy="give a name of `meshwright clusters`, or a .toml file"
             )
         if network:
-            unfit = ("sequence", "price", "report", "scaling", "codec")
+            unfit = ("sequence", "price", "report", "scaling", "codec", "recompute")
             refuse(context, unfit, f"{target} is a convolution network")
             return show_network(target, cluster, ranks, batch, vary, software, as_json)
+        kind = recomputation(recompute)
         if report is not None:
             refuse(context, ("codec",), "the page shows plans without codecs")
             if vary:
@@ -176,10 +182,13 @@ def plan(
                 "seq": sequence,
                 "price": f"{price:g}" if price else "",
                 "software": software,
+                "recompute": recompute,
             }
             command = display.command("plan", target, options=options)
-            return write_report(report, target, cluster, ranks, batch, sequence, price, software, command)
-        return show_layouts(target, cluster, ranks, batch, sequence, vary, scaling, price, software, codec, as_json)
+            return write_report(report, target, cluster, ranks, batch, sequence, price, software, kind, command)
+        return show_layouts(
+            target, cluster, ranks, batch, sequence, vary, scaling, price, software, codec, kind, as_json
+        )
     limited = [f"--layout.seconds={seconds}"] if seconds is not None else []
     limited += [f"--layout.codec={codec}"] * bool(codec)
     if workspace:

@@ -61,7 +61,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 def estimate_memory(setup: Setup, cluster: Cluster) -> Memory:
     """The memory of the rank with the highest peak."""
-    ends = sorted({0, setup.pp - 1, max(range(setup.pp), key=lambda stage: setup.stage_layers[stage])})
+    ends = sorted({0, setup.pp - 1, max(range(setup.pp), key=setup.stage_layers.__getitem__)})
     return max((stage_memory(setup, stage, cluster) for stage in ends), key=lambda memory: memory.peak_bytes)
 
 

@@ -117,9 +117,10 @@ def step_pieces(setup: Setup, cluster: Cluster) -> Pieces:
 def stage_parameters(setup: Setup, stage: int) -> float:
     """The number of parameters that one rank of a stage holds, before ZeRO divides them."""
     model = setup.model
-    layers = setup.stage_layers[stage] * (1 + model.cross / model.layers)
-    experts = model.expert_layers / model.layers * setup.stage_layers[stage]
-    dense = setup.stage_layers[stage] - experts
+    own = setup.stage_layers[stage]
+    layers = own * (1 + model.cross / model.layers)
+    experts = model.expert_layers / model.layers * own
+    dense = own - experts
     shared = layers * model.attention_parameters + dense * model.mlp_parameters
     shared += experts * (model.shared_experts * model.expert_parameters + model.hidden * model.experts)
     if stage == 0:
@@ -145,7 +146,9 @@ def _stages(setup: Setup, rates: Rates, network: Network, chunks: int = 1) -> li
             both = StageSeconds(_timed(passes.forward, rates, exposed), _timed(back, rates, exposed))
             layer += both * (part * (1 + model.cross / model.layers / 2))  # cross-attention is about half a layer
     places = setup.pipeline
-    stages = [layer * (setup.stage_layers[places.rank_of(stage)] / chunks) for stage in range(setup.pp * chunks)]
+    each = setup.stage_layers
+    passes_of = {count: layer * (count / chunks) for count in set(each)}
+    stages = [passes_of[each[places.rank_of(stage)]] for stage in range(setup.pp * chunks)]
     last = places.last_rank if chunks == 1 else places.num_stages - 1
     for stage, ends in ((0, embedding_pass(setup, rates, network)), (last, head_pass(setup, rates, network))):
         stages[stage] += StageSeconds(_timed(ends.forward, rates), _timed(ends.backward, rates))

@@ -1,7 +1,5 @@
 """Exports layouts of models that are described by their sizes, with predictions in closed form."""
 
-from typing import Any
-
 import msgspec
 
 from meshwright.catalog import with_software
@@ -13,15 +11,11 @@ from meshwright.errors import LayoutError
 from meshwright.export import targets
 from meshwright.export.exported import Exported
 from meshwright.export.form import Form
-from meshwright.ir.call_text import sizes_of
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.files import did_you_mean
 from meshwright.ir.plan import Prediction
 from meshwright.ir.transformer import Transformer
+from meshwright.planner.layout_words import setup_of
 from meshwright.planner.search import search
-
-FIELDS = tuple(name for name in Setup.__struct_fields__ if name not in ("model", "global_batch", "grid"))
-"""The words of a layout by sizes."""
 
 
 def export_sizes(
@@ -68,21 +62,9 @@ def _best(model: Transformer, machine: Cluster, global_batch: int) -> Setup:
 
 
 def _given(text: str, model: Transformer, machine: Cluster, global_batch: int) -> Setup:
-    fields: dict[str, Any] = {}
-    for word in text.split(","):
-        name, equals, value = word.strip().partition("=")
-        if not equals or name not in FIELDS:
-            hint = did_you_mean(name, FIELDS, f"words are {', '.join(FIELDS)}")
-            raise LayoutError(f"{word.strip()!r} is not a word of a layout", where="--layout", remedy=hint)
-        words: dict[str, Any] = {"true": True, "false": False}
-        fields[name] = int(value) if value.isdigit() else words.get(value, value)
-        if sizes_of(value):
-            raise LayoutError(f"{word.strip()} is a grid", where="--layout", remedy="give tp as one number")
-    inner = 1
-    for axis in ("tp", "pp", "cp"):
-        inner *= int(fields.get(axis, 1))
-    fields.setdefault("dp", max(1, machine.num_devices // max(1, inner)))
-    setup = Setup(model=model, global_batch=global_batch, **fields)
+    setup = setup_of(text, model, global_batch, machine.num_devices)
+    if setup.grid:
+        raise LayoutError("tp is a grid", where="--layout", remedy="give tp as one number")
     if setup.world_size > machine.num_devices:
         raise LayoutError(
             f"{setup.world_size} ranks, {machine.name} has {machine.num_devices} devices", where="--layout",

@@ -1,39 +1,51 @@
 """Rehearse a step: compute the time of every action of its pipeline schedule from the costs of the stages."""
 
+from collections.abc import Callable
+from functools import lru_cache
+
 from meshwright.cost.memory import layer_activation_bytes, stage_memory
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import Pieces, StageSeconds, step_pieces
 from meshwright.errors import ScheduleError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.pipeline import CHUNKED, Pipeline
-from meshwright.ir.schedule import Action, ActionKind, Schedule
+from meshwright.ir.schedule import ActionKind, Schedule
 from meshwright.ir.trace import MemorySample, Span, Trace
 from meshwright.schedules import pipeline, timing
 from meshwright.schedules.message_driven import reordered
+from meshwright.schedules.timing import Order, order_of
 
 LONGEST = 200_000
 """Upper limit on the number of actions of a schedule that is rehearsed. Rehearsing so many actions takes about a
 second."""
 
 
+KEPT = 12_500
+"""Largest number of actions of a schedule that is kept. Setups of a search, and what-if questions about one model, have
+few different schedules."""
+
+
 def rehearse(setup: Setup, cluster: Cluster) -> float | None:
     """The seconds of a step of ``setup``: its pipeline, computed action by action, plus the reduction of gradients and
     the optimizer after the pipeline. None if the schedule cannot be built, or has more than ``LONGEST`` actions."""
-    timed = _timed(setup, cluster)
-    if timed is None:
+    costed = _costed(setup, cluster)
+    if costed is None:
         return None
-    _, pieces, times = timed
-    return max(rank[-1][1] for rank in times) + pieces.after_s
+    schedule, order, pieces, seconds = costed
+    ends = order.ends([seconds(*each) for each in order.distinct], len(schedule.ranks))
+    return max(ends) + pieces.after_s
 
 
 def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
     """The rehearsed step as a trace that has one rank for each pipeline rank. Spans have the names of the schedule's
     actions. The memory of a rank rises with each forward and falls with each backward. The result is None if
     ``rehearse`` returns None."""
-    timed = _timed(setup, cluster)
-    if timed is None:
+    costed = _costed(setup, cluster)
+    if costed is None:
         return None
-    schedule, pieces, times = timed
+    schedule, order, pieces, seconds = costed
+    each_s = (seconds(action.stage, action.kind) for action in order.actions)
+    times = order.times(each_s, len(schedule.ranks))
     spans, memory = [], []
     end_s = max(rank[-1][1] for rank in times)
     for rank, (actions, each) in enumerate(zip(schedule.ranks, times, strict=True)):
@@ -58,33 +70,38 @@ def rehearsed_trace(setup: Setup, cluster: Cluster) -> Trace | None:
     return Trace(source="simulated", spans=tuple(spans), memory=tuple(memory))
 
 
-def _timed(
+def _costed(
     setup: Setup, cluster: Cluster
-) -> tuple[Schedule, Pieces, tuple[tuple[tuple[float, float], ...], ...]] | None:
-    """The schedule, the costs of its stages, and the start and end (in seconds) of each action of each rank. None if
+) -> tuple[Schedule, Order, Pieces, Callable[[int, ActionKind], float]] | None:
+    """The schedule with its order, the costs of its stages, and the seconds of an action by its stage and kind. None if
     the schedule cannot be rehearsed."""
-    schedule = _schedule(setup)
-    if schedule is None:
+    actions = 2 * setup.pp * setup.chunks * setup.microbatches
+    if actions > LONGEST:
         return None
+    name = "none" if setup.pp == 1 else setup.schedule
+    chunks = setup.chunks if name in CHUNKED else 1
+    try:
+        schedule, order = (_kept if actions <= KEPT else _built)(name, setup.pp, setup.microbatches, chunks)
+    except ScheduleError:
+        return None  # the schedule is not defined for this number of micro-batches; only the closed form remains
     pieces = step_pieces(setup, cluster)
     costs = _costs(pieces.stages, pieces.send_s, setup.pipeline)
 
-    def seconds(action: Action) -> float:
-        return costs[action.stage].of(action.kind)
+    def seconds(stage: int, kind: ActionKind) -> float:
+        return costs[stage].of(kind)
 
     if schedule.in_flight:
-        schedule = reordered(schedule, seconds)
-    return schedule, pieces, timing.run(schedule, seconds)
+        schedule = reordered(schedule, lambda action: seconds(action.stage, action.kind))
+        order = order_of(schedule, keep=False)
+    return schedule, order, pieces, seconds
 
 
-def _schedule(setup: Setup) -> Schedule | None:
-    if 2 * setup.pp * setup.chunks * setup.microbatches > LONGEST:
-        return None
-    name = "none" if setup.pp == 1 else setup.schedule
-    try:
-        return pipeline.build(name, setup.pp, setup.microbatches, setup.chunks if name in CHUNKED else 1)
-    except ScheduleError:
-        return None  # the schedule is not defined for this number of micro-batches; only the closed form remains
+def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Schedule, Order]:
+    schedule = pipeline.build(name, num_ranks, num_microbatches, num_chunks)
+    return schedule, order_of(schedule, keep=False)
+
+
+_kept = lru_cache(maxsize=32)(_built)
 
 
 def _costs(stages: tuple[StageSeconds, ...], send_s: float, places: Pipeline) -> list[timing.Costs]:

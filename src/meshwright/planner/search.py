@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -127,6 +128,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(words)
 
 
+_RunsOf = Callable[[Setup], Iterator[Setup]]
+"""Yields the setups of given sizes of axes."""
+
+
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search. ``considered`` is the number of setups that were estimated. ``options`` has, for each
     combination of dp, tp, pp, cp and ep, the best setup that fits; the best options come first. ``front`` has the
@@ -176,6 +181,7 @@ def search(
     schedules: Sequence[ScheduleName] = SEARCHED,
     codec: str = "",
     grids: GridSearch = "also",
+    recompute: Recompute | Literal["any"] = "any",
 ) -> SearchResult:
     """Estimate all setups of a model on a cluster, and sort the setups that fit in memory.
 
@@ -183,7 +189,8 @@ def search(
     model that is given by name (0: the length in the catalog). ``usd_per_hour`` is the price of a device (default: the
     price in the catalog). ``schedules`` are the pipeline schedules to consider. ``codec`` is the codec of gradients;
     ``auto``: for each setup the fastest codec that fits, or none. ``grids``: whether to consider grids of
-    tensor-parallel ranks (``planner.grids``): ``also``, ``only``, or ``none``.
+    tensor-parallel ranks (``planner.grids``): ``also``, ``only``, or ``none``. ``recompute``: the only kind of
+    recomputation to consider, or ``any``.
 
     Raises:
         PlanError: ``codec`` names no codec.
@@ -198,10 +205,11 @@ def search(
     considered = 0
     price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
     whole = codec not in UNNAMED and codec_of(codec).needs_whole_sum
-    every = _setups(model, cluster, global_batch, precision, flash, schedules) if grids != "only" else iter(())
+    runs = partial(_runs, schedules=schedules, recompute=recompute)
+    every = _setups(model, cluster, global_batch, precision, flash, runs) if grids != "only" else iter(())
     beside = () if grids == "none" else promising_grids(model, cluster, global_batch, every=grids == "only")
     base = Setup(model=model, precision=precision, flash=flash)
-    on_grids = (run for grid in beside for run in _on_grid(base, grid, global_batch, schedules))
+    on_grids = (run for grid in beside for run in _on_grid(base, grid, global_batch, runs))
     for plain in itertools.chain(every, on_grids):
         considered += 1
         if whole and plain.zero:
@@ -237,6 +245,15 @@ def search(
     return SearchResult(
         considered=considered, options=options, front=front(weighed), nearest=None if options else nearest
     )
+
+
+def weigh(
+    setup: Setup, cluster: Cluster, *, memory_bytes: float | None = None, usd_per_hour: float | None = None
+) -> Option:
+    """The option of one setup, rehearsed action by action, as a search weighs its best setups. ``usd_per_hour``: the
+    price of a device; default: the price in the catalog."""
+    price = cluster.device.usd_per_hour if usd_per_hour is None else usd_per_hour
+    return _rehearsed(_option(setup, estimate_memory(setup, cluster), cluster, memory_bytes, price), cluster)
 
 
 def front(options: Iterable[Option]) -> tuple[Option, ...]:
@@ -291,8 +308,7 @@ def _rehearsed(option: Option, cluster: Cluster) -> Option:
 
 
 def _setups(
-    model: Transformer, cluster: Cluster, global_batch: int, precision: Precision, flash: bool,
-    schedules: Sequence[ScheduleName],
+    model: Transformer, cluster: Cluster, global_batch: int, precision: Precision, flash: bool, runs: _RunsOf
 ) -> Iterator[Setup]:  # fmt: skip
     devices = cluster.num_devices
     box = cluster.levels[0].fan_out if cluster.levels else 1
@@ -312,20 +328,20 @@ def _setups(
                         model=model, dp=dp, tp=tp, pp=pp, cp=cp, inner=nearer, precision=precision, flash=flash,
                         global_batch=global_batch,
                     )  # fmt: skip
-                    yield from _runs(axes, schedules)
+                    yield from runs(axes)
 
 
-def _on_grid(base: Setup, grid: RankGrid, global_batch: int, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
+def _on_grid(base: Setup, grid: RankGrid, global_batch: int, runs: _RunsOf) -> Iterator[Setup]:
     """Yield the setups of a grid, without pipelines."""
     axes = msgspec.structs.replace(
         base, dp=grid.z * grid.dp, tp=grid.x * grid.y, grid=grid.sizes, global_batch=global_batch
     )
-    yield from _runs(axes, schedules)
+    yield from runs(axes)
 
 
-def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
-    """Yield the setups of ``axes`` with all combinations of micro-batch size, schedule, chunks, recomputation kind,
-    ZeRO stage and size of ``ep``."""
+def _runs(axes: Setup, schedules: Sequence[ScheduleName], recompute: Recompute | Literal["any"]) -> Iterator[Setup]:
+    """Yield the setups of ``axes`` with all combinations of micro-batch size, schedule, chunks, recomputation kind
+    (only ``recompute``, unless it is ``any``), ZeRO stage and size of ``ep``."""
     model, dp, pp = axes.model, axes.dp, axes.pp
     chunked: list[tuple[ScheduleName, int]] = [("1f1b", 1)]
     if pp > 1:
@@ -345,8 +361,9 @@ def _runs(axes: Setup, schedules: Sequence[ScheduleName]) -> Iterator[Setup]:
             if (schedule == "interleaved" and microbatches % pp) or microbatches < least_microbatches(schedule, pp):
                 continue
             # Fused attention keeps so few activations that selective recomputation is not worth its time.
-            for recompute in RECOMPUTE if zero == 3 or not axes.flash else whole:
+            tried = RECOMPUTE if zero == 3 or not axes.flash else whole
+            for kind in tried if recompute == "any" else (recompute,):
                 yield msgspec.structs.replace(
-                    axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=recompute,
+                    axes, ep=ep, chunks=chunks, micro_batch=micro_batch, schedule=schedule, recompute=kind,
                     zero=zero, sequence_parallel=between,
                 )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.catalog import load_cluster, load_software, software_names, with_software
+from meshwright.catalog import cluster_names, load_cluster, load_software, software_names, with_software
 from meshwright.catalog.models import family_names, load_model, load_network, model_names, network_names
 from meshwright.cost.collective import Network
 from meshwright.cost.exchange import GradientExchange, data_group, gradient_exchange
@@ -13,7 +13,7 @@ from meshwright.cost.occupancy import Occupancy, fit_chance
 from meshwright.cost.setup import Setup
 from meshwright.cost.step import StepEstimate, estimate_step, stage_parameters
 from meshwright.cost.uncertainty import memory_interval, step_interval
-from meshwright.errors import ClusterError, LayoutError, refuse
+from meshwright.errors import ClusterError, refuse
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.device import quantity_problems
 from meshwright.ir.interval import Interval
@@ -21,13 +21,16 @@ from meshwright.ir.software import Software
 from meshwright.ir.transformer import Transformer
 from meshwright.planner.cases import COLUMNS, OPTIONAL, read_cases
 from meshwright.planner.layerwise import divide_layers
+from meshwright.planner.layout_words import layout_words, predict_command, setup_of, setup_with
+from meshwright.planner.rehearse import rehearsed_trace
 from meshwright.planner.remedy import Change, smallest_change
-from meshwright.planner.search import PARTS, Option, SearchResult, front
+from meshwright.planner.search import PARTS, Option, SearchResult, front, weigh
 from meshwright.planner.search import search as find_layouts
 from meshwright.planner.size_codecs import with_codec
 from meshwright.planner.trials import Choices, Trials, choose, learning_trials
 from meshwright.planner.validate import Validation, compare, validate
-from meshwright.prediction.explain import explain
+from meshwright.planner.what_if import with_links
+from meshwright.prediction.explain import explain, weighed_layout
 from meshwright.prediction.learning import LearnedCluster, learn_step, learn_table
 from meshwright.worked import CAPTURED, LECTURES, RESULTS, SEARCHED, Line, Worked, recompute, worked_names
 
@@ -49,12 +52,14 @@ __all__ = [
     "Validation",
     "Worked",
     "choose",
+    "cluster_names",
     "compare",
     "divide_layers",
     "explain",
     "family_names",
     "find_layouts",
     "front",
+    "layout_words",
     "learn_step",
     "learn_table",
     "learning_trials",
@@ -65,10 +70,16 @@ __all__ = [
     "model_names",
     "network_names",
     "predict",
+    "predict_command",
     "read_cases",
     "recompute",
+    "rehearsed_trace",
+    "setup_of",
     "software_names",
     "validate",
+    "weigh",
+    "weighed_layout",
+    "with_links",
     "worked_names",
 ]  # fmt: skip
 
@@ -121,18 +132,8 @@ def predict(
     if memory_bytes is not None:
         refuse(ClusterError, quantity_problems({"memory_bytes": memory_bytes}))
     known = load_model(model, sequence=sequence) if isinstance(model, str) else model
-    tp, depth = layout.get("tp", 1), 1
-    if isinstance(tp, tuple):
-        if len(tp) != 3 or min(tp) < 1:
-            raise LayoutError(f"tp={tp}", where="tp", remedy="give three sizes of 1 or more, as in 2x2x4, or one")
-        layout |= {"grid": tp, "tp": tp[0] * tp[1]}
-        depth = tp[2]
-    inner = layout.get("tp", 1) * depth * layout.get("pp", 1) * layout.get("cp", 1)
-    if "dp" not in layout and devices:
-        layout["dp"] = max(1, devices // inner)
-    layout["dp"] = layout.get("dp", 1) * depth
     codec = layout.pop("codec", "")
-    setup = Setup(model=known, **layout)
+    setup = setup_with(layout, known, layout.pop("global_batch", 1), devices or 1, where="layout")
     if devices and setup.world_size != devices:
         raise ClusterError(
             f"the layout has {setup.world_size} ranks, not {devices}",

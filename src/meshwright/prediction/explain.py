@@ -8,6 +8,7 @@ from meshwright import __version__
 from meshwright.cost.memory import Memory
 from meshwright.cost.setup import Setup
 from meshwright.ir.cluster import Cluster
+from meshwright.planner.layout_words import layout_words
 from meshwright.planner.rehearse import rehearsed_trace
 from meshwright.planner.search import PARTS, Option, SearchResult
 from meshwright.report import PageContent, StepShare, SweepPoint, WeighedLayout
@@ -76,11 +77,13 @@ def explain(
     memory_bytes: float | None = None,
     scaling: Sequence[tuple[int, SearchResult]] = (),
     command: str = "",
+    chosen: Option | None = None,
 ) -> PageContent | None:
-    """The report on the best layout of a search on ``cluster``. If nothing fits, the report describes the layout that
-    exceeds the memory the least; None if there is no such layout. ``scaling``: the results of searches on other numbers
-    of devices."""
-    best = result.options[0] if result.options else result.nearest
+    """The report on a layout of a search on ``cluster``: ``chosen``, or the best. If nothing fits, the best is the
+    layout that exceeds the memory the least. None if there is no layout. ``scaling``: the results of searches on other
+    numbers of devices."""
+    first = result.options[0] if result.options else result.nearest
+    best = chosen or first
     if best is None:
         return None
     setup, memory = best.setup, best.memory
@@ -92,7 +95,7 @@ def explain(
         cluster=cluster.name,
         devices=setup.world_size,
         verdict=best.verdict,
-        sentence=_sentence(best, limit, result),
+        sentence=_sentence(best, limit, result) if best is first else _compared(best, first, limit),
         facts=_facts(best, cluster),
         layout=_layout(setup),
         time=tuple(
@@ -106,7 +109,9 @@ def explain(
         memory_limit_bytes=limit,
         trace=rehearsed_trace(setup, cluster) if setup.pp > 1 else None,
         scaling=tuple(_point(devices, other) for devices, other in scaling),
-        alternatives=tuple(_alternative(option, best) for option in others),
+        alternatives=tuple(weighed_layout(option, best) for option in others),
+        front=tuple(weighed_layout(option, best) for option in result.front),
+        words=layout_words(setup),
         notes=(*NOTES, f"Meshwright {__version__}. {cluster.device.source}."),
         command=command,
     )
@@ -121,6 +126,19 @@ def _sentence(best: Option, limit_bytes: float, result: SearchResult) -> str:
         why = f"None of {result.considered} layouts fits; this one lacks least."
         return f"{why} {held} More devices, or larger ones, would."
     return f"The fastest of {result.considered} layouts: a step takes {best.step_s:.4g} s. {held}"
+
+
+def _compared(best: Option, first: Option | None, limit_bytes: float) -> str:
+    """The sentence on a layout that was not found as the best one."""
+    held = f"The fullest device holds {best.peak_bytes / 2**30:.1f} of {limit_bytes / 2**30:.1f} GiB."
+    took = f"A step takes {best.step_s:.4g} s"
+    if first is None or first.verdict == "does not fit":
+        return f"{took}. {held}"
+    if layout_words(best.setup) == layout_words(first.setup):
+        return f"{took}: this is the fastest layout. {held}"
+    if best.step_s < first.step_s:
+        return f"{took}, {100 * (1 - best.step_s / first.step_s):.1f} % less than the fastest that fits. {held}"
+    return f"{took}: {best.slower_than(first)}, beside the fastest. {held}"
 
 
 def _facts(best: Option, cluster: Cluster) -> tuple[tuple[str, str], ...]:
@@ -156,14 +174,15 @@ def _layout(setup: Setup) -> tuple[tuple[str, str, str], ...]:
     return tuple(rows)
 
 
-def _alternative(option: Option, best: Option) -> WeighedLayout:
+def weighed_layout(option: Option, best: Option) -> WeighedLayout:
+    """An option beside ``best``: its costs, and what speaks for or against it."""
     why = option.slower_than(best) if option.step_s > best.step_s else "as fast"
     less = 1 - option.memory.peak_bytes / best.memory.peak_bytes
     if less > 0.1:
         why += f"; {less:.0%} less memory"
     return WeighedLayout(
         layout=option.text, step_s=option.step_s, peak_bytes=option.memory.peak_bytes, verdict=option.verdict,
-        usd=option.usd, why=why,
+        usd=option.usd, why=why, words=layout_words(option.setup),
     )  # fmt: skip
 
 

@@ -14,11 +14,9 @@ from meshwright.report import svg
 MOST_SPANS = 6000
 """The largest number of spans drawn; longer timelines are cut at the end."""
 _LEFT, _RIGHT = 132, 10
-_LANES = (("compute", 20, "compute"), ("wait", 6, "wait"), ("communication", 6, "comm"))
+LANES = (("compute", 20, "compute"), ("wait", 6, "wait"), ("communication", 6, "comm"))
 """Streams of a rank from top to bottom: name, height of the lane, and CSS class."""
-_LANE_OF = {"data": "wait"}
-"""Streams that are drawn in the lane of another one."""
-_GROUP = sum(height + 2 for _, height, _ in _LANES) + 4
+_GROUP = sum(height + 2 for _, height, _ in LANES) + 4
 _CHARACTER = 6.4
 
 
@@ -33,6 +31,11 @@ class PlotLine(msgspec.Struct, frozen=True, kw_only=True):
     style: Literal["solid", "dashed"] = "solid"
     stairs: bool = False
     dots: bool = False
+
+
+def lane_of(stream: str) -> str:
+    """The lane of a stream; waiting for data is drawn where other waits are."""
+    return "wait" if stream == "data" else stream
 
 
 def begun_at_zero(trace: Trace) -> Trace:
@@ -148,9 +151,9 @@ def plot(
 def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: float) -> list[str]:
     """The lanes of one rank of one trace, one per stream."""
     parts = []
-    for stream, height, style in _LANES:
+    for stream, height, style in LANES:
         for span in spans:
-            if _LANE_OF.get(span.stream, span.stream) != stream:
+            if lane_of(span.stream) != stream:
                 continue
             x, width = _LEFT + scale * span.start_s, scale * (min(span.end_s, until_s) - span.start_s)
             moved = f", {size(span.bytes)}" if span.bytes else ""

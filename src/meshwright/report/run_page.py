@@ -1,7 +1,7 @@
 """The page of a run: its loss, its plan, predicted and measured timelines and memory, and the ledger."""
 
 import statistics
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.ir.ledger import TOLD, Ledger, LedgerRow
 from meshwright.ir.plan import Plan
@@ -9,7 +9,8 @@ from meshwright.ir.trace import Trace
 from meshwright.ir.units import seconds, size
 from meshwright.report import run_drawing, svg
 from meshwright.report.run_files import RunFiles
-from meshwright.report.template import packaged, rendered
+from meshwright.report.template import embedded, packaged, rendered
+from meshwright.report.timeline import ranks_timeline
 
 GOOD, CLOSE = 0.10, 0.25
 """Largest errors, relative to the measured value, of predictions that are shown as good and as close."""
@@ -21,6 +22,16 @@ def render_run(run: RunFiles, command: str = "") -> str:
     """The run as one HTML page that contains its styles and pictures. It is light or dark, like the reader's system.
     The page lists the files that the run lacks, and shows ``command`` as the command that made the page."""
     traces = named_traces(run)
+    more = {
+        "timelines": run_drawing.timelines(traces) if traces else "",
+        "timeline_data": embedded(ranks_timeline(traces)) if traces else "",
+    }
+    return rendered("run.html.j2", run_pictures(run) | more, **run_values(run), command=command)
+
+
+def run_pictures(run: RunFiles) -> dict[str, str]:
+    """The pictures of a run by name, as HTML: its losses, and its memory over a step. The timeline is empty: it is a
+    picture and data in a page, or an address from which the page fetches data."""
     losses = [
         run_drawing.PlotLine(
             name=name, legend=name, points=points, color=color, dots=color == 1,
@@ -31,23 +42,32 @@ def render_run(run: RunFiles, command: str = "") -> str:
         ))
         if points
     ]  # fmt: skip
-    return rendered(
-        "run.html.j2",
-        {
-            "losses": run_drawing.plot(losses, "loss over steps", x_text="{:,.0f}".format, y_text="{:.3g}".format),
-            "timelines": run_drawing.timelines(traces) if traces else "",
-            "over_time": run_drawing.memory_lines(traces),
-        },
-        run=run,
-        plan=run.plan,
-        ledger=run.ledger,
-        verdict=verdict(run.ledger.step_ratio) if run.ledger else "",
-        facts=_facts(run),
-        layout=_layout(run.plan),
-        verdicts=_verdicts(run.ledger) if run.ledger else {},
-        names=list(traces),
-        command=command,
-    )
+    return {
+        "timelines": "",
+        "timeline_data": "",
+        "timeline_source": "",
+        "losses": run_drawing.plot(losses, "loss over steps", x_text=_step, y_text="{:.3g}".format),
+        "over_time": run_drawing.memory_lines(named_traces(run)),
+    }
+
+
+def run_values(run: RunFiles) -> dict[str, Any]:
+    """The values of ``run_body.html.j2``."""
+    return {
+        "run": run,
+        "plan": run.plan,
+        "ledger": run.ledger,
+        "verdict": verdict(run.ledger.step_ratio) if run.ledger else "",
+        "facts": _facts(run),
+        "layout": _layout(run.plan),
+        "verdicts": _verdicts(run.ledger) if run.ledger else {},
+        "names": list(named_traces(run)),
+    }
+
+
+def _step(number: float) -> str:
+    """The number of a step; empty between two steps."""
+    return f"{number:,.0f}" if number == round(number) else ""
 
 
 def named_traces(run: RunFiles) -> dict[str, Trace]:

@@ -47,9 +47,18 @@ def box(style: str, x: float, y: float, width: float, height: float, title: str)
     return _titled("rect", f'class="{style}" x="{x:.2f}" {sides}', title)
 
 
-def dot(style: str, x: float, y: float, radius: float, title: str) -> str:
-    """A filled circle."""
-    return _titled("circle", f'class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"', title)
+def dot(style: str, x: float, y: float, radius: float, title: str, key: str = "") -> str:
+    """A filled circle. ``key``: the name by which a script finds it."""
+    named = f' data-key="{escape(key)}"' if key else ""
+    return _titled("circle", f'class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"{named}', title)
+
+
+def bar(percent: float) -> str:
+    """A bar whose length is a percentage of its room."""
+    return (
+        '<svg class="bar" viewBox="0 0 100 12" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect class="f" width="{max(percent, 0.5):.2f}" height="12" rx="0.5"/></svg>'
+    )
 
 
 def legend(entries: Iterable[tuple[int, str]]) -> str:

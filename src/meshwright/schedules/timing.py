@@ -118,9 +118,11 @@ _ORDERS: dict[int, tuple[Schedule, Order]] = {}
 """Maps the id of a schedule to the schedule, which keeps the id from being used again, and to its order."""
 
 
-def order_of(schedule: Schedule) -> Order:
+def order_of(schedule: Schedule, *, keep: bool = True) -> Order:
     """The order of a schedule. Actions that can never run are left out, together with all later actions of their
-    rank."""
+    rank. Without ``keep``, the order is not kept for the next call, as for a schedule that does not come again."""
+    if not keep:
+        return _ordered(schedule)
     known = _ORDERS.get(id(schedule))
     if known is None:
         if len(_ORDERS) >= MOST_ORDERS:
@@ -166,7 +168,7 @@ def run(schedule: Schedule, costs: Costs | Callable[[Action], float]) -> tuple[T
     """
     cost = (lambda action: costs.of(action.kind)) if isinstance(costs, Costs) else costs
     chunks = schedule.num_chunks if isinstance(costs, Costs) else 1
-    order = _ordered(schedule)  # not cached, because a schedule is checked only once
+    order = order_of(schedule, keep=False)  # a schedule is checked only once
     times = order.times(map(cost, order.actions), len(schedule.ranks))
     # Add undivided costs, and divide by the number of chunks once at the end, so that whole numbers stay exact.
     return tuple(tuple((start / chunks, end / chunks) for start, end in each) for each in times)

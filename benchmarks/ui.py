@@ -1,0 +1,235 @@
+"""Seconds in which the explorer's views are there, in a browser, for 1,024 ranks and 10,000 micro-batch actions.
+
+The limit is a second a view. Chromium and the server share this machine.
+"""
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from playwright.sync_api import sync_playwright
+
+from benchmarks.report import alone, at_most, measured, new_run, show, write
+from meshwright import prediction
+from meshwright.ir import files
+from meshwright.ir.layout import Layout
+from meshwright.ir.plan import Plan
+from meshwright.ir.result import Duration, Finding, Series, Settings
+from meshwright.ir.statistics import median
+from meshwright.ir.trace import MemorySample, Span, Trace
+from meshwright.runtime.launch import num_cores
+from meshwright.ui.explorer import Explorer, Question
+from meshwright.ui.run_list import RunFolders
+from meshwright.ui.server import application, listening, server_of
+from tests.pure.test_ledger import plan_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+COMMAND = "python -m benchmarks.ui"
+ROUNDS = 7
+LIMIT_S = 1.0
+RANKS, ACTIONS, RUNS = 1024, 10_000, 10_000
+MODEL, CLUSTER, BATCH = "gpt3-175b", "a100-80gb-dgx-hdr200x8", 1536
+ASKED = f"model={MODEL}&cluster={CLUSTER}&devices={RANKS}&batch={BATCH}"
+LONG = "tp=8,pp=16,chunks=2,schedule=interleaved,sequence_parallel=true"
+"""A layout of 1,024 ranks whose schedule has about 12,000 actions: 16 stages, 2 chunks, 192 micro-batches, forward and
+backward."""
+SETTINGS = {
+    "explorer": Settings(
+        dtype="bfloat16", ranks=1, threads=1,
+        sizes={"model": MODEL, "cluster": CLUSTER, "devices": RANKS, "batch": BATCH},
+    ),
+    "run": Settings(dtype="float32", ranks=1, threads=1, sizes={"ranks of the run": RANKS, "spans": ACTIONS}),
+    "list": Settings(dtype="float32", ranks=1, threads=1, sizes={"runs": RUNS}),
+}  # fmt: skip
+TEXT = """Seconds from an action (a click, a key, an address) to the frame in which the view's content is drawn, in a
+headless Chromium beside the server on this machine. Batches and speeds of links change from round to round, so that
+every such answer has its search. The timelines have a row for each of 1,024 ranks."""
+ANSWERED = "#answer[data-shown]:not([aria-busy])"
+
+
+def answers(rounds: int) -> list[Finding]:
+    """The views of the explorer."""
+    with _page(Path(tempfile.gettempdir())) as (page, home):
+        page.goto(f"{home}/#{ASKED}")
+        page.wait_for_selector(ANSWERED)
+        batches = iter(BATCH + 512 * (index + 1) for index in range(4 * rounds))
+
+        def ask() -> None:
+            page.locator("#batch").fill(str(next(batches)))
+            page.wait_for_selector(ANSWERED)
+
+        speeds = iter(1 + index / 16 for index in range(1, 4 * rounds))
+
+        def link() -> None:
+            page.locator("#between").fill(str(next(speeds)))
+            page.wait_for_selector(ANSWERED)
+
+        found: list[Finding] = [
+            _duration("a new batch: front, parts, memory, timeline", "explorer", rounds, ask),
+            _duration("other links: front, parts, memory, timeline", "explorer", rounds, link),
+        ]
+        page.locator("#layouts > summary").click()
+        choices = page.locator('input[name="choice"]:not(:checked)')
+
+        def choose() -> None:
+            choices.nth(2).check()
+            page.wait_for_selector(ANSWERED)
+
+        found.append(_duration("another layout of the front", "explorer", rounds, choose))
+        page.locator("#batch").fill(str(BATCH))
+        page.locator("#between").fill("1")
+        page.locator("#layout").fill(LONG)
+        page.locator("#layout").press("Enter")
+        page.wait_for_selector(ANSWERED)
+        page.locator(".tools select").select_option(label=f"all {RANKS:,} ranks")
+        spans = _num_actions(LONG)
+        assert spans >= ACTIONS, f"{LONG} has {spans} actions"
+        found += _timeline_findings(page, rounds, f"{RANKS:,} ranks, {spans:,} actions of the schedule", "explorer")
+
+        def redraw() -> None:
+            page.locator(".tools select").select_option(index=0)
+            _next_frame(page)
+
+        found.append(_duration("the long schedule as one rank of each stage", "explorer", rounds, redraw))
+        return found
+
+
+def runs(rounds: int) -> list[Finding]:
+    """The page of a run of 1,024 ranks, and the list of 10,000 runs."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        _write_run(folder / "wide")
+        for number in range(RUNS - 1):
+            other = folder / f"run-{number:05d}"
+            other.mkdir()
+            (other / "run.toml").touch()
+        with _page(folder) as (page, home):
+
+            def listed() -> None:
+                page.goto(f"{home}/runs")
+                _next_frame(page)
+
+            def opened() -> None:
+                page.goto(f"{home}/run?name=wide")
+                page.wait_for_selector("figure.ready")
+                _next_frame(page)
+
+            found: list[Finding] = [_duration(f"the list of {RUNS:,} runs", "list", rounds, listed)]
+            found.append(_duration(f"a run of {RANKS:,} ranks with {ACTIONS:,} spans", "run", rounds, opened))
+            return found + _timeline_findings(page, rounds, f"{RANKS:,} ranks, {ACTIONS:,} spans of a run", "run")
+
+
+PARTS: dict[str, Callable[[int], list[Finding]]] = {"answers": answers, "runs": runs}
+
+
+@contextmanager
+def _page(folder: Path) -> Iterator[tuple["Page", str]]:
+    """A browser's page at an explorer in a thread of this process, and the explorer's address."""
+    opened = listening(0)
+    port = opened.getsockname()[1]
+    server = server_of(application(Explorer(), RunFolders(folder), "token", port))
+    thread = threading.Thread(target=server.run, args=([opened],))
+    thread.start()
+    try:
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            page = browser.new_page()
+            page.set_default_timeout(120_000)
+            page.goto(f"http://127.0.0.1:{port}/?token=token")
+            yield page, f"http://127.0.0.1:{port}"
+            browser.close()
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _timeline_findings(page: "Page", rounds: int, what: str, settings: str) -> list[Finding]:
+    """How long it takes to zoom, and to move, in the timeline that is shown."""
+    scroller = page.locator("figure.timeline .scroller")
+    scroller.focus()
+    turn = iter(range(10**6))
+
+    def zoom() -> None:
+        scroller.press("+" if next(turn) % 6 < 3 else "-")
+        _next_frame(page)
+
+    def move() -> None:
+        scroller.press("ArrowDown" if next(turn) % 2 else "ArrowRight")
+        _next_frame(page)
+
+    return [_duration(f"zoom: {what}", settings, rounds, zoom), _duration(f"next span: {what}", settings, rounds, move)]
+
+
+def _next_frame(page: "Page") -> None:
+    """Wait until the browser has drawn."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def _duration(what: str, settings: str, rounds: int, act: Callable[[], Any]) -> Duration:
+    act()  # warm
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - started)
+    found = median(seconds)
+    return Duration(
+        target=f"{what}: within {LIMIT_S:g} s",
+        verdict=at_most(found, LIMIT_S),
+        measured=f"{found} s",
+        series=Series.of(seconds, steps=1, settings=settings, run=new_run()),
+        limit_s=LIMIT_S,
+    )
+
+
+def _num_actions(words: str) -> int:
+    question = Question(model=MODEL, cluster=CLUSTER, devices=RANKS, batch=BATCH, layout=words)
+    model = prediction.load_model(MODEL)
+    setup = prediction.setup_of(words, model, BATCH, RANKS)
+    trace = prediction.rehearsed_trace(setup, prediction.load_cluster(question.cluster, RANKS))
+    assert trace is not None
+    return len(trace.spans)
+
+
+def _write_run(folder: Path) -> None:
+    """A run of 1,024 ranks, with about 10,000 measured spans and as many predicted ones."""
+    plan: Plan = msgspec.structs.replace(plan_of(Layout(dp=2)), model="synthetic")
+    each = ACTIONS // RANKS + 1
+    spans = tuple(
+        Span(rank, "compute", f"0{'FB'[index % 2]}{index // 2}", index + 0.001 * rank, index + 0.9 + 0.001 * rank)
+        for rank in range(RANKS)
+        for index in range(each)
+    )
+    memory = tuple(MemorySample(rank, float(index), 2**30 + rank) for rank in range(RANKS) for index in range(each))
+    files.save(plan, folder / "plan.json")
+    files.save(Trace(source="measured", plan=plan.digest, spans=spans, memory=memory), folder / "trace.json")
+    files.save(Trace(source="simulated", plan=plan.digest, spans=spans, memory=memory), folder / "predicted.json")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "step_s": 0.3, "loss": 5.0}\n')
+    (folder / "run.toml").write_text("")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the result."""
+    found = measured(COMMAND, __doc__, PARTS, ROUNDS, arguments)
+    if not found.whole:
+        return alone(found.findings)
+    for finding in found.findings:
+        show(finding)
+    write(
+        "ui", "The explorer's views", COMMAND, "from an action to the frame that shows its view", SETTINGS,
+        found.findings, f"{TEXT} {found.rounds} rounds each, on {num_cores()} cores.",
+    )  # fmt: skip
+    return int(any(one.verdict == "fail" for one in found.findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
