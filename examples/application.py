@@ -17,11 +17,8 @@ from meshwright.errors import LayoutError
 
 
 class Outcome(NamedTuple):
-    """The quality that an application reached on its data, beside that of a trivial or untrained baseline.
-
-    ``goal`` is the quality that counts as reached: at least, or with ``lower`` at most. ``trivial`` says in words what
-    the baseline does.
-    """
+    """The quality that an application reached on its data, its goal, and the quality of a trivial or untrained
+    baseline (``trivial`` says in words which). With ``lower``, less is better."""
 
     what: str
     quality: float
@@ -33,9 +30,13 @@ class Outcome(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """Whether the quality is as good as the goal, and better than the baseline."""
-        sign = -1 if self.lower else 1
-        return sign * self.quality >= sign * self.goal and sign * self.quality > sign * self.baseline
+        """Whether the quality is as good as the goal."""
+        return self.quality <= self.goal if self.lower else self.quality >= self.goal
+
+    @property
+    def better(self) -> bool:
+        """Whether the quality is better than the baseline."""
+        return self.quality < self.baseline if self.lower else self.quality > self.baseline
 
     def __str__(self) -> str:
         goal = f"goal: {'at most' if self.lower else 'at least'} {self.goal:g}"
@@ -92,25 +93,18 @@ def parallelized(
 def layout_of(ranks: int, layouts: Mapping[int, mw.Layout]) -> mw.Layout:
     """The layout for this number of ranks; a ``LayoutError`` names the numbers for which there is one."""
     if ranks not in layouts:
-        raise LayoutError(
-            f"{ranks} ranks",
-            where=os.path.basename(sys.argv[0]),
-            remedy=f"start {' or '.join(map(str, layouts))}: torchrun --nproc-per-node {list(layouts)[-1]} PROGRAM",
-        )
+        remedy = f"start {' or '.join(map(str, layouts))}: torchrun --nproc-per-node {list(layouts)[-1]} PROGRAM"
+        raise LayoutError(f"{ranks} ranks", where=os.path.basename(sys.argv[0]), remedy=remedy)
     return layouts[ranks]
 
 
 def run(main: Callable[..., list[Outcome]], doc: str | None) -> None:
-    """Run ``main(ranks, ...)`` with an option for each of its other arguments, and print what was reached.
-
-    The program ends with exit code 1 and a message if the goal is missed, or if something is missing or wrong.
-    """
+    """Run ``main(ranks, ...)`` with an option for each of its other arguments, and print what was reached. Exit with
+    code 1 and a message if the goal is missed, or if something is missing or wrong."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, argument in list(inspect.signature(main).parameters.items())[1:]:
-        kind = type(argument.default)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, default=argument.default, help="default: %(default)s"
-        )
+        option, default = f"--{name.replace('_', '-')}", argument.default
+        parser.add_argument(option, type=type(default), default=default, help="default: %(default)s")
     options, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         print(f"one rank: nothing is split; on two: torchrun --nproc-per-node 2 {sys.argv[0]}")

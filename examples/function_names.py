@@ -35,15 +35,15 @@ def code_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[
 
 
 def training(ranks: int, files: int = 1000) -> Training:
-    """The trainer for this number of ranks, and batches of 32 functions."""
+    """The trainer for this number of ranks, and batches of 64 functions."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=2, width=96, heads=4, vocabulary=VOCABULARY, sequence_length=BODY + NAME + 1))
-    loader = TensorLoader(data(files)[0], batch_size=32, drop_last=True)
-    return parallelized(model, code_loss, loader, mw.Layout(dp=ranks), lr=2e-3)
+    model = GPT(GPTConfig(layers=2, width=64, heads=4, vocabulary=VOCABULARY, sequence_length=BODY + NAME + 1))
+    loader = TensorLoader(data(files)[0], batch_size=64, drop_last=True)
+    return parallelized(model, code_loss, loader, mw.Layout(dp=ranks), lr=5e-3, max_grad_norm=1.0)
 
 
 def main(
-    ranks: int, steps: int = 400, files: int = 1000, goal: float = 30.0, goal_tokens: float = 35.0
+    ranks: int, steps: int = 500, files: int = 1000, goal: float = 7.0, goal_tokens: float = 28.0
 ) -> list[Outcome]:
     """Train, and count the held-out tokens and first words of names that the model finds."""
     model = training(ranks, files)

@@ -43,7 +43,7 @@ def training(ranks: int, tp: int = 1, full: int = 0) -> Training:
     return parallelized(model, loss_fn, loader, mw.Layout(dp=-1, tp=tp), lr=1e-3, max_grad_norm=1.0)
 
 
-def main(ranks: int, steps: int = 200, goal: float = 4.0, tp: int = 1, full: int = 0) -> list[Outcome]:
+def main(ranks: int, steps: int = 200, goal: float = 4.1, tp: int = 1, full: int = 0) -> list[Outcome]:
     """Train, and compute the bits per byte of text that was not trained on."""
     model = training(ranks, tp, full)
     model.run(steps)

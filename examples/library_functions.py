@@ -13,7 +13,7 @@ from meshwright.runtime.corpus import by_hash, library_sources
 
 TOKEN = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\sA-Za-z\d_]")
 FILL, OTHER, MARK, END = range(4)
-VOCABULARY, BODY, NAME = 1500, 60, 4
+VOCABULARY, BODY, NAME = 1500, 40, 4
 """Tokens that have a number, and tokens of the body and of the name in a row."""
 Function = tuple[tuple[str, ...], tuple[str, ...]]
 """The tokens of the body, and of the name."""
@@ -38,7 +38,7 @@ def functions(source: str) -> list[Function]:
 
 @cache
 def data(files: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Training and held-out functions of so many files, as rows: ``tokens`` and ``targets`` [n, 65]."""
+    """Training and held-out functions of so many files, as rows: ``tokens`` and ``targets`` [n, 45]."""
     parts: tuple[list[Function], ...] = ([], [])
     for number, (_, source) in enumerate(by_hash(library_sources())[:files]):
         parts[number % 8 == 0].extend(functions(source.decode()))
