@@ -92,7 +92,8 @@ def gshard_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dic
 def training(ranks: int) -> Training:
     """The trainer for this number of ranks, and batches of 16 windows of 64 bytes."""
     torch.manual_seed(0)
-    layout = mw.Layout(tp=ranks, pin={"*": "batch@tp", "layers.*.experts": "v@tp"} if ranks > 1 else {})
+    pins = {"*": "batch@tp", "layers.*.experts": "v@tp"} if ranks > 1 else {}  # v: the experts, in the products' rules
+    layout = mw.Layout(tp=ranks, pin=pins)
     return parallelized(Model(), gshard_loss, TextLoader(texts()[0], LENGTH, BATCH), layout, lr=3e-3)
 
 
