@@ -11,14 +11,15 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 import meshwright as mw
 from meshwright.errors import LayoutError
+from meshwright.ir.run import LearningRate
 
 
 class Outcome(NamedTuple):
-    """The quality that an application reached on its data, its goal, and the quality of a trivial or untrained
-    baseline (``trivial`` says in words which). With ``lower``, less is better."""
+    """The quality reached, its goal, and the quality of a trivial or untrained baseline, which ``trivial`` names."""
 
     what: str
     quality: float
@@ -26,7 +27,7 @@ class Outcome(NamedTuple):
     baseline: float
     goal: float
     unit: str = "%"
-    lower: bool = False
+    lower: bool = False  # less is better
 
     @property
     def reached(self) -> bool:
@@ -45,12 +46,13 @@ class Outcome(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A trainer, its model, and batches. ``local``: the batches have only this rank's part of the samples."""
+    """A trainer, its model, and batches."""
 
     trainer: mw.Trainer
     model: torch.nn.Module
     batches: Iterator[Any]
-    local: bool = False
+    local: bool = False  # batches have only this rank's part of the samples
+    warmup: float = 0.0  # part of the steps in which the learning rate rises
 
     @property
     def speaks(self) -> bool:
@@ -65,7 +67,8 @@ class Training(NamedTuple):
     def run(self, steps: int) -> None:
         """Make ``steps`` steps. The learning rate falls to zero as a cosine. Rank 0 prints a few losses."""
         assert self.trainer.optimizer is not None
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.trainer.optimizer, max(1, steps))
+        course = LearningRate(name="cosine", warmup_steps=round(self.warmup * steps), final=0.0)
+        schedule = LambdaLR(self.trainer.optimizer, lambda step: course.factor(step, max(1, steps)))
         for step in range(1, steps + 1):
             loss = self.step()
             schedule.step()
@@ -77,8 +80,7 @@ def parallelized(
     model: torch.nn.Module, loss_fn: Callable[..., Any], batches: Iterable[Any], layout: mw.Layout, lr: float,
     local: bool = False, **options: Any,
 ) -> Training:  # fmt: skip
-    """A trainer with AdamW. The first batch is the example for the plan, which rank 0 prints. ``options``: more of
-    ``parallelize``'s."""
+    """A trainer with AdamW and these options of ``parallelize``; rank 0 prints its plan for such a batch."""
     batches = iter(batches)
     first = next(batches)
     trainer = mw.parallelize(

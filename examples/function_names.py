@@ -39,11 +39,12 @@ def training(ranks: int, files: int = 1000) -> Training:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=64, heads=4, vocabulary=VOCABULARY, sequence_length=BODY + NAME + 1))
     loader = TensorLoader(data(files)[0], batch_size=64, drop_last=True)
-    return parallelized(model, code_loss, loader, mw.Layout(dp=ranks), lr=5e-3, max_grad_norm=1.0)
+    training = parallelized(model, code_loss, loader, mw.Layout(dp=ranks), lr=5e-3, max_grad_norm=1.0)
+    return training._replace(warmup=0.1)
 
 
 def main(
-    ranks: int, steps: int = 500, files: int = 1000, goal: float = 7.0, goal_tokens: float = 28.0
+    ranks: int, steps: int = 400, files: int = 1000, goal: float = 7.0, goal_tokens: float = 28.0
 ) -> list[Outcome]:
     """Train, and count the held-out tokens and first words of names that the model finds."""
     model = training(ranks, files)

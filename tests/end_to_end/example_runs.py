@@ -12,6 +12,8 @@ import pytest
 from tests.distributed.pool import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TIMEOUT_S = 280.0
+"""Of a program on ranks: some are captured for seconds, which are minutes on a busy machine."""
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
@@ -24,7 +26,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 def run_on(ranks: Ranks, num_ranks: int, name: str, *arguments: str) -> str:
     """What an example prints on ranks that are there already."""
-    return "".join(ranks(num_ranks, _run_on_rank, name, arguments))
+    return "".join(ranks(num_ranks, _run_on_rank, name, arguments, timeout=TIMEOUT_S))
 
 
 def _run_on_rank(name: str, arguments: tuple[str, ...]) -> str:
