@@ -44,7 +44,7 @@ def training(ranks: int, files: int = 1000) -> Training:
 
 
 def main(
-    ranks: int, steps: int = 400, files: int = 1000, goal: float = 7.0, goal_tokens: float = 28.0
+    ranks: int, steps: int = 500, files: int = 1000, goal: float = 7.0, goal_tokens: float = 28.0
 ) -> list[Outcome]:
     """Train, and count the held-out tokens and first words of names that the model finds."""
     model = training(ranks, files)
