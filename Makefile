@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench: $(STAMP) ## run what is timed beside peers at this commit, write its tabl
 
 bench-foundation: $(STAMP) ## measure against eager PyTorch, DistributedDataParallel and parallelize_module
 	@$(BIN)/python -m benchmarks.foundation
+
+bench-applications: $(STAMP) ## train the applications in examples/ on two ranks: quality beside a trivial baseline, speed-up over one rank
+	@$(BIN)/python -m benchmarks.applications
 
 bench-codecs: $(STAMP) ## measure codecs beside a copy; sparse all-reduces, steps and choices of codecs on emulated links
 	@$(BIN)/python -m benchmarks.codecs

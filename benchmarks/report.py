@@ -98,13 +98,14 @@ def decided(
 
 
 def speedup(
-    target: str, one: Sequence[float], several: Sequence[float], num_ranks: int, at_least: float, *, base: str,
+    target: str, one: Sequence[float], several: Sequence[float], num_ranks: int, at_least: float | None, *, base: str,
     unit: str, work: float, parameters: int, steps: int, settings: tuple[str, str],
 ) -> Scaling:  # fmt: skip
     """The speed-up of ``num_ranks`` ranks over one rank, which run one after the other; both have the same ``work``.
 
     Args:
         one: seconds a step on one rank, by round; ``several``: those on ``num_ranks`` ranks.
+        at_least: the speed-up that passes; None: it is only reported.
         base: what the one rank does.
         settings: the names of the settings of both.
     """
@@ -120,7 +121,7 @@ def speedup(
     ]  # fmt: skip
     return Scaling(
         target=target,
-        verdict="reported" if num_cores() < num_ranks else at_most(found.inverse(), 1 / at_least),
+        verdict="reported" if at_least is None or num_cores() < num_ranks else at_most(found.inverse(), 1 / at_least),
         measured=f"{found}; not alternating: one process and {num_ranks} ranks run one after the other",
         scaling="strong",
         base=base,

@@ -291,6 +291,7 @@ def test_a_module_of_branches_concatenates_them() -> None:
     [
         (lambda: AlexNet(62), "image_size 62 leaves nothing after three poolings; it must be at least 63"),
         (lambda: AlexNet(channels=(1, 2)), "2 numbers of channels; AlexNet has five"),
+        (lambda: AlexNet(towers=3), "3 towers do not divide the channels 64, 192, 384, 256, 256"),
         (lambda: VGG(image_size=40), "images of 40 pixels cannot be halved 5 times"),
         (lambda: GoogLeNet(width=12), "width must be a multiple of 8, not 12"),
     ],
