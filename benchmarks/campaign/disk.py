@@ -19,6 +19,7 @@ SIZE_BYTES = 24 * 2**20
 SHUT_DOWN, WITHOUT_FLUSH = 0x8004587D, 2
 """EXT4_IOC_SHUTDOWN, and EXT4_GOING_FLAGS_NOLOGFLUSH: what is not on the disk yet is lost, as if power had failed."""
 FROZEN_S, THAWED_S = 0.25, 0.02
+REFILLED_S = 0.001
 PATIENCE_S = 20.0
 NO_ROOM = r"[Nn]o space left"
 
@@ -69,6 +70,24 @@ class Disk:
                 pass
         if left_bytes:
             os.truncate(self.place / "filling", (self.place / "filling").stat().st_size - left_bytes)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """A context in which the disk stays full: room that a removed checkpoint leaves is taken at once."""
+        self.fill()
+        ended = threading.Event()
+
+        def fill() -> None:
+            while not ended.wait(REFILLED_S):
+                self.fill()
+
+        thread = threading.Thread(target=fill, name="fills a disk")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def make_room(self) -> None:
         """Remove that file."""
@@ -135,9 +154,8 @@ def disk_full(site: Site) -> None:
         site.start()
         site.await_step()
         site.promise()
-        disk.fill()
-        code = site.judge({2}, NO_ROOM)
-        site.notes["code"] = code
+        with disk.full():
+            site.judge({2}, NO_ROOM)
         site.settle()
         disk.make_room()
         site.finish()

@@ -138,6 +138,7 @@ def serve() -> None:
         answer: Any = None
         if "start" in asked:
             answer = _start(msgspec.convert(asked["start"], Request))
+            codes.pop(answer, None)  # an earlier process had this number
         elif "code" in asked:
             answer = codes.get(asked["code"])
         answers.write(json.dumps(answer) + "\n")
