@@ -7,6 +7,7 @@ VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 AUDIT  := .venv-audit
+SITE   := .venv-site
 
 # A worker that has nothing left takes half of the tests that another has left.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
@@ -14,7 +15,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 QUICK := end_to_end/test_capture.py distributed/test_gradients.py distributed/test_labels.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications
+.PHONY: help demo check durations test lint bench bench-foundation bench-pipelines bench-predictor bench-prediction bench-models bench-planning bench-codecs bench-consistency bench-faults campaign bench-checkpoints bench-products bench-pieces bench-jobs bench-serving bench-collectives bench-zero bench-large-batch bench-convolution bench-convolution-algorithms bench-message-driven bench-data bench-dry-runs bench-backend bench-export bench-placements bench-lectures bench-utilization conformance audit clusters matrix gpu gpu-wheels clean bench-ui bench-applications site
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -150,6 +151,15 @@ audit: ## ask the advisory databases about every pinned package, with pip-audit 
 	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT); \
 	  $(AUDIT)/bin/python -m pip install -q --disable-pip-version-check "pip-audit>=2.7"; }
 	@$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
+site: $(SITE)/.installed ## build docs and an API reference as a site in build/site; a broken link is an error (MkDocs in an environment of its own)
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(SITE)/.installed: docs/site/requirements.txt
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip install -q --disable-pip-version-check -r docs/site/requirements.txt
+	@touch $@
 
 clusters: $(STAMP) ## start a Slurm and a Ray of two nodes on this machine, and run the tests that need them and several hosts (as root; apt-get, ray)
 	@$(BIN)/pytest -m clusters tests/clusters tests/end_to_end/test_hosts.py

@@ -1,4 +1,4 @@
-"""Writes the pages that follow from code and results: docs/reference and the figures in README."""
+"""Writes the pages that follow from code and results: docs/reference, pictures of the course, figures in README."""
 
 import ast
 import inspect
@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' example calls
+from docs.course_pictures import PICTURES
 from docs.operator_rules import operators_page
 from meshwright.bench.lint import RULES
 from meshwright.cli import app
@@ -491,6 +492,7 @@ PAGES = {
     HERE / "operators.md": lambda: operators_page(GENERATED.format(source="src/meshwright/ops")),
     HERE / "measured.md": measured_page,
     README: readme,
+    **{HERE / "course" / "pictures" / f"{name}.svg": draw for name, draw in PICTURES.items()},
 }
 
 

@@ -45,7 +45,11 @@ SHARING = [
     "docs/how-to/resume-a-run.md",
 ]  # fmt: skip
 """Pages whose ranks write checkpoints together."""
-ON_TWO_RANKS = ["README.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md", *SHARING]
+COURSE = [f"docs/course/{page.name}" for page in sorted((ROOT / "docs/course").glob("[0-9]*.md"))]
+ON_TWO_RANKS = [
+    "README.md", "docs/how-to/add-an-operator-rule.md", "docs/how-to/edit-a-plan.md", *SHARING,
+    *(page for page in COURSE if "torchrun" in (ROOT / page).read_text()),
+]  # fmt: skip
 
 register()  # as the entry point does once the package is installed
 

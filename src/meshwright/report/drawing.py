@@ -1,7 +1,7 @@
 """Pictures of a report as SVG: the pipeline's timeline, memory over time, a curve; colours come from the page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.ir.trace import Trace
 from meshwright.ir.units import seconds, size
@@ -97,3 +97,30 @@ def curve(points: Sequence[tuple[int, float]]) -> str:
         parts.append(svg.text(x, y + 20, f"{rate:.3g}/s", "middle"))
         parts.append(svg.text(x, top + height + 18, f"{devices}", "middle"))
     return svg.picture(top + height + 26, "scaling", parts)
+
+
+_BAR_STYLES = ("f", "b", "w", "comm", "wait", "rest")
+
+
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]], label: str, *, text: Callable[[float], str]) -> str:
+    """A horizontal bar for each row: its name, and a box for each of its parts (at most six), one after the other.
+    ``text`` gives the words of a value; the sum stands at the end of a bar."""
+    names = list(dict.fromkeys(name for _, parts in rows for name in parts))
+    assert len(names) <= len(_BAR_STYLES)
+    left, lane, top = 132, 26, 32
+    most = max(sum(parts.values()) for _, parts in rows)
+    scale = (svg.WIDTH - left - 130) / most
+    drawn, x = [], float(left)
+    for name, style in zip(names, _BAR_STYLES, strict=False):
+        drawn += [svg.box(style, x, 6, 12, 12, name), svg.text(x + 18, 16, name, "start")]
+        x += 36 + 7 * len(name)
+    for row, (name, parts) in enumerate(rows):
+        y, x = top + lane * row, float(left)
+        drawn.append(svg.text(left - 8, y + 15, name, "end", "strong"))
+        for part, value in parts.items():
+            style, width = _BAR_STYLES[names.index(part)], scale * value
+            if width:
+                drawn.append(svg.box(style, x, y, width, lane - 6, f"{name}, {part}: {text(value)}"))
+            x += width
+        drawn.append(svg.text(x + 6, y + 15, text(sum(parts.values())), "start"))
+    return svg.picture(top + lane * len(rows) + 6, label, drawn)

@@ -22,7 +22,7 @@ _CHARACTER = 6.4
 
 class PlotLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a plot: points (x, y) with ascending x, its colour (0 to 7), its style, and its text in the legend
-    (empty: the line is not in the legend)."""
+    (empty: the line is not in the legend). ``only_dots``: the points are not joined."""
 
     name: str
     legend: str
@@ -31,6 +31,7 @@ class PlotLine(msgspec.Struct, frozen=True, kw_only=True):
     style: Literal["solid", "dashed"] = "solid"
     stairs: bool = False
     dots: bool = False
+    only_dots: bool = False
 
 
 def lane_of(stream: str) -> str:
@@ -114,10 +115,43 @@ def plot(
 ) -> str:  # fmt: skip
     """A plot of lines with axes and a legend. The vertical axis is marked at round multiples of ``y_unit``; with
     ``from_zero`` it begins at 0. The result is empty if there are no points."""
-    points = [point for line in lines for point in line.points]
-    if not points:
+    if not any(line.points for line in lines):
         return ""
-    left, right, top, height = 76, svg.WIDTH - 16, 10, 240
+    parts = _plot_parts(lines, x_text, y_text, y_unit, from_zero)
+    legend = svg.legend((line.color, line.legend) for line in lines if line.legend)
+    return svg.picture(_TOP + _HEIGHT + 26, label, parts) + legend
+
+
+def plot_with_names(
+    lines: Sequence[PlotLine], label: str, *, x_name: str, y_name: str, x_text: Callable[[float], str] = "{:g}".format,
+    y_text: Callable[[float], str] = "{:g}".format, from_zero: bool = False,
+) -> str:  # fmt: skip
+    """A plot for a file of its own (``svg.file``): the legend and the names of the axes are parts of the picture."""
+    legend = [line for line in lines if line.legend]
+    top, bottom = 20 * len(legend) + 24, 20 * len(legend) + 24 + _TOP + _HEIGHT
+    parts = [svg.text(0, top - 8, y_name, "start", "strong")]
+    for row, line in enumerate(legend):
+        y = 20 * row + 12
+        style = f"line s{line.color}" + (" foretold" if line.style == "dashed" else "")
+        parts += [svg.line(style, _PLOT_LEFT, y, _PLOT_LEFT + 28, y)]
+        parts += [svg.text(_PLOT_LEFT + 36, y + 4, line.legend, "start")]
+    moved = "".join(_plot_parts(lines, x_text, y_text, 1.0, from_zero, (x_text(0.0), y_text(0.0))))
+    parts += [f'<g transform="translate(0 {top})">{moved}</g>']
+    parts += [svg.text(svg.WIDTH - 16, bottom + 38, x_name, "end", "strong")]
+    return svg.picture(bottom + 58, label, parts)
+
+
+_PLOT_LEFT, _TOP, _HEIGHT = 76, 10, 240
+
+
+def _plot_parts(
+    lines: Sequence[PlotLine], x_text: Callable[[float], str], y_text: Callable[[float], str], y_unit: float,
+    from_zero: bool,
+    zeros: tuple[str, str] = ("0", "0"),
+) -> list[str]:  # fmt: skip
+    """The axes and lines of a plot. ``zeros``: the texts at 0 of the axes x and y."""
+    points = [point for line in lines for point in line.points]
+    left, right, top, height = _PLOT_LEFT, svg.WIDTH - 16, _TOP, _HEIGHT
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -132,20 +166,20 @@ def plot(
     for value in marks(low / y_unit, high / y_unit):
         y = bottom - up * (value * y_unit - low)
         parts.append(svg.line("grid", left, y, right, y))
-        parts.append(svg.text(left - 6, y + 4, y_text(value * y_unit) if value else "0", "end"))
+        parts.append(svg.text(left - 6, y + 4, y_text(value * y_unit) if value else zeros[1], "end"))
     parts.append(svg.line("axis", left, bottom, right, bottom))
     for value in marks(first, last):
         x = left + across * (value - first)
-        parts.append(svg.text(min(x, right - 8), bottom + 18, x_text(value) if value else "0", "middle"))
+        parts.append(svg.text(min(x, right - 8), bottom + 18, x_text(value) if value else zeros[0], "middle"))
     for line in lines:
         shown = _stairs(line.points) if line.stairs else line.points
         style = f"line s{line.color}" + (" foretold" if line.style == "dashed" else "")
-        parts.append(svg.polyline(style, map(at, shown), line.name))
-        for point in line.points if line.dots else ():
+        if not line.only_dots:
+            parts.append(svg.polyline(style, map(at, shown), line.name))
+        for point in line.points if line.dots or line.only_dots else ():
             title = f"{line.name}: {y_text(point[1])} at {x_text(point[0])}"
             parts.append(svg.dot(f"dot d{line.color}", *at(point), 3.5, title))
-    legend = svg.legend((line.color, line.legend) for line in lines if line.legend)
-    return svg.picture(bottom + 26, label, parts) + legend
+    return parts
 
 
 def _lanes(spans: Sequence[Span], name: str, top: float, scale: float, until_s: float) -> list[str]:
