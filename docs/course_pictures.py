@@ -49,7 +49,7 @@ def one_neuron() -> str:
     for color, rate in enumerate((0.2, 2.0, 40.0)):
         trainer = mw.parallelize(
             names["new_neuron"](), names["loss_fn"], names["batch"], plan=mw.Layout(dp=-1),
-            optimizer=lambda parameters, rate=rate: torch.optim.SGD(parameters, lr=rate),
+            optimizer=functools.partial(torch.optim.SGD, lr=rate),
         )  # fmt: skip
         losses = [float(trainer.step(names["batch"])) for _ in range(40)]
         words = f"learning rate {rate:g}"
