@@ -39,7 +39,7 @@ IMPORTED = (
     "multiprocessing.resource_tracker",
 )  # fmt: skip
 _ADOPT, _NEW_MOUNTS, _NEW_TIME = 36, 0x00020000, 0x00000080  # PR_SET_CHILD_SUBREAPER, CLONE_NEWNS, CLONE_NEWTIME
-_BIND, _PRIVATE, _RECURSIVE = 4096, 1 << 18, 16384
+_BIND, _PRIVATE, _RECURSIVE, _DETACH = 4096, 1 << 18, 16384, 2
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -199,6 +199,7 @@ def _become(request: Request) -> NoReturn:
         _call("unshare", _NEW_MOUNTS)
         _mount("none", "/", _PRIVATE | _RECURSIVE)
         _mount(request.shm, "/dev/shm", _BIND)
+        _leave_disks_of_others(Path(request.output).parent)
     if request.box:
         from meshwright.emulation.network import Place, enter
 
@@ -267,6 +268,16 @@ def _close_all_but(kept: set[int]) -> None:
         if number not in kept:
             with suppress(OSError):
                 os.close(number)
+
+
+def _leave_disks_of_others(folder: Path) -> None:
+    """In this process's namespace, unmount what is mounted beside ``folder``: disks of other faults, which could not be
+    unmounted there as long as this process lives."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place = Path(line.split()[4])
+        if folder.parent in place.parents and folder not in place.parents and libc.umount2(bytes(place), _DETACH):
+            raise OSError(ctypes.get_errno(), f"unmount {place}")
 
 
 def _mount(source: str, target: str, flags: int) -> None:
