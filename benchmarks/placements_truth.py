@@ -158,6 +158,7 @@ def findings(summaries: Sequence[Summary]) -> list[Finding]:
             f"reason {sum(missing.values())}, of {len(missing)} operators",
             passed=told,
             total=true,
+            least=LEAST,
             notes={f"listed: {reason}": count for reason, count in listed.most_common()}
             | {f"missing: {target}": count for target, count in missing.items()},
         ),

@@ -17,6 +17,7 @@ from meshwright.bench.provenance import commit_of, imported
 from meshwright.cli import run as cli
 from meshwright.ir import files
 from meshwright.ir.result import (
+    Check,
     Comparison,
     Duration,
     Machine,
@@ -320,3 +321,11 @@ def test_lint_does_not_wait_for_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("passed", "least", "is_refused"), [(95, 0.95, False), (94, 0.95, True), (99, 1.0, True)])
+def test_a_check_passes_with_the_least_share_of_its_cases(passed: int, least: float, is_refused: bool) -> None:
+    result = files.load(next(path for path in OURS if path.stem == "conformance"), Result)
+    check = Check(target="cases", verdict="pass", measured=f"{passed} of 100", passed=passed, total=100, least=least)
+    rules = {refusal.rule for refusal in lint(msgspec.structs.replace(result, findings=(check,)))}
+    assert ("verdict" in rules) == is_refused

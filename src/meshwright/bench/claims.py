@@ -242,7 +242,8 @@ def verdict(result: Result) -> Found:
             errors = (finding.predicted_s / bound_s - 1 for bound_s in _interval(finding.series))
             kept = _all_kept((abs(finding.error), *map(abs, errors)), most=limit)
         elif isinstance(finding, Check):
-            limit, kept = finding.total, finding.passed == finding.total > 0
+            limit = finding.least * finding.total
+            kept = finding.passed >= limit > 0
         else:
             limit, kept = None, True
         if limit is None:

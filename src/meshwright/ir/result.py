@@ -181,6 +181,8 @@ class Check(_Finding, frozen=True, kw_only=True, tag="check"):
     """The number of cases that were right."""
     total: Count = 0
     """The number of cases that were tried; 0: the check was not run."""
+    least: float = 1.0
+    """The smallest share of the cases that passes."""
 
 
 class Duration(_Finding, frozen=True, kw_only=True, tag="duration"):
