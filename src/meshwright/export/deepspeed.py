@@ -62,6 +62,7 @@ def write(form: Form, per_node: int) -> Exported:
         "train_batch_size": own.global_batch,
         "train_micro_batch_size_per_gpu": own.micro_batch,
         "gradient_accumulation_steps": layout.microbatches,
+        "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 otherwise
         "zero_optimization": {"stage": layout.zero, "overlap_comm": own.overlap != "none"},
     }
     if layout.zero:  # otherwise DeepSpeed refuses optimizers that are not among its own few
