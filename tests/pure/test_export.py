@@ -129,7 +129,8 @@ def test_deepspeeds_file_has_the_three_sizes_of_a_batch() -> None:
     config = json.loads(text_of(exported("deepspeed", dp=4, zero=2, micro_batch=2, overlap="dp")))
     assert config == {
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8,
-        "gradient_clipping": 0.0, "zero_optimization": {"stage": 2, "overlap_comm": True}, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0, "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
     }  # fmt: skip
 
