@@ -45,8 +45,15 @@ from meshwright.errors import MeshwrightError, PreemptedError
 
 SIGNALLED = 128
 """More than this, an exit code is that of a signal, as shells have it."""
-_NO_MEMORY = re.compile(r"can(not|'t) allocate memory|failed to map segment|can't start new thread", re.IGNORECASE)
-"""How PyTorch, the loader of libraries and the system say that there is no memory."""
+_NO_MEMORY = re.compile(
+    r"can(not|'t) allocate memory|failed to map segment|can't start new thread|resource temporarily unavailable"
+    r"|error return without exception set",
+    re.IGNORECASE,
+)
+"""How PyTorch, the loader of libraries, the system and Python itself say that there is no memory."""
+_SMALLER = "take a smaller model, batch or number of ranks, or a machine with more"
+_LAST_WORDS = f"meshwright: the command: there is not enough memory\n  -> {_SMALLER}\n".encode()
+"""The message if there is not even memory to make one."""
 GOES_ON = "the same command goes on from the last checkpoint, or from the beginning if there is none"
 
 app = typer.Typer(
@@ -83,7 +90,11 @@ def _options(
 
 def main() -> None:
     """Run the command line of this process: the console script ``meshwright``."""
-    code = run(sys.argv[1:])
+    try:
+        code = run(sys.argv[1:])
+    except (MemoryError, SystemError):
+        os.write(2, _LAST_WORDS)
+        code = 2
     if code not in (0, PreemptedError.CODE) and "RANK" in os.environ:
         # Under torchrun, other ranks may wait for this one. A normal exit would wait for those ranks in turn.
         sys.stdout.flush()
@@ -114,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # for example `meshwright plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except (MemoryError, RuntimeError, ImportError, OSError) as error:
+    except (MemoryError, RuntimeError, SystemError, ImportError, OSError) as error:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
             return _defect(error)
         _complain(_no_memory(" ".join(arguments[:2]), str(error)))
@@ -132,7 +143,7 @@ def _no_memory(command: str, error: str) -> str:
     limited = "" if limit == resource.RLIM_INFINITY else f"; `ulimit -v` is {limit / 2**20:.0f} MiB"
     return (
         f"meshwright {command}: there is not enough memory{f' for {asked[0]}' if asked else ''}{limited}\n"
-        "  -> take a smaller model, batch or number of ranks, or a machine with more"
+        f"  -> {_SMALLER}"
     )
 
 
