@@ -125,7 +125,7 @@ def alone() -> Iterator[object]:
             yield pytest.param(page, marks=pytest.mark.product if repeated else ())
 
 
-@pytest.mark.parametrize("page", alone())
+@pytest.mark.parametrize("page", list(alone()))
 def test_python_on_a_page_runs_and_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
     before = dict(os.environ)
     try:
