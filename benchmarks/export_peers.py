@@ -184,7 +184,7 @@ def main(name: str, *arguments: str) -> None:
     """Run one of the functions above."""
     if name in TRAINERS:
         losses = TRAINERS[name](Path(arguments[0]), arguments[1])
-        print("LOSSES", json.dumps(losses), flush=True)
+        print(f"LOSSES {json.dumps(losses)}\n", end="", flush=True)  # in one piece: torchrun's ranks do not buffer
         return
     for folder in map(Path, arguments):
         try:
