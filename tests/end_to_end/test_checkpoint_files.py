@@ -110,6 +110,15 @@ def test_any_flipped_bit_in_a_file_of_chunks_is_found(tmp_path: Path) -> None:
         verify_chunks(tmp_path, chunks)
 
 
+@pytest.mark.parametrize(("numbers", "most"), [(1000, 64 * 2**10), (2**20, 3 * 2**22)])
+def test_a_file_of_chunks_reserves_little_more_than_it_needs(tmp_path: Path, numbers: int, most: int) -> None:
+    file = ChunkFile(tmp_path / "__0_0.distcp")
+    file.add("x", torch.zeros(numbers), (0,))
+    status = (tmp_path / "__0_0.distcp").stat()
+    assert status.st_blocks * 512 <= most, "others would lack the room until the save is done"
+    file.close()
+
+
 def test_a_chunk_is_compared_when_it_is_read(tmp_path: Path) -> None:
     file = ChunkFile(tmp_path / "__0_0.distcp")
     file.add("x", torch.arange(5.0), (0,))

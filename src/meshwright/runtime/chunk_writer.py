@@ -45,8 +45,9 @@ PIECE_BYTES = 4 * 2**20
 """Bytes that go to the disk at once."""
 LARGE_BYTES = 2**20
 """Chunks of this size go around the cache."""
-AHEAD_BYTES = 16 * 2**20
-"""The least number of bytes that are reserved on the disk at once, so that direct writes need not extend the file."""
+AHEAD_BYTES = 64 * 2**20
+"""The most bytes that are reserved on the disk before they are needed, so that direct writes need not extend the file.
+Others lack this room until the file is closed."""
 
 Check = Callable[[Tensor], None]
 """Raises an error if a chunk is not worth writing."""
@@ -94,8 +95,9 @@ class ChunkFile:
         job = _Job(len(self._chunks), name, self._position, value, tuple(offsets), frame, check)
         self._chunks.append(None)
         self._position += len(frame.head) + value.numel() * value.element_size() + len(frame.tail)
-        if self._direct is not None and self._position > self._reserved:
-            before, self._reserved = self._reserved, self._position + max(AHEAD_BYTES, self._position)
+        is_large = value.numel() * value.element_size() >= LARGE_BYTES
+        if self._direct is not None and is_large and self._position > self._reserved:
+            before, self._reserved = self._reserved, self._position + min(AHEAD_BYTES, self._position)
             _reserve(self._direct, before, self._reserved - before)
         if self._threads:
             self._jobs.put(job)
