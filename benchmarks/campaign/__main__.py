@@ -132,11 +132,15 @@ def findings(entries: list[Entry], left_out: Mapping[str, str]) -> list[Finding]
     return rows
 
 
-def _memory_disk(folder: Path, stack: ExitStack) -> Path:
-    """Mount a file system in memory for the folders of faults: on a disk, tiny runs would mostly wait for flushes."""
+def memory_disk(folder: Path, stack: ExitStack) -> Path:
+    """Mount a file system in memory for the folders of faults: on a disk, tiny runs would mostly wait for flushes.
+    File systems that a killed campaign has left in the same folder are unmounted first."""
     place = folder / "work"
     place.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
+        mounted = [Path(line.split()[4]) for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        for stale in reversed([path for path in mounted if path.is_relative_to(place)]):
+            subprocess.run(["umount", "--lazy", str(stale)], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "campaign", str(place)], check=True)
         stack.callback(lambda: subprocess.run(["umount", "--lazy", str(place)], check=True))
     return place
@@ -164,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     boxes = not why_not()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and leave nothing behind
     with locked(options.folder, ".lock", option="--folder"), ExitStack() as stack:
-        work = _memory_disk(options.folder.resolve(), stack)
+        work = memory_disk(options.folder.resolve(), stack)
         count = min(MOST_AT_ONCE, num_cores())
         starters = [stack.enter_context(Starter({"OMP_NUM_THREADS": "1"})) for _ in range(count)]
         runs = {run for name in names for run in KINDS[name].runs}

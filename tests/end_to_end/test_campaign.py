@@ -9,12 +9,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from benchmarks.campaign import checks, journal, site
-from benchmarks.campaign.__main__ import findings, inflict
+from benchmarks.campaign.__main__ import findings, inflict, memory_disk
 from benchmarks.campaign.checks import Problem
 from benchmarks.campaign.journal import Entry
 from benchmarks.campaign.kinds import KINDS
@@ -245,6 +246,21 @@ def test_a_wrong_loss_of_a_fault_is_found(
     entry = inflict(starter, tmp_path, 0, 0, ("preempted",), wrong, boxes=False)
     assert [problem.category for problem in entry.problems] == ["wrong"]
     assert entry.problems[0].text.startswith("step 97: the loss is ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_disks_of_a_killed_campaign_are_unmounted(tmp_path: Path) -> None:
+    place = tmp_path / "work"
+    for path in (place, place / "1-1" / "disk"):
+        path.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "left", str(path)], check=True)
+    with ExitStack() as stack:
+        assert memory_disk(tmp_path, stack) == place
+        assert not [*place.iterdir()]
+        assert [*checks.left_mounts(tmp_path, Path("/proc/self/mountinfo").read_text())] == [
+            Problem("left", f"a file system is mounted at {place}")
+        ]
+    assert not [*checks.left_mounts(tmp_path, Path("/proc/self/mountinfo").read_text())]
 
 
 # --- order and journal -----------------------------------------------------------------------------------------------
